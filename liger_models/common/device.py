@@ -1,14 +1,14 @@
-"""The device that a user names, or that the machine has."""
+"""Selection of the device: the device that the user chooses, or the accelerator of the machine."""
 
 import torch
 
 
 def available_device(where: str, name: str | None = None) -> torch.device:
-    """Return the device of this name, or without a name the accelerator, or else the CPU.
+    """Return the device with this name. Without a name, return the accelerator, or the CPU if there is none.
 
     Args:
-        where: name of the function or command, for the error.
-        name: such as "cpu", "cuda" or "cuda:1".
+        where: name of the function or command in the error message.
+        name: name of the device, such as "cpu", "cuda" or "cuda:1".
 
     Raises:
         ValueError: the machine or this build of PyTorch has no such device.

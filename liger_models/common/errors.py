@@ -25,7 +25,7 @@ def check_values(condition: Tensor, message: str) -> None:
 
 
 def is_traced() -> bool:
-    """Whether no value can be read: a graph is being compiled, or a transform of ``torch.func`` runs."""
+    """Return whether tensor values cannot be read, because of compilation or a transform of ``torch.func``."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -1,13 +1,13 @@
 """Registration of ops: one library for all ops, ops with named arguments, and autograd.
 
-PyTorch's dispatcher takes the arguments of an op by position. An op with more than a dozen arguments is written with
-`Op` instead: one NamedTuple names its inputs, another names its outputs, and all functions of the op take and return
-these. The schema follows from their annotations::
+PyTorch's dispatcher takes the arguments of an op by position. An op with many arguments is therefore defined with `Op`:
+one NamedTuple holds the inputs, another NamedTuple holds the outputs, and all functions of the op take and return these
+NamedTuples. The schema of the op is derived from the annotations of their fields::
 
     class Inputs(NamedTuple):
         x: Tensor
-        norm: FusedNorm                   a NamedTuple: its fields become norm_weight, norm_eps, ...
-        weight: Annotated[Weight, WEIGHT]     a type whose `Argument` converts it for ops
+        norm: FusedNorm                   a NamedTuple, whose fields become norm_weight, norm_eps, ...
+        weight: Annotated[Weight, WEIGHT]     a type that schemas lack, which the `Argument` WEIGHT converts
 
     class Outputs(NamedTuple):
         y: Tensor
@@ -19,9 +19,10 @@ these. The schema follows from their annotations::
     op = Op("norm_linear", _forward, _fake)
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
-`Op.differentiable` adds the backward, with two more NamedTuples: the saved values and the gradients. The class of the
-gradients also says which inputs need one: its fields are `Any`, and stand for ``Tensor | None``, or for bools in an
-annotation with ``Annotated[..., bool]``::
+`Op.differentiable` adds the backward, with two more NamedTuples: one for the saved values, and one for the gradients.
+The class of the gradients has two uses, so its fields are annotated as `Any`. By itself, the class holds gradients, and
+its fields stand for ``Tensor | None``. As ``Annotated[..., bool]``, it says which gradients are needed, and its fields
+stand for bools::
 
     class Gradients(NamedTuple):
         x: Any = None
@@ -64,12 +65,14 @@ Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
 
 class Argument(NamedTuple):
-    """Conversion of a type that schemas lack, which annotates the type: ``Annotated[T, Argument(...)]``.
+    """Describes how an op passes a value whose type T cannot appear in the schema of an op.
+
+    The field that holds the value is annotated with ``Annotated[T, Argument(...)]``.
 
     Attributes:
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
-            may lack a default value. If the first argument with a default has its default value, the value of the field
-            is the argument without a default, or None if there is none.
+            may lack a default value. If the first argument that has a default has its default value, the value of the
+            field is the argument without a default, or None if every argument has a default.
         to_op: maps the value, which is not None, to all of its arguments; returns None if the value itself is the first
             argument.
         from_op: maps all arguments of the value back to the value.
@@ -100,7 +103,10 @@ class Arguments:
         namespace: dict[str, Any] = {"_join": _join, "_new": tuple.__new__}
 
         def add(fields: Any, prefix: str, any_type: str) -> tuple[str, str]:
-            """Add the fields of a NamedTuple; return the pattern that unpacks it and the expression that builds it."""
+            """Add the fields of a NamedTuple, and return the source of a pattern and an expression.
+
+            The pattern unpacks the NamedTuple, and the expression builds it again.
+            """
             if get_origin(fields) is Annotated:
                 fields, any_type = fields.__origin__, TYPES[get_args(fields)[1]]
             patterns, expressions = [], []
@@ -121,7 +127,7 @@ class Arguments:
             return f"({', '.join(patterns)},)", f"_new(_type_{prefix}, ({', '.join(expressions)},))"
 
         def add_argument(name: str, argument: Argument) -> str:
-            """Add a field with an `Argument`; return the expression that restores the field."""
+            """Add a field with an `Argument`, and return the source of an expression that restores the field."""
             # At most the first parameter has no default: the head, which comes first in the whole schema, too.
             schema = argument.schema.format(name)
             parameters = _parse(schema)
@@ -169,24 +175,24 @@ class Arguments:
         self.unflatten: Callable[..., Any] = namespace["unflatten"]
 
     def flatten_all(self, value: Any) -> tuple[Any, ...]:
-        """`flatten` with all arguments."""
+        """Return what `flatten` returns, plus the arguments that `flatten` leaves out."""
         arguments = self.flatten(value)
         return arguments + self.defaults[len(arguments) :]
 
 
 def _parse(schema: str) -> list[Any]:
-    """The parameters of a schema."""
+    """Parse a schema, and return its parameters."""
     return torch._C.parse_schema(f"op({schema}) -> ()").arguments
 
 
 def _argument(hint: Any) -> Argument | None:
-    """The `Argument` that annotates a type, or None."""
+    """Return the `Argument` in the annotation of a field, or None if there is none."""
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((extra for extra in extras if isinstance(extra, Argument)), None)
 
 
 def _type_name(hint: Any) -> str:
-    """The schema type for an annotation."""
+    """Return the type in a schema for the annotation of a field."""
     if get_origin(hint) not in (types.UnionType, Union):
         return TYPES[hint]
     (option_type,) = (option for option in get_args(hint) if option is not type(None))
@@ -196,7 +202,10 @@ def _type_name(hint: Any) -> str:
 def _join(
     head: tuple[Any, ...], tails: tuple[Sequence[Any] | None, ...], groups: list[tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """Join the arguments without defaults and the groups with defaults, up to the last group with a value."""
+    """Join the arguments without default values and the groups of arguments with default values.
+
+    The groups after the last group that has a value are left out.
+    """
     joined: tuple[Any, ...] = ()
     for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
         if tail is not None or joined:
@@ -205,20 +214,20 @@ def _join(
 
 
 def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that picks the values at the given places of a sequence."""
+    """Return a function that returns a tuple of the values at the given indices of a sequence."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple(values[index] for index in indices)
 
 
 class Op(Generic[Inputs, Outputs]):
-    """An op whose inputs and outputs have names.
+    """An op whose inputs and outputs are NamedTuples.
 
     Args:
-        name: the op is ``torch.ops.liger_models.<name>``.
-        forward: the implementation. Its parameter and its result are each annotated with a NamedTuple; the result may
-            also be one tensor. Fields of the result may be ``Tensor | None``.
-        fake: the implementation for tensors without values.
+        name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
+        forward: implementation of the op. Its parameter is annotated with a NamedTuple, and its result with a
+            NamedTuple or with ``Tensor``. Fields of the result may be ``Tensor | None``.
+        fake: implementation for tensors without values.
     """
 
     def __init__(self, name: str, forward: Callable[[Inputs], Outputs], fake: Callable[[Inputs], Outputs]) -> None:
@@ -238,7 +247,7 @@ class Op(Generic[Inputs, Outputs]):
         """The op with flat arguments and results."""
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
-        """Wrap a function to take and return flat arguments, as the dispatcher calls it."""
+        """Wrap a function such that it takes and returns flat arguments, as the dispatcher requires."""
         unflatten = self.inputs.unflatten
         if self.outputs is None:
             return lambda *arguments: function(unflatten(*arguments))
@@ -258,12 +267,12 @@ class Op(Generic[Inputs, Outputs]):
         """Register the backward.
 
         Args:
-            save: maps the autograd context, the inputs, the outputs, and which inputs need a gradient to the saved
-                values. It may mark outputs as non-differentiable.
-            backward: maps the saved values, which inputs need a gradient, and the gradients of the outputs (None for
-                outputs without a gradient) to the gradients of the inputs.
-
-        The second parameter of ``backward`` and its result have fields named as the inputs.
+            save: function that is called with the autograd context, the inputs, the outputs, and a NamedTuple of bools
+                that say which inputs need a gradient. It returns the values to save, and may mark outputs as
+                non-differentiable.
+            backward: function that is called with the saved values, the NamedTuple of bools, and the gradients of the
+                outputs (None for outputs without a gradient). It returns the gradients of the inputs. The fields of its
+                second parameter and of its result have the names of the inputs.
         """
         hints = get_type_hints(backward, include_extras=True)
         saved_type, needs_type, _ = (hint for name, hint in hints.items() if name != "return")
@@ -303,10 +312,11 @@ def register_autograd(
     setup_context: Callable[..., None],
     library: torch.library.Library = LIBRARY,
 ) -> None:
-    """``torch.library.register_autograd``, for ops without keyword-only arguments and without lists of tensors.
+    """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
-    To fill in default values, PyTorch's function reads the whole schema once per argument in every call, which takes
-    the host about as long as the rest of a forward. This function reads the default values once.
+    The op must not have keyword-only arguments or lists of tensors. To fill in default values, PyTorch's function reads
+    the whole schema once per argument in every call, which takes the host about as long as the rest of a forward. This
+    function reads the default values only once.
 
     Args:
         name: name of an op of ``library``.

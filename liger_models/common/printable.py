@@ -1,4 +1,4 @@
-"""Text of strangers, such as names in a checkpoint or what a model has written, on a terminal."""
+"""Printing of untrusted text on a terminal, such as names in a checkpoint, or text that a model generates."""
 
 import re
 import sys
@@ -9,13 +9,14 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""``text`` with control characters shown as escapes, such as ``\x1b``. Newlines and tabs are kept.
+    r"""Return ``text`` with control characters replaced by escapes such as ``\x1b``. Newlines and tabs are kept.
 
-    A terminal obeys control characters: they move the cursor, change the window's title, or write to the clipboard.
+    A terminal executes control characters, which can move the cursor, change the window's title, or write to the
+    clipboard.
     """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def show_warnings_as_lines() -> None:
-    """Print each warning of this process in one line, printable, without the place in the source."""
+    """Print every later warning of this process in one line, through `printable` and without file and line number."""
     warnings.showwarning = lambda message, *_, **__: print(printable(f"warning: {message}"), file=sys.stderr)

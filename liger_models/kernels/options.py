@@ -14,7 +14,7 @@ class KernelOptions:
         swiglu: the MLP's activation, whichever function it is and whether or not it is gated.
         linear_attention: the recurrence of linear attention, its convolution and its gated norm.
         cross_entropy: the loss, computed from all logits.
-        fused_linear_cross_entropy: head and loss in one op, which never holds all logits.
+        fused_linear_cross_entropy: head and loss in one op, which never stores all logits at once.
 
     Raises:
         ValueError: both ``cross_entropy`` and ``fused_linear_cross_entropy`` are True.

@@ -1,7 +1,7 @@
-"""Memory of a training step: an estimate, and plans of recomputation and offloading within a budget.
+"""The memory of a training step: an estimate, and plans of recomputation and offloading within a budget.
 
-In the order to read: `estimate` counts the bytes of a step, `step_times` its seconds, `plan` has the plan and the
-function that makes it, and `search` finds the fastest step that fits.
+Read the modules in this order. `estimate` computes the bytes of a step, and `step_times` the seconds. `plan` has the
+plan and the function that makes it, and `search` finds the fastest step that fits into the budget.
 """
 
 from liger_models.common.lazy import lazy_exports

@@ -1,4 +1,4 @@
-"""An estimate of the memory of a training step, made by running its blocks on tensors without values."""
+"""An estimate of the memory of a training step, from running the model's blocks on tensors without values."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,9 +26,9 @@ class Saved(NamedTuple):
     """Activations that one block saves for the backward, in bytes.
 
     Attributes:
-        total: all activations.
-        movable: activations in tensors large enough for offloading to move them to host memory.
-        largest: the largest tensor among the movable ones.
+        total: bytes of all these activations.
+        movable: bytes of the tensors that are large enough to be offloaded to host memory.
+        largest: bytes of the largest of these tensors.
     """
 
     total: int
@@ -43,20 +43,21 @@ class TrainingMemory(NamedTuple):
         weights: the parameters.
         gradients: the gradients of all trained parameters.
         early_gradients: the gradients that exist before the backward of the embedding.
-        optimizer: the two moments of AdamW, with scales if they have 8 bits, or the momentum of Muon.
-        activations: policy of `Decoder.set_checkpointing` -> activations that the forward saves for the backward.
+        optimizer: the two moments of AdamW, including the scales of 8-bit moments, or the momentum of Muon.
+        activations: for each policy of `Decoder.set_checkpointing`, the activations that the forward saves for the
+            backward.
         head: the logits of one chunk and, if the head is trained, its gradient. Both exist before the backward of the
             blocks.
-        recomputed: policy -> bytes by which the recomputed activations of a block exceed the logits of one chunk, which
-            are free by then.
+        recomputed: for each policy, the bytes by which the recomputed activations of a block exceed the logits of one
+            chunk. The memory of the logits is free when a block recomputes.
         logits: the logits of one chunk.
-        blocks: policy -> what each block saves.
+        blocks: for each policy, what each block saves.
         moments: for each block, the moments that may live in host memory.
-        staging: the buffer through which moments in host memory pass.
+        staging: the buffer through which the device reads and writes moments in host memory.
         largest: the largest gradient of a parameter.
-        tied: for a trained embedding that is also the head, the gradient of the lookup, beside the gradient of the
-            head.
-        temporary: second copies of weights during the computation, gathered or dequantized.
+        tied: for a trained embedding that is tied to the head, the gradient of the embedding lookup, which exists
+            beside the gradient of the head; otherwise 0.
+        temporary: gathered or dequantized copies of weights, which exist only during the computation.
     """
 
     weights: int
@@ -92,22 +93,23 @@ class TrainingMemory(NamedTuple):
         host_moments: Collection[int] = (),
         in_backward: bool = False,
     ) -> dict[str, int]:
-        """The parts of the peak.
+        """Return the parts of which the peak consists.
 
-        Gradients grow while activations are freed. So the peak comes at one of four times: when the head computes the
-        loss, when the backward of the blocks begins, when it ends, or when all gradients exist. This holds if blocks
-        that save less come first. With ``accumulate`` above 1, all gradients exist beside the activations.
+        During the backward, gradients take more and more memory, and activations take less. Therefore the peak is
+        reached at one of four times: when the head computes the loss, when the backward of the blocks begins, when the
+        backward of the blocks ends, or when all gradients exist. This is true if no block saves less than the blocks
+        before it. If ``accumulate`` is above 1, all gradients exist at the same time as the activations.
 
         Args:
-            policy: one of `CHECKPOINTING_POLICIES`, or one for each block.
-            accumulate: number of batches in a step.
+            policy: one of `CHECKPOINTING_POLICIES` for all blocks, or a sequence of one policy for each block.
+            accumulate: number of batches in an optimizer step.
             offloaded: indices of the blocks whose activations are offloaded.
             host_moments: indices of the blocks whose moments live in host memory.
-            in_backward: whether the optimizer applies and frees each gradient in the backward, with one batch in a
-                step.
+            in_backward: whether the optimizer applies and frees each gradient in the backward. This requires one batch
+                per optimizer step.
 
         Returns:
-            Name -> bytes. Their sum is the peak.
+            A dict from the name of each part to its bytes. The sum of the bytes is the peak.
         """
         count = len(self.moments)
         policies = [policy] * count if isinstance(policy, str) else policy
@@ -139,7 +141,7 @@ class TrainingMemory(NamedTuple):
         return {**fixed, **largest}
 
     def peak(self, policy: str | Sequence[str], accumulate: int = 1, **options: Any) -> int:
-        """Peak memory in bytes; arguments as for `parts`."""
+        """Return the peak memory in bytes. The arguments are those of `parts`."""
         return sum(self.parts(policy, accumulate, **options).values())
 
 
@@ -153,19 +155,18 @@ def training_memory(
 ) -> TrainingMemory:
     """Estimate the memory of a training step with AdamW or Muon on one GPU, without sharding.
 
-    Every block runs once per policy on tensors that have shapes but no values, and the estimate sums the tensors that
-    autograd then holds. So user-defined blocks and layers are counted correctly. Of equal blocks only one runs. Frozen
-    parameters have neither gradients nor moments. Activations of vision towers and of cross-attention to images are not
-    counted.
+    Every block runs once per policy on tensors that have shapes but no values, and the sizes of the tensors that
+    autograd then holds are added. Therefore user-defined blocks and layers are counted correctly, too. Of several equal
+    blocks, only one runs. Frozen parameters are counted without gradients and moments. The activations of vision towers
+    and of cross-attention to images are not counted.
 
     Args:
         model: the model, which must not be distributed. It may be on the meta device, where it needs no memory.
-            Adapters keep their own dtype.
-        tokens: B · T.
-        dtype: dtype of weights, gradients, moments and activations.
+        tokens: B · T, the number of tokens in a batch.
+        dtype: dtype of weights, gradients, moments and activations. Adapters keep their own dtype.
         moments_8bit: whether the optimizer is ``LigerAdamW(state_dtype=torch.int8)``.
-        muon: whether the optimizer is `LigerMuon`, with one momentum for each matrix. Its temporary tensors are not
-            counted, because no activations exist beside them.
+        muon: whether the optimizer is `LigerMuon`, with one momentum for each matrix. The temporary tensors of the
+            optimizer are not counted, because they do not exist at the same time as activations.
 
     Raises:
         ValueError: a block cannot run on tensors without values, the model is distributed, or ``moments_8bit`` is given
@@ -225,13 +226,13 @@ def with_parameters(
     weights: Mapping[nn.Parameter, int],
     moments: Callable[[nn.Parameter], list[int]],
 ) -> TrainingMemory:
-    """An estimate with other bytes of parameters, gradients and moments, and the same activations.
+    """Return the estimate with replaced bytes of parameters, gradients and moments, and with the same activations.
 
     Args:
         memory: the estimate.
         model: the model that has the parameters.
-        weights: parameter -> bytes on the device.
-        moments: returns the bytes of each tensor that holds moments of a parameter.
+        weights: mapping from each parameter to its bytes on the device.
+        moments: function that returns the bytes of each tensor that holds moments of a parameter.
     """
     gradients = {parameter: size for parameter, size in weights.items() if parameter.requires_grad}
     sizes = {parameter: moments(parameter) for parameter in gradients}
@@ -256,7 +257,7 @@ def with_parameters(
 
 
 def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of adapters. They keep their own dtype, whatever the dtype of the model."""
+    """Return the parameters of adapters, which keep their own dtype, whatever the dtype of the model."""
     return {
         parameter
         for layer in layers_of(model)
@@ -266,7 +267,7 @@ def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Records the storages that are allocated in its context, and tells which are still alive."""
+    """A context manager that records the storages that are allocated in it, and that can list those still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -285,7 +286,7 @@ class _Allocations(TorchDispatchMode):
         return out
 
     def held(self) -> list[int]:
-        """Bytes of each storage that is still alive."""
+        """Return the bytes of each recorded storage that is still alive."""
         return [nbytes for reference, nbytes in self._allocated.items() if not reference.expired()]
 
 
@@ -295,7 +296,7 @@ def _saved(storages: Sequence[int]) -> Saved:
 
 
 def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype) -> list[Saved]:
-    """The activations that each block saves for the backward."""
+    """Measure the activations that each block saves for the backward."""
     saved: list[Saved] = []
     known: dict[str, Saved] = {}
     for index, block in enumerate(model.layers):
@@ -317,7 +318,7 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
 
 
 def _description(block: nn.Module) -> str:
-    """A text that is equal for blocks that differ only in their index and in the values of their parameters."""
+    """Return a text that is equal for blocks that differ only in their index and their parameters' values."""
     skipped = {"_parameters", "_buffers", "_modules", "layer"}
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     parts = [
@@ -329,7 +330,7 @@ def _description(block: nn.Module) -> str:
 
 
 def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dtype) -> Saved:
-    """The activations that a block saves, from a forward on fake tensors."""
+    """Measure the activations that a block saves, by running its forward on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), triton_assumed(), torch.enable_grad():
         # Parameters in the dtype of training.
         adapters = _adapter_parameters(block)

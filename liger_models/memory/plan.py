@@ -1,4 +1,4 @@
-"""Plans of the fastest training step within a memory budget: what is recomputed, and what lives in host memory."""
+"""Plans of the fastest training step within a memory budget: what to recompute, and what to move to host memory."""
 
 import re
 from collections import Counter
@@ -28,16 +28,16 @@ BYTES = 10**6
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a training step fits into a budget; see `plan_memory`.
+    """A plan by which a training step fits into a memory budget, as `plan_memory` returns it.
 
     Attributes:
         policies: the checkpointing policy of each block.
         offload_layers: number of blocks whose activations are offloaded; see `Decoder.set_checkpointing`.
         host_moments: indices of the blocks whose moments live in host memory.
         in_backward: whether the optimizer steps in the backward.
-        parts: name -> bytes of each part of the estimated peak.
-        budget: bytes of device memory that the step may take.
-        time: expected time of a step, divided by the time of the fastest step without a budget.
+        parts: dict from the name of each part of the estimated peak to its bytes.
+        budget: number of bytes of device memory that the step may take.
+        time: expected time of a step, divided by the time that the fastest step would take without a budget.
     """
 
     policies: tuple[str, ...]
@@ -54,9 +54,9 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def apply(self, model: Decoder) -> None:
-        """Set the policies and the offloading of a model with the same number of blocks. It may be sharded.
+        """Set the checkpointing policies and the offloading of a model, which may be sharded.
 
-        A vision tower gets the policy of the first block, the one that saves least.
+        The model must have as many blocks as the planned model. A vision tower gets the policy of the first block.
         """
         is_uniform = len({*self.policies}) == 1
         policies = self.policies[0] if is_uniform else [*self.policies]
@@ -65,7 +65,7 @@ class MemoryPlan:
             set_policy(model.visual, self.policies[0])
 
     def moments(self, model: Decoder) -> list[nn.Parameter]:
-        """The parameters whose moments live in host memory, to pass as ``offload`` to `LigerAdamW`."""
+        """Return the parameters whose moments live in host memory. Pass them as ``offload`` to `LigerAdamW`."""
         blocks = (model.layers[index] for index in self.host_moments)
         return [parameter for block in blocks for parameter in block.parameters() if parameter.requires_grad]
 
@@ -99,28 +99,32 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the fastest training step whose estimated peak fits into a budget with a margin.
 
-    The plan chooses a checkpointing policy for each block, how many blocks offload their activations, how many blocks
-    have their moments in host memory, and whether the optimizer steps in the backward. None of these changes the
-    gradients, but clipping needs a step after the backward. Blocks that save the same are interchangeable, so the
-    search compares numbers of blocks. It leaves out only combinations that another one beats, so its result is the
-    best.
+    The plan chooses a checkpointing policy for each block, the number of blocks that offload their activations, the
+    number of blocks whose moments live in host memory, and whether the optimizer steps in the backward. None of these
+    choices changes the gradients, but gradient clipping requires that the optimizer steps after the backward. Blocks
+    that save the same bytes are interchangeable, so the search only chooses how many blocks get each policy. Of all
+    combinations, the search leaves out only those that are worse than another one, so it finds the best plan.
 
-    The expected time counts repeated operations (see `Layer.recomputed_share`), copies to and from the host that take
-    longer than the computation beside them, and the bytes that the optimizer moves, at the speeds of an H200.
+    The expected time includes repeated operations (see `Layer.recomputed_share`), copies to and from the host where
+    they take longer than the computation that they overlap with, and the bytes that the optimizer reads and writes. The
+    default speeds are those of an H200.
 
-    The plan does not count activations of vision towers, but leaves a larger margin for them. It ignores reference
-    models and teachers, the time of collectives, and C elements a token that compiled blocks save under "full".
+    The estimate does not include the activations of vision towers, for which a larger margin is left. It also ignores
+    reference models, teachers, the time of collectives, and the C elements per token that compiled blocks save under
+    the policy "full".
 
     Args:
-        model: the model, on any device. It is not changed. A model needs ``memory`` if it is sharded, has 4-bit
-            weights, or computes in another dtype than its weights have.
-        tokens: B · T, tokens of a batch on the device.
-        budget: bytes of device memory, or a text as for `parse_memory`.
-        memory: the estimate of the step. Default: `training_memory` in the dtype of the model.
-            `liger_models.train.estimate` makes one for this rank.
-        length: T, tokens of a row or document; only the time of attention depends on it. Default: ``tokens``.
-        accumulate: batches in an optimizer step.
-        checkpointing: a policy for all blocks, or one for each, that the plan must keep. Default: planned.
+        model: the model, on any device. The model is not changed. ``memory`` is required if the model is sharded, has
+            4-bit weights, or computes in another dtype than that of its weights.
+        tokens: B · T, the number of tokens in a batch on the device.
+        budget: number of bytes of device memory, or a text that `parse_memory` accepts.
+        memory: the estimate of the step. The default is `training_memory` in the dtype of the model.
+            `liger_models.train.estimate` makes an estimate for this rank.
+        length: T, the number of tokens in a row or document, on which only the time of attention depends. The default
+            is ``tokens``.
+        accumulate: number of batches in an optimizer step.
+        checkpointing: a policy for all blocks, or one for each block, which the plan must use. By default, the plan
+            chooses the policies.
         host_moments: whether moments may live in host memory (``LigerAdamW(offload=plan.moments(model))``).
         in_backward: whether the optimizer may step in the backward (`step_in_backward`); needs ``accumulate`` of 1.
         moments_8bit: whether the moments have 8 bits. Ignored if ``memory`` is given.
@@ -175,7 +179,7 @@ def plan_memory(
 
 
 def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
-    """Turn a candidate into a plan: its blocks, its bytes, and its time relative to a step without a budget."""
+    """Make a plan from a candidate: choose its blocks, and compute its parts and its relative time."""
     # Its blocks, and the parts of its peak.
     memory, times, blocks = search.memory, search.times, range(search.blocks)
     policies = search.policies(candidate)
@@ -202,17 +206,19 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
 
 
 def usable_share(model: Decoder) -> float:
-    """Share of a device's memory that the estimate for a model may take."""
+    """Return the share of the budget that the estimated peak of a model may take."""
     return SHARE if model.visual is None else SHARE_WITH_IMAGES
 
 
 def parse_memory(name: str, text: str, device: torch.device | None = None) -> int:
-    """Parse a size such as "24GB" (also "24"), "22.5GiB", "24000000000" or "80%" of a device, and return bytes.
+    """Parse a size of memory, and return the number of bytes.
+
+    Examples are "24GB" (or just "24"), "22.5GiB", "24000000000", and "80%", which is a share of a device's memory.
 
     Args:
-        name: name of the argument, for errors.
+        name: name of the argument in error messages.
         text: the size.
-        device: the device of which the size may be a share.
+        device: the device to whose memory a percentage refers.
 
     Raises:
         ValueError: the text is not a size, or it is a share and there is no GPU.

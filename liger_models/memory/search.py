@@ -1,10 +1,10 @@
-"""The search behind `plan_memory`: all ways to fit a step into memory, compared by numbers of blocks.
+"""The search behind `plan_memory`, which compares all ways to fit a training step into memory.
 
-Blocks that save the same bytes and recompute in the same time are of one type, and the search only compares how many
-blocks of a type get each policy. The peak depends on sums over blocks (bytes kept, bytes offloaded) and on two maxima:
-the most bytes that the backward of a block recomputes, and the largest offloaded tensor. The search goes through all
-bounds of the two maxima. Within a bound only sums remain, and sums that another one beats in bytes and time are
-dropped.
+Blocks that save the same bytes and recompute in the same time are of one type, and the search only chooses how many
+blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
+offloaded) and on two maxima: the most bytes that the backward of a block recomputes, and the bytes of the largest
+offloaded tensor. The search tries all pairs of upper bounds for the two maxima. With given bounds, the choices differ
+only in their sums, and a choice is dropped if another choice takes fewer bytes and less time.
 """
 
 import functools
@@ -28,10 +28,11 @@ on the number of blocks of each type with each policy, at ``COUNTS + 3 · type +
 
 
 class Candidate(NamedTuple):
-    """A way to run a step.
+    """One way to run a training step.
 
     Attributes:
-        stay, away: the sums over blocks that are not offloaded, and over offloaded blocks [columns].
+        stay: [columns], the sums over the blocks that are not offloaded. The columns are described at `KEPT`.
+        away: [columns], the sums over the offloaded blocks.
         offload_layers: number of offloaded blocks.
         host_moments: number of blocks whose moments live in host memory.
         in_backward: whether the optimizer steps in the backward.
@@ -45,12 +46,15 @@ class Candidate(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Candidates that differ only in their sums, their number of host moments, and the time of the optimizer's step.
+    """The candidates with a given number of offloaded blocks that observe two bounds.
+
+    These candidates differ in their sums, in the number of blocks whose moments live in host memory, and in the time at
+    which the optimizer steps.
 
     Attributes:
         offload: number of offloaded blocks.
-        ceiling: upper bound of `TrainingMemory.excess`, the bytes that the backward of a block recomputes.
-        largest: upper bound of the bytes of an offloaded tensor.
+        ceiling: upper bound for `TrainingMemory.excess` of each block, the bytes that its backward recomputes.
+        largest: upper bound for the bytes of an offloaded tensor.
     """
 
     offload: int
@@ -62,17 +66,17 @@ class Search:
     """Finds the fastest candidate that fits, and the candidate with the smallest peak.
 
     Args:
-        memory: the estimate.
+        memory: the estimate of the memory of a step.
         times: the times of a step.
-        allowed: the policies that each block may have.
-        accumulate: batches in a step.
-        room: bytes that the estimated peak may take.
+        allowed: for each block, the policies that it may have.
+        accumulate: number of batches in an optimizer step.
+        room: number of bytes that the estimated peak may take.
         host_moments: whether moments may live in host memory.
         orders: the allowed values of ``in_backward``.
 
     Attributes:
         fastest: the fastest candidate that fits into ``room``; None if none fits.
-        smallest: the candidate with the smallest peak, whether it fits or not.
+        smallest: the candidate with the smallest peak, even if its peak does not fit.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Search:
             self._compare(case)
 
     def _cases(self) -> Iterator[Case]:
-        """All cases: every number of offloaded blocks with every pair of bounds."""
+        """Yield every combination of a number of offloaded blocks and a pair of bounds."""
         choices = [(policy, index) for index in self.first for policy in self.allowed[index]]
         ceilings = sorted({self.memory.excess(policy, index) for policy, index in choices})
         largest = sorted({self.memory.blocks[policy][index].largest for policy, index in choices})
@@ -121,10 +125,11 @@ class Search:
                 yield Case(offload, ceiling, bound)
 
     def _compare(self, case: Case) -> None:
-        """Compare the candidates of a case.
+        """Compare the candidates of a case, and update ``fastest`` and ``smallest``.
 
-        There are S sums over blocks that stay, A sums over offloaded blocks, and H numbers of blocks with host moments.
-        Tables are [H, A]. For each cell, bisection finds the fastest of the S sums that fits.
+        S is the number of sums over blocks that stay on the device, A the number of sums over offloaded blocks, and H
+        the number of possible counts of blocks whose moments live in host memory. Tables have the shape [H, A]. For
+        each cell of a table, bisection finds the fastest of the S sums with which the peak fits.
         """
         # A case that could not beat the fastest candidate is left out.
         offloaded = offloaded_blocks(self.blocks, case.offload)
@@ -175,9 +180,10 @@ class Search:
                 self.fastest = Candidate(stay[row], away[column], case.offload, host, in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Two tables [H, A]: peaks without the bytes that stay, which are added later, and peaks without activations.
+        """Compute two tables [H, A] of peaks: peaks at times with activations, and peaks at times without activations.
 
-        Peaks without activations occur when the optimizer steps, in the backward or after it.
+        The first table does not include the bytes that stay on the device, which the caller adds. The peaks in the
+        second table occur when activations are freed: at the end of the backward, or when the optimizer steps.
         """
         memory = self.memory
         base = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
@@ -193,7 +199,7 @@ class Search:
         return variable, base + (memory.early_gradients + block).clamp(min=memory.gradients + memory.tied)
 
     def _least_seconds(self, offloaded: Collection[int], ceiling: int) -> float:
-        """A lower bound of the seconds of a step that offloads these blocks and observes ``ceiling``."""
+        """Compute a lower bound for the seconds of a step that offloads these blocks and observes ``ceiling``."""
         seconds, moved = 0.0, 0
         for index, policies in enumerate(self.allowed):
             within = [policy for policy in policies if self.memory.excess(policy, index) <= ceiling]
@@ -203,23 +209,25 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """Bytes of moments in host memory, for each number of blocks that have them there [H]."""
+        """Compute the bytes of moments in host memory [H], for each possible count of blocks with moments there."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         hosts = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in hosts])
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
-        """Pairs of a type and its number of blocks that are offloaded, or with ``is_away=False`` are not."""
+        """Return pairs of a type and its number of offloaded blocks or, with ``is_away=False``, of other blocks."""
         counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
         return tuple(sorted(counts.items()))
 
     def _best_sums(self, is_away: bool, counts: tuple[tuple[int, int], ...], case: Case) -> Tensor:
-        """The sums [N, columns] over some blocks, fastest first, without sums that another one beats.
+        """Compute the sums [N, columns] over some blocks for all choices of their policies, the fastest first.
+
+        Sums that are worse than other sums are left out.
 
         Args:
             is_away: whether the blocks are offloaded.
-            counts: pairs of a type and a number of blocks.
-            case: gives the bounds that every block must observe.
+            counts: pairs of a type and a number of blocks of this type.
+            case: holds the bounds that every block must observe.
         """
         policies = len(CHECKPOINTING_POLICIES)
         sums = torch.zeros(1, COUNTS + len(self.first) * policies, dtype=torch.float64)
@@ -246,10 +254,11 @@ class Search:
         return sums
 
     def policies(self, candidate: Candidate) -> list[str]:
-        """The policy of each block.
+        """Return the policy of each block.
 
-        Among the blocks that stay, the first ones save least, because the backward frees them last. Among the offloaded
-        blocks, those that save much are evenly spread, because few copies are under way at a time.
+        Among the blocks that stay on the device, those that save the fewest bytes come first, because the backward
+        frees the first blocks last. Among the offloaded blocks, those that save many bytes are evenly spread, because
+        only a limited number of bytes can be copied at a time.
         """
         offloaded = offloaded_blocks(self.blocks, candidate.offload_layers)
         policies = [""] * self.blocks
@@ -278,14 +287,17 @@ class Search:
 
 
 def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[int, ...]:
-    """Which ``count`` blocks have their moments in host memory: evenly spread and, if possible, not offloaded."""
+    """Choose the ``count`` blocks whose moments live in host memory.
+
+    They are evenly spread over the blocks that are not offloaded or, if these are too few, over all blocks.
+    """
     stay = [index for index in range(blocks) if index not in offloaded]
     pool = stay if count <= len(stay) else range(blocks)
     return tuple(pool[index * len(pool) // count] for index in range(count))
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """The sums [N, columns], fastest first, without sums that a faster one equals or beats in bytes."""
+    """Sort the sums [N, columns] by time, and leave out sums if a faster sum does not have more bytes."""
     for column in (KEPT, MOVED, SECONDS):  # stable sorts: by seconds, then by the others
         sums = sums[sums[:, column].sort(stable=True).indices]
 

@@ -1,4 +1,4 @@
-"""The time of a training step, counted from operations and bytes, or measured on single blocks."""
+"""The time of a training step, computed from counted operations and bytes, or from measurements on single blocks."""
 
 import functools
 import statistics
@@ -25,16 +25,17 @@ MEASURED_STEPS = 3
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step.
+    """The times of the parts of a training step.
 
     Attributes:
-        forward, backward: seconds of all blocks, without recomputation.
-        rest: seconds of everything else in forward and backward.
-        recomputed: policy -> seconds of recomputation in the backward of each block.
+        forward, backward: seconds that all blocks take in the forward and the backward of a batch, without
+            recomputation.
+        rest: seconds that the rest of the model takes in the forward and the backward of a batch.
+        recomputed: for each policy, the seconds of recomputation in the backward of each block.
         update: seconds of the optimizer's step.
-        launches: further seconds of the update if the optimizer steps in the backward.
-        link: bytes per second to the host or from it.
-        accumulate: number of batches.
+        launches: additional seconds of the optimizer's step if the optimizer steps in the backward.
+        link: bytes per second of copies in one direction between device and host.
+        accumulate: number of batches in an optimizer step.
     """
 
     forward: float
@@ -47,14 +48,14 @@ class StepTimes(NamedTuple):
     accumulate: int
 
     def step(self, recomputed: Any, moved: Any, moments: Any, in_backward: bool) -> Tensor:
-        """Seconds of a step, elementwise.
+        """Compute the seconds of a step. The first three arguments may be tensors, for an elementwise result.
 
-        Offloaded activations leave during the forward and return during the backward. Moments come and leave during the
-        optimizer's step, or during the backward if the optimizer steps there.
+        Offloaded activations are copied to the host during the forward, and to the device during the backward. Moments
+        are copied in both directions during the optimizer's step, or during the backward if the optimizer steps there.
 
         Args:
-            recomputed: seconds of recomputation.
-            moved: bytes of activations that are offloaded.
+            recomputed: seconds of recomputation per batch.
+            moved: bytes of activations that are offloaded per batch.
             moments: bytes of moments that live in host memory.
             in_backward: whether the optimizer steps in the backward.
         """
@@ -77,14 +78,14 @@ class StepTimes(NamedTuple):
 
 
 def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int, accumulate: int) -> StepTimes:
-    """Count the times from operations and bytes.
+    """Compute the times from the numbers of operations and bytes, at the speeds of an H200.
 
     Args:
         model: the model.
-        memory: the estimate of a step.
-        tokens: tokens of a batch.
-        length: tokens of a row or document.
-        accumulate: number of batches.
+        memory: the estimate of the memory of a step.
+        tokens: number of tokens in a batch.
+        length: number of tokens in a row or document.
+        accumulate: number of batches in an optimizer step.
     """
     forward = backward = 0.0
     recomputed: dict[str, list[float]] = {policy: [] for policy in CHECKPOINTING_POLICIES}
@@ -115,7 +116,7 @@ def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int
 
 
 def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, float]:
-    """Floating-point operations of a module's forward and of its backward, without its submodules."""
+    """Count the floating-point operations of a module's forward and of its backward, without its submodules."""
     matrices = {weight: size for weight, size in own_parameters(module).items() if weight.dim() > 1}
     active, per_token = 1.0, 0.0
     if isinstance(module, Layer):
@@ -131,7 +132,10 @@ def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, flo
 
 
 def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.Module, float]]:
-    """Each module of a block with the share of its operations that the backward repeats."""
+    """Yield each module of a block, and the share of the module's operations that the backward repeats.
+
+    ``share`` is the share for modules that do not define ``recomputed_share``.
+    """
     answer = module.recomputed_share(policy) if isinstance(module, Layer) else None
     share = share if answer is None else answer
     yield module, share
@@ -142,15 +146,17 @@ def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.M
 def measure_times(
     model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], times: StepTimes
 ) -> StepTimes:
-    """Measure the times on one block of each type with each policy. Where none can run, ``times`` are returned.
+    """Measure the times on one block of each type with each policy.
+
+    If a type of blocks cannot be measured, because its memory does not fit into ``room``, ``times`` is returned.
 
     Args:
         model: the model, which must not be sharded.
-        memory: the estimate of a step.
-        tokens: tokens of a batch of the step.
-        room: bytes of memory that a measurement may take.
-        batch: arguments of the forward.
-        times: the counted times.
+        memory: the estimate of the memory of a step.
+        tokens: number of tokens in a batch of the planned step.
+        room: number of bytes of memory that a measurement may take.
+        batch: keyword arguments of the forward for one batch, which may have fewer tokens than a batch of the step.
+        times: the times from `count_times`.
 
     Raises:
         ValueError: the model is sharded.
@@ -186,11 +192,11 @@ def measure_times(
 def _measure_blocks(
     model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], types: Sequence[Any]
 ) -> tuple[dict[Any, dict[str, tuple[float, float]]], float]:
-    """Measure one block of each type with each policy that has room.
+    """Measure one block of each type with each policy, if there is enough memory.
 
     Returns:
-        For each type and policy the seconds of the forward, and of forward and backward together, and the number of
-        tokens of a step for each token of the batch.
+        First, for each type and policy, the seconds of the forward, and of forward and backward together. Second, the
+        number of tokens in a batch of the planned step, divided by the number of tokens in ``batch``.
     """
     device = model.device
     accelerated = device.type in ACCELERATORS
@@ -226,7 +232,10 @@ def _measure_blocks(
 
 
 def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:
-    """Seconds of a block's forward, and of forward and backward together: medians without the first run."""
+    """Measure the seconds of a block's forward, and of forward and backward together.
+
+    Both numbers are medians over several runs, without the first run.
+    """
     recomputes = policy == "full" and is_replayable(block) and not is_compiled(block)
     forward: Callable[..., Any] = functools.partial(run_again, block) if recomputes else block
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
@@ -252,7 +261,7 @@ def _now(device: torch.device) -> float:
 
 
 def _copy_speed(device: torch.device) -> float:
-    """Bytes per second from a device to host memory."""
+    """Measure the bytes per second of copies from a device to host memory."""
     source = torch.empty(2**26, dtype=torch.uint8, device=device)
     host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
     seconds = []

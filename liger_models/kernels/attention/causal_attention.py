@@ -1,28 +1,31 @@
-"""Causal attention for head dimensions up to 512; the kernels of libraries stop at 256.
+"""Causal attention for head dimensions up to 512. Attention kernels of other libraries support at most 256.
 
-Query i of T is token i + S − T of the S keys. It sees key j if j belongs to its document and is neither after it nor
-``window`` or more tokens before it. With s_ij = scale · log2 e · q_i · k_j and a number m_i near the largest s_ij,
-summed over the keys that i sees, in fp32::
+There are T queries and S keys, and query i is token i + S − T. A query sees a key if the key belongs to the query's
+document, is not after the query, and is fewer than ``window`` tokens before it. Let s_ij = scale · log2 e · q_i · k_j,
+and let m_i be a number near the largest s_ij of query i. The forward computes in fp32, where Σ_j is a sum over the keys
+that query i sees::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i
     o_i  = Σ_j p_ij · v_j
 
-Backward, with δ_i = do_i · o_i; dk and dv are also summed over the query heads that share a KV head::
+The backward, with δ_i = do_i · o_i, sums dk and dv also over the query heads that share a KV head::
 
     dv_j = Σ_i p_ij · do_i
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-Saved: q, k, v, o, m and 1 / Σ. One logarithm in place of m and Σ would be far from 0, and its rounding would make p
-inaccurate. p and ds are rounded to the dtype of q, like the weights of the forward.
+Saved for the backward: q, k, v, o, m and 1 / Σ. A single log-sum-exp in place of m and Σ would be a number far from 0,
+and its rounding error would make p inaccurate. p and ds are rounded to the dtype of q, like the attention weights of
+the forward.
 
-Neither direction is a single kernel. With heads of 512, a program that kept o of 128 queries in registers would need
-all registers of a Hopper multiprocessor, and so would a program that kept dk and dv of 64 keys. Programs with fewer
-queries or keys would load more bytes than the multiprocessors can take in. At this width the weights and scores are
-small compared with the products that use them. One kernel therefore writes their visible tiles to a workspace, for some
-queries and heads at a time, and plain matrix products read the tiles: 2 products in the forward and 5 in the backward.
-The kernels, in their order::
+Neither the forward nor the backward is a single kernel. With a head dimension of 512, a program that kept o of 128
+queries in registers would need all registers of a Hopper multiprocessor, and so would a program that kept dk and dv of
+64 keys. Programs with fewer queries or keys would load more bytes than the multiprocessors can take in. At this head
+dimension, writing and reading the attention weights takes little time compared with the matrix products that use them.
+One kernel therefore writes the visible tiles of the weights (in the backward, of p and ds) to a workspace, for some
+queries and heads at a time, and plain matrix products read these tiles. There are 2 products in the forward and 5 in
+the backward. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel         δ
@@ -30,15 +33,17 @@ The kernels, in their order::
     sum_over_keys_kernel   o = weights · v / Σ          sum_over_keys_kernel        dq = ds · k
                                                         sum_over_queries_kernel     dk = dsᵀ · q, dv = pᵀ · do
 
-`causal_attention_kernels.py` has the kernels, and `workspace.py` the layout of the workspace. This file has the tiles
-of each kind of device, what the launches share (`Plan`), forward and backward of the op, and the public function.
+The kernels are in `causal_attention_kernels.py`, and the layout of the workspace is in `workspace.py`. This file has
+the tile sizes for each kind of device, what the launches share (`Plan`), the forward and backward of the op, and the
+public function.
 
-The forward writes exp2(s_ij − m), with m and the sum of each row of a tile. m is 0 where the largest s of the row is
-within ±64, and otherwise the largest s, rounded up: bf16 and fp32 hold weights around 2^64 as well as weights around 1.
-A second kernel adds the sums. Where tiles of a query have different m, it multiplies the weights in the workspace by a
-power of 2, which rounds only tiny weights. The product with v is then a plain matrix product. It cannot rescale the
-weights itself: with Triton 3.6 a loop that does so overwrites registers that asynchronous products of the previous step
-still read.
+For each tile, the first kernel of the forward writes the weights exp2(s_ij − m), and for each row of the tile m and the
+sum of the weights. Except in fp16, m is 0 if the largest s of the row is within ±64, because bf16 and fp32 represent
+weights around 2^64 as accurately as weights around 1. Otherwise m is the largest s, rounded up. The second kernel adds
+the sums of all tiles of a query. If these tiles have different m, the second kernel also multiplies the weights in the
+workspace by powers of 2, which is exact except for tiny weights. The product with v is then a plain matrix product. The
+loop of this product cannot rescale the weights: with Triton 3.6, such a loop overwrites registers that the asynchronous
+products of the previous step still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -77,12 +82,12 @@ class Tiles(NamedTuple):
     """Sizes of tiles and launch options for one kind of device.
 
     Attributes:
-        block_m, block_n: queries and keys of a tile of weights, or of p and ds.
-        block_d: columns of the heads in a step of the kernels that write these tiles.
-        weights, scores: options of the launches that write these tiles in the forward and in the backward.
-        columns: columns of a tile of o, dq, dk and dv.
-        step: queries or keys in a step of the kernels that write o, dq, dk and dv.
-        products: options of the launches of these kernels.
+        block_m, block_n: number of queries and of keys in a tile of weights, or of p and ds.
+        block_d: number of columns of a head that the kernels that write these tiles process per step.
+        weights, scores: launch options of the kernels that write these tiles in the forward and in the backward.
+        columns: number of columns of a tile of o, dq, dk and dv.
+        step: number of queries or keys that the kernels that write o, dq, dk and dv process per step.
+        products: launch options of the kernels that write o, dq, dk and dv.
     """
 
     block_m: int
@@ -119,14 +124,14 @@ SUMS_PROGRAMS = 4
 
 
 def choose_tiles(x: Tensor) -> Tiles:
-    """The tiles for the dtype and device of x."""
+    """Choose the tile sizes for the dtype and device of x."""
     return LARGE if x.element_size() == 2 and fitting_stages(x, 2, 113 * 2**10) == 2 else SMALL
 
 
 def causal_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """`causal_attention` in plain torch, with all scores in memory (differentiable; fp64 stays fp64)."""
+    """Compute `causal_attention` in plain torch, with all scores in memory. fp64 inputs are computed in fp64."""
     T, S, queries = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(queries, 1) for x in (k, v))
     key = torch.arange(S, device=q.device)
@@ -140,9 +145,10 @@ def causal_attention_reference(
 
 
 def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return ``(documents, low, last)``, [B, S] int32 each; without documents and window they are empty and not read.
+    """Return ``documents``, ``low`` and ``last``, [B, S] int32 each, which bound the keys that a query sees.
 
-    No token from i on sees a key before low[i], and last[j] is the last token i with low[i] <= j.
+    Token i and all later tokens see no key before ``low[i]``. ``last[j]`` is the last token i with ``low[i] <= j``.
+    Without documents and window, the three tensors are empty, and the kernels do not read them.
     """
     if documents is None and window is None:
         nothing = torch.empty(0, dtype=torch.int32, device=like.device)
@@ -164,21 +170,21 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
 
 
 class Plan:
-    """The launches of an op, and the bounds, tiles and constants that their kernels share.
+    """The kernel launches of an op, and the bounds, tile sizes and constants that they share.
 
     Args:
         q, k: [B, T, H, D] and [B, S, G, D].
         documents, window: as in `causal_attention`.
-        backward: whether the launches are those of the backward.
+        backward: whether to plan the backward instead of the forward.
 
     Attributes:
-        launches: what each launch computes.
-        room: places of the workspace, which all launches share.
+        launches: the heads and queries of each launch.
+        room: number of places of the workspace, which all launches share.
         documents, low, last: see `bounds`.
-        score_constants: of the kernels that compute scores.
-        sum_constants: of the kernel that adds the sums of tiles.
-        product_constants: of the kernels that multiply the tiles of the workspace.
-        columns, across: columns of a tile of o, dq, dk and dv, and the number of such tiles in a head.
+        score_constants: constants of the kernels that compute scores.
+        sum_constants: constants of the kernel that adds the sums of tiles.
+        product_constants: constants of the kernels that multiply the tiles of the workspace.
+        columns, across: number of columns of a tile of o, dq, dk and dv, and number of such tiles in a head.
     """
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, window: int | None, *, backward: bool) -> None:
@@ -201,29 +207,32 @@ class Plan:
         }  # fmt: skip
 
     def programs(self, q: Tensor, launch: Launch, per_sm: int) -> int:
-        """How many programs write a workspace. With bounds tiles take unequal times, so each tile has a program."""
+        """Return the number of programs that write the workspace in a launch.
+
+        With documents or a window, each tile has its own program, because the tiles take unequal times.
+        """
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
     def workspace(self, like: Tensor) -> Tensor:
-        """An empty workspace [places · BLOCK_M, BLOCK_N]."""
+        """Allocate an uninitialized workspace [places · BLOCK_M, BLOCK_N]."""
         return like.new_empty(self.room * self.tiles.block_m, self.tiles.block_n)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return x [B, T, H, D], copied and padded unless its rows begin at multiples of 16 bytes, as loads require."""
+    """Return x [B, T, H, D], or a padded copy if not all rows begin at multiples of 16 bytes, which loads require."""
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:3]):
         x = torch.nn.functional.pad(x, (0, -x.shape[3] % 8)).contiguous()
     return x
 
 
 def _heads(x: Tensor, rows: int, columns: int) -> Any:
-    """Describe an aligned x [B, T, H, D] as [B, H, T, D], to load ``rows`` x ``columns`` of a head at a time."""
+    """Make a descriptor of an aligned x [B, T, H, D] as [B, H, T, D] that loads tiles [rows, columns] of a head."""
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
 def _strips(x: Tensor, rows: int, columns: int) -> Any:
-    """Describe a workspace [places · BLOCK_M, BLOCK_N], to load ``rows`` x ``columns`` at a time."""
+    """Make a descriptor of a workspace [places · BLOCK_M, BLOCK_N] that loads tiles [rows, columns]."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
@@ -241,7 +250,7 @@ LIBRARY.define(
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, T, H, D], and m and 1 / Σ [B, H, T]."""
+    """Compute o [B, T, H, D], and m and 1 / Σ, [B, H, T] each."""
     B, T, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     m, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -280,7 +289,7 @@ def _causal_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, m: Tensor, inverse: Tensor,
     documents: Tensor | None, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, from the results of the forward."""
+    """Compute dq, dk and dv from the results of the forward."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not out.numel():
         return dq, dk.zero_(), dv.zero_()
@@ -321,7 +330,7 @@ def _causal_attention_backward(
 
 
 def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
-    """δ of all queries, [B, H, T] like ``like``, from o and do [B, T, H, D]."""
+    """Compute δ of all queries from o and do [B, T, H, D]. The result [B, H, T] is allocated like ``like``."""
     B, T, H, D = out.shape
     delta, vectors = torch.empty_like(like), B * T * H
     row_products_kernel[(triton.cdiv(vectors, 4),)](
@@ -367,15 +376,17 @@ def causal_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within documents and a window. Only q, k, v, the result and two numbers per query are saved.
+    """Compute causal attention, optionally only within documents or a sliding window.
+
+    The backward needs only q, k, v, the result, and two numbers per query and head.
 
     Args:
         q: [B, T, H, D], float32, float16 or bfloat16, D at most 512.
         k, v: [B, S, G, D] in the dtype of q, S at least T; H is a multiple of G. The queries are the last T tokens.
         documents: [B, S] integers below S, the document of each token, −1 for padding. A token sees only its own
-            document. None: all tokens are one document.
-        scale: factor of q·k; None for D^-0.5.
-        window: number of tokens that a token sees, itself included; None for all.
+            document. If None, all tokens of a row are one document.
+        scale: factor by which q·k is multiplied; None for D^-0.5.
+        window: number of tokens that a token sees, including itself; None for no limit.
 
     Returns:
         [B, T, H, D] in the dtype of q.

@@ -1,15 +1,17 @@
-"""The kernels of `causal_attention`, whose docstring has their formulas and their order.
+"""The kernels of causal attention. Their formulas and their order are in the docstring of `causal_attention.py`.
 
-Every kernel is in two parts: where its tile is, and what it computes there. It gets the numbers of a `Part` one by one
-(``T, S, kv_head, query_head, query_heads, query, tiles, width``) and packs them again. In all kernels
+Every kernel first finds its tile and then computes it. A kernel takes the fields of a `Part` as separate arguments
+(``T, S, kv_head, query_head, query_heads, query, tiles, width``) and builds the `Part` from them. All kernels use these
+names::
 
-    batch, head    row of the batch and query head; ``head // GROUP`` is its KV head
+    batch, head    row of the batch, and query head; the KV head is ``head // GROUP``
     place          index of a tile in the workspace, see `workspace.py`
     query, key     first query and first key of a tile
-    position       the token of the first query: query i is token i + S − T
-    low, last      the first key and the last query that see each other, see `causal_attention.bounds`; read if BOUNDED
+    position       token of the tile's first query; query i is token i + S − T
+    low, last      bounds of the keys and queries that see each other (`causal_attention.bounds`), read if BOUNDED
 
-BLOCK_M, BLOCK_N and BLOCK_D are queries, keys and columns of a tile, STEP the queries or keys of a step of a product.
+BLOCK_M, BLOCK_N and BLOCK_D are the numbers of queries, keys and columns of a tile. STEP is the number of queries or
+keys that one step of a matrix product sums over.
 """
 
 from liger_models.kernels.attention.heads import LOG2_E
@@ -22,7 +24,7 @@ def _scale_and_mask(
     scores, scale, position, key, S, window, documents_ptr, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Turn q · kᵀ [BLOCK_M, BLOCK_N] into s, with -inf where a query doesn't see a key."""
+    """Compute s from q · kᵀ [BLOCK_M, BLOCK_N]. Where a query does not see a key, s is -inf."""
     # log2 e: the exponentials are powers of 2, which the hardware computes.
     scores *= scale * LOG2_E
     # Without bounds, tiles below the diagonal are visible as a whole.
@@ -43,7 +45,10 @@ def _scale_and_mask(
 
 @triton.jit
 def _load_tile(x, batch, head, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile [ROWS, COLUMNS] of a head from a descriptor of [B, heads, rows, D]; 0 outside."""
+    """Load a tile [ROWS, COLUMNS] of a head from a descriptor of a tensor [B, heads, rows, D].
+
+    Elements beyond the tensor's bounds are 0.
+    """
     return x.load([batch, head, row, column]).reshape(ROWS, COLUMNS)
 
 
@@ -55,7 +60,7 @@ def weights_kernel(
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles of exp2(s − m), and m and the sum of each row of a tile; a program writes many tiles."""
+    """Write tiles of exp2(s − m), and for each row of a tile m and the row's sum. A program may write many tiles."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
@@ -93,10 +98,10 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write one m for all weights of a query, and the inverse of their sum, [B, H, T] each.
+    """For each query, write one m for all weights of the query, and the inverse of their sum, [B, H, T] each.
 
-    Each of the SUMS_PROGRAMS programs of a tile of queries computes both. They split the rescaling of weights that were
-    written with another m.
+    A tile of queries has SUMS_PROGRAMS programs. Each of them computes both results for all queries of the tile. The
+    programs divide among themselves the rescaling of weights that were written with another m.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
@@ -154,7 +159,7 @@ def sum_over_keys_kernel(
     D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write o = weights · v / Σ or dq = ds · k [B, T, H, D], BLOCK_M queries and BLOCK_D columns per program."""
+    """Write o = weights · v / Σ or dq = ds · k, [B, T, H, D]. A program writes BLOCK_M queries and BLOCK_D columns."""
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
     tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
@@ -196,7 +201,7 @@ def row_products_kernel(
     out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write δ [B, H, T] from o [B, T, H, D] and do, ROWS of the N = B · T · H vectors per program."""
+    """Write δ [B, H, T] from o and do, [B, T, H, D] each. A program computes ROWS of the N = B · T · H numbers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = row % H
     token = row // H
@@ -218,7 +223,7 @@ def score_gradients_kernel(
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles of p and ds, in the layout of the forward's weights."""
+    """Write tiles of p and ds to two workspaces, in the layout in which the forward writes the weights."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
@@ -263,9 +268,10 @@ def sum_over_queries_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write dv = pᵀ · do or dk = dsᵀ · q for BLOCK_N keys and BLOCK_D columns, summed over a group's query heads.
+    """Write dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a group, for BLOCK_N keys and BLOCK_D columns.
 
-    Later launches add to sum_ptr. Tiles of keys from ``finished`` on are complete after this launch.
+    If several launches contribute to a tile, ``sum_ptr`` holds its sum between the launches. The tiles of keys from
+    ``finished`` on are complete after this launch.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     key_tile = tl.program_id(2)

@@ -92,7 +92,7 @@ class Float8GatedMLPSaved(NamedTuple):
 
 
 class Float8GatedMLPGradients(NamedTuple):
-    """For each input its gradient, or in `Float8GatedMLPNeeds` whether it needs one."""
+    """The gradients of the op's inputs. In `Float8GatedMLPNeeds`, bools say which gradients are needed."""
 
     mlp: GatedMLPGradients
 

@@ -135,7 +135,7 @@ class Float8NormLinearSaved(NamedTuple):
 
 
 class Float8NormLinearGradients(NamedTuple):
-    """For each input its gradient, or in `Float8NormLinearNeeds` whether it needs one."""
+    """The gradients of the op's inputs. In `Float8NormLinearNeeds`, bools say which gradients are needed."""
 
     linear: NormLinearGradients
 

@@ -2,12 +2,13 @@
 
     W = bf16(code · scale)        one scale per block of 128 columns and several rows
 
-The weight stores the scales of every row, so packed projections can interleave rows of several matrices. W is
-dequantized in one pass before each product and freed after it. The dequantized numbers equal those of the checkpoint
-read in bfloat16.
+The scales are stored separately for each row, although several rows share them in the checkpoint, so that a packed
+projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed
+after the product. The dequantized W is identical to the weight that loading the checkpoint in bfloat16 gives.
 
-With few rows, as in a step of decoding, the forward reads the codes instead: it dequantizes a tile of W in registers,
-to the same numbers, right before the product. Only the order of the sums differs.
+If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
+dequantizes each tile of W in registers right before the product. The dequantized numbers are identical, but the
+products are summed in another order.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """
@@ -57,7 +58,7 @@ cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff00
 
 @triton.jit
 def _numbers(codes, scales):
-    """The products of codes and scales in float32, before they are rounded to bfloat16."""
+    """Compute the products of codes and scales in float32. The caller rounds them to bfloat16."""
     return codes.to(tl.float32) * scales.to(tl.float32)
 
 
@@ -75,18 +76,18 @@ def _block_weight_kernel(
 
 
 def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`blocks_dense` in plain torch."""
+    """Compute `blocks_dense` in plain torch."""
     factors = scales.float().repeat_interleave(width, 1)[:, : codes.shape[1]]
     return (codes.float() * factors).bfloat16().to(dtype)
 
 
 def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The weight [O, C], rounded to bfloat16 and then cast to ``dtype``.
+    """Dequantize the weight [O, C], round it to bfloat16, and cast it to ``dtype``.
 
     Args:
         codes: [O, C] in float8_e4m3fn, contiguous.
         scales: [O, ceil(C / width)], in a floating-point dtype.
-        width: columns that share a scale.
+        width: number of columns that share a scale.
         dtype: float32, float16 or bfloat16.
     """
     if not use_triton(scales):
@@ -151,9 +152,9 @@ def _block_rows_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x; each step reads PARTS times BLOCK columns of each row of W.
+    """Compute ROWS results for up to COLUMNS rows of x.
 
-    BLOCK columns share a scale.
+    Each step reads PARTS · BLOCK columns of each row of W. BLOCK columns share a scale.
     """
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -180,12 +181,15 @@ def _block_rows_kernel(
 
 
 def takes_width(width: int) -> bool:
-    """Whether kernels for few rows support blocks of ``width`` columns."""
+    """Return whether the kernels for few rows support blocks of ``width`` columns."""
     return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
 
 
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
-    """Whether `block_rows` can multiply x: `takes_float8_rows` holds, and the width of the blocks is supported."""
+    """Return whether `block_rows` can multiply x.
+
+    `takes_float8_rows` must be True, and the width of the blocks must be supported.
+    """
     return takes_width(width) and scales.is_contiguous() and takes_float8_rows(x, codes)
 
 
@@ -193,9 +197,10 @@ def block_rows(
     x: Tensor, codes: Tensor, scales: Tensor, width: int, bias: Tensor | None, act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply few rows x [..., C] by one kernel, and return ``(y [..., O], act(gate) · up [..., O / 2])``.
+    """Multiply few rows x [..., C] by the weight, with a kernel that reads the codes.
 
-    The second result is empty without an activation. ``low_rank`` has the dtype of x.
+    The results are y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation. ``low_rank`` must
+    have the dtype of x.
     """
     (N, K), G = codes.shape, scales.shape[1]
     y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
@@ -224,7 +229,10 @@ def block_rows(
 
 @register
 class Float8Blocks(Format):
-    """e4m3 codes [O, C] with a checkpoint's scales [O, ceil(C / width)]; ``layout`` is ``[width]``."""
+    """The format with e4m3 codes [O, C] and scales [O, ceil(C / width)] from a checkpoint.
+
+    The layout is ``[width]``, the number of columns that share a scale.
+    """
 
     name = "blocks"
     number = 3
@@ -248,5 +256,8 @@ class Float8Blocks(Format):
         return block_rows(x, codes, scales, width, bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """A slice of columns must consist of whole blocks. Slices of rows are free, since each row has its scales."""
+        """Return the unit of slices. A slice of columns must consist of whole blocks.
+
+        A slice of rows may have any size, because each row has its own scales.
+        """
         return 1 if rows else layout[0]

@@ -1,20 +1,21 @@
-"""A linear layer whose frozen weight is stored in float8 (e4m3) with one scale per row, with products in float8.
+"""A linear layer with a frozen float8 weight (e4m3 with one scale per row), whose matrix products run in float8.
 
-    W = code · scale                      scale of the row, in fp32
+    W = code · scale                      one scale for each row of W, in fp32
 
-    y  = (X @ codeᵀ) · a · scale + b      X, a: x in float8, with a_n = max |x_n| / 448 for row n
-    dx = (G @ code) · c                   G, c: dy · scale in float8, in the same way
+    y  = (X @ codeᵀ) · a · scale + b      X and a are the codes and scales of x, with a_n = max |x_n| / 448 for row n
+    dx = (G @ code) · c                   G and c are the codes and scales of dy · scale, computed in the same way
 
-Rows of x and of dy are rounded with the scales of their own values (dynamic quantization). dx sums over the rows of W,
-so dy is multiplied by their scales before it is rounded. `torch._scaled_mm` computes the products. It needs a
-transposed matrix in the backward, so one kernel copies the codes for each product. Sums are in fp32, and results are
-rounded to bfloat16 once.
+Each row of x and of dy is quantized with a scale that is computed from its own values (dynamic quantization). dx is a
+sum over the rows of W, so dy is multiplied by the scales of these rows before it is quantized. `torch._scaled_mm`
+computes the products. In the backward, this function needs the transposed codes in memory, so a kernel transposes them
+before each product. Sums are in fp32, and results are rounded once, to bfloat16.
 
-With few rows, as in a step of decoding, the forward does not round activations. Reading the codes takes most of the
-time, so it multiplies them with the unrounded x, and each sum with the scale of its row.
+If x has few rows, as in a decoding step, reading the codes takes most of the time, so the forward does not quantize x.
+Its kernel multiplies the codes by x, and each sum by the scale of its row of W.
 
-Without float8 products (other dtypes than bfloat16, sizes that are not multiples of 16, GPUs older than sm_89), W is
-dequantized for each product. Saved: only the stored weight, which takes no extra memory.
+If the products cannot run in float8 (because of a dtype other than bfloat16, a size that is not a multiple of 16, or a
+GPU older than sm_89), W is dequantized for each product. Only the stored weight is saved for the backward, which takes
+no additional memory.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """
@@ -62,7 +63,7 @@ TILE_WARPS = 8
 
 
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` in plain torch."""
+    """Compute `quantize_rows` in plain torch."""
     wide = x.float() if factors is None else x.float() * factors
     largest = wide.new_tensor(LARGEST)  # CUDA multiplies by the reciprocal of a number instead
     scales = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
@@ -86,7 +87,7 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize x [N, K], times ``factors`` [K] if given, to codes [N, K] in float8 and scales [N] in fp32."""
+    """Quantize x [N, K] or, if ``factors`` [K] is given, x · factors, to float8 codes [N, K] and fp32 scales [N]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     N, K = x.shape
     codes, scales = x.new_empty(N, K, dtype=DTYPE), x.new_empty(N, dtype=torch.float32)
@@ -110,7 +111,7 @@ def _transpose_kernel(code_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """Copy codes [O, C] to [C, O] in memory."""
+    """Return a transposed, contiguous copy [C, O] of codes [O, C]."""
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     with on_device_of(codes):
@@ -121,13 +122,13 @@ def transposed(codes: Tensor) -> Tensor:
 
 
 def converts(device: torch.device) -> bool:
-    """Whether Triton kernels on a device can convert float8."""
+    """Return whether Triton kernels on this device can convert float8 to other dtypes and back."""
     return device.type == "cpu" or cuda_capability(device) >= MIN_CAPABILITY
 
 
 @triton.jit
 def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
-    """A program dequantizes one row."""
+    """Dequantize one row per program."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr + row)
     for start in range(0, C, BLOCK):
@@ -137,7 +138,7 @@ def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
 
 
 def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes [..., C] times the scales [...] of their rows, in ``dtype``, for one weight or for stacked experts."""
+    """Dequantize codes [..., C] with a scale [...] for each row, in ``dtype``, for a matrix or for stacked experts."""
     if not (use_triton(scales) and converts(codes.device) and codes.is_contiguous()):
         return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -151,7 +152,7 @@ def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiplies(x: Tensor, codes: Tensor) -> bool:
-    """Whether products with x [N, K] run in float8."""
+    """Return whether products of x [N, K] with the codes run in float8."""
     sizes = codes.shape
     return (
         x.dtype == torch.bfloat16
@@ -163,12 +164,15 @@ def multiplies(x: Tensor, codes: Tensor) -> bool:
 
 
 def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
-    """Whether `row_linear_forward` can run: few rows, a device that converts float8, and no `batch_invariant`."""
+    """Return whether `row_linear_forward` can multiply x by float8 codes.
+
+    x must have few rows, the device must convert float8, and `batch_invariant` must be off.
+    """
     return are_few(x, MOST_ROWS) and codes.is_contiguous() and converts(x.device)
 
 
 def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ Wᵀ + bias`` inside an op: x [..., C] and bias [O] in the dtype of the result [..., O]."""
+    """Compute ``x @ Wᵀ + bias`` [..., O] inside an op. x [..., C] and bias [O] have the dtype of the result."""
     if takes_float8_rows(x, codes):
         return row_linear_forward(x, codes, bias, scales=scales)[0]
     rows = x.reshape(-1, x.shape[-1])
@@ -181,7 +185,7 @@ def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
 
 
 def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """``dy @ W`` inside an op: dy [..., O] in the dtype of the result [..., C]."""
+    """Compute ``dy @ W`` [..., C] inside an op. dy [..., O] has the dtype of the result."""
     rows = dy.reshape(-1, dy.shape[-1])
     if not multiplies(rows, codes):
         return dy @ float8_dense(codes, scales, dy.dtype)
@@ -204,11 +208,11 @@ def _scaled_mm(codes: Tensor, scales: Tensor, others: Tensor, other_scales: Tens
 
 
 def frozen_float8_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """``x @ Wᵀ + bias`` with a frozen weight in float8.
+    """Compute ``x @ Wᵀ + bias`` with a frozen weight in float8.
 
     Args:
         x: [..., C]; under autocast it is cast to autocast's dtype.
-        weight: torchao's ``Float8Tensor`` of shape [O, C], in e4m3 with one scale per row. It gets no gradient.
+        weight: torchao's ``Float8Tensor`` of shape [O, C], in e4m3 with one scale per row. The weight gets no gradient.
         bias: [O] or None.
 
     Returns:
@@ -227,29 +231,29 @@ def frozen_float8_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> 
 
 @register
 class Float8Rows(Format):
-    """e4m3 codes [O, C] with a scale [O] in fp32 for each row."""
+    """The format with e4m3 codes [O, C] and one fp32 scale per row, [O]."""
 
     name = "float8"
     number = 2
     rounds_inputs = True
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Codes of that shape, and one scale per row."""
+        """Return the shapes and dtypes of the codes, which have the shape of the weight, and of one scale per row."""
         return {"codes": (shape, DTYPE), "scales": (shape[:-1], torch.float32)}
 
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """As torchao quantizes, with scales rounded to the dtype of the matrix."""
+        """Quantize a matrix with torchao, which rounds the scales to the dtype of the matrix."""
         import torchao.quantization as torchao
 
         rounded: Any = torchao.Float8Tensor.from_hp(matrix)
         return rounded.qdata, rounded.scale.view(-1)
 
     def quantize_expert(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See `quantize_rows_reference`."""
+        """Quantize the matrix of one expert; see `quantize_rows_reference`."""
         return quantize_rows_reference(matrix)
 
     def of_torchao(self, weight: Any) -> FrozenWeight | None:
-        """Torchao's ``Float8Tensor`` [O, C] with a scale for each row."""
+        """Wrap torchao's ``Float8Tensor`` [O, C] with one scale per row. Return None for any other tensor."""
         if not hasattr(weight, "qdata"):
             return None
         return FrozenWeight(self, (weight.qdata, weight.scale.view(-1)), weight.shape, [], weight.dtype)

@@ -2,15 +2,16 @@
 
     W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
 
-The forward and the backward each dequantize W in one pass, in the weight's dtype, and free it after the product. W
-equals torchao's ``get_original_weight`` bit for bit, because every step is rounded to the weight's dtype. With few
-rows, as in a step of decoding, the forward runs `nf4_rows`.
+The forward and the backward each dequantize W in one pass, in the dtype of the weight, and free it after the product.
+W is bitwise identical to torchao's ``get_original_weight``, because every step is rounded to the dtype of the weight.
+If x has few rows, as in a decoding step, the forward runs `nf4_rows`. W is stored in these tensors::
 
-    codes      two per byte, the first in the upper half
-    scales     one int8 per block of 64 codes
-    factors    one per block of at most 256 scales; one mean for all
+    codes      two codes per byte, the first one in the upper half
+    scales     one int8 number (the code of the scale) per block of 64 codes
+    factors    one factor per block of at most 256 scales
+    mean       one number for the whole matrix
 
-Saved: only the quantized weight, which takes no extra memory.
+Only these tensors are saved for the backward, which takes no additional memory.
 
 Source: https://arxiv.org/abs/2305.14314.
 """
@@ -43,7 +44,7 @@ def _nf4_weight_kernel(
     PAIRS: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr,
     PIECES_PER_MEAN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize pieces of PAIRS bytes of codes; the scale of a piece is read and computed once."""
+    """Dequantize PIECES pieces per program. A piece is PAIRS bytes of codes, whose common scale is computed once."""
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
     piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
@@ -61,7 +62,7 @@ def _nf4_weight_kernel(
 
 
 def nf4_layout(shape: Sequence[int]) -> list[int]:
-    """How a matrix is quantized: rows, columns, codes for each scale, scales for each factor.
+    """Return the layout of a quantized matrix: rows, columns, codes per scale, and scales per factor.
 
     Raises:
         ValueError: the number of elements is not a multiple of 64.
@@ -76,8 +77,9 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
     """Dequantize the weight [rows, columns], rounded to the dtype of the table and then cast to ``dtype``.
 
     Args:
-        packed: codes, scales, factors, mean, table. Several means belong to equal parts of the rows, in order.
-        layout: rows, columns, codes for each scale, scales for each factor.
+        packed: codes, scales, factors, mean and table. If there are several means, the rows are divided into as many
+            equal parts, and each part has its own mean.
+        layout: rows, columns, codes per scale, and scales per factor.
         dtype: float32, float16 or bfloat16.
     """
     codes, scales, factors, mean, table = packed
@@ -96,7 +98,7 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
 
 
 def nf4_dense_reference(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`nf4_dense` in plain torch."""
+    """Compute `nf4_dense` in plain torch."""
     codes, scales, factors, mean, table = packed
     rows, columns, codes_per_scale, per_factor = layout
     scale = (scales.view(-1, per_factor) / factors.view(-1, 1)).to(table.dtype)
@@ -106,11 +108,11 @@ def nf4_dense_reference(packed: Packed, layout: Sequence[int], dtype: torch.dtyp
 
 
 def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """``x @ Wᵀ + bias`` with a frozen weight in NF4.
+    """Compute ``x @ Wᵀ + bias`` with a frozen weight in NF4.
 
     Args:
         x: [..., C]; under autocast it is cast to autocast's dtype.
-        weight: torchao's ``NF4Tensor`` of shape [O, C]. It gets no gradient.
+        weight: torchao's ``NF4Tensor`` of shape [O, C]. The weight gets no gradient.
         bias: [O] or None.
 
     Returns:
@@ -133,20 +135,24 @@ TABLE = (
 
 @register
 class NormalFloat4(Format):
-    """4-bit codes in torchao's layout; ``layout`` is the number of codes per scale and of scales per factor.
+    """The format with 4-bit codes in torchao's layout. Its layout is ``[codes per scale, scales per factor]``.
 
-    The tensors of a matrix, and of X experts::
+    A matrix [O, C], or the matrices [X, O, C] of X experts, are stored in these tensors::
 
+                   a matrix                  X experts
         codes      uint8 [O · C / 2]         [X, O, C / 2]
         scales     int8 [blocks]             [X, blocks]
-        factors    [factors]                 [X, factors]      in the dtype that was quantized
-        means      []                        [X]
-        table      [16]                      [16]
+        factors    [factors]                 [X, factors]      in the dtype of the quantized weight
+        means      []                        [X]               in this dtype, too
+        table      [16]                      [16]              in this dtype, too
 
-    A block may span the end of a row. As parameters, codes and scales of a matrix have a row per block, and factors,
-    mean and table are one tensor, ``factors``. A slice of columns has some scales of each row, so scales with the same
-    factor are not adjacent in it: a factor is repeated for every run of scales that the slices of all ranks have in
-    common. Mean and table, which every rank has, are then a separate tensor, ``constants``.
+    A block of codes that share a scale may begin in one row of the matrix and end in the next. In the parameters of a
+    matrix (`pack`), codes and scales have one row per block, and factors, mean and table are concatenated to one
+    tensor, ``factors``.
+
+    For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales with a common factor
+    may belong to different slices. Each factor is therefore repeated such that it belongs to fewer consecutive scales,
+    which are all in the same slice. Mean and table, which every rank needs, are then a separate tensor, ``constants``.
     """
 
     name = "nf4"
@@ -157,11 +163,11 @@ class NormalFloat4(Format):
     remedy = 'dtype="float8" in quantize_base'
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
-        """See `nf4_layout`."""
+        """Return the layout ``[codes per scale, scales per factor]``; see `nf4_layout`."""
         return nf4_layout(matrix)[2:]
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """The shapes above."""
+        """Return the shapes and dtypes of the tensors in the docstring of this class."""
         *experts, rows, columns = shape
         per_scale, per_factor = self.layout((rows, columns))
         blocks = rows * columns // per_scale
@@ -175,7 +181,7 @@ class NormalFloat4(Format):
         }
 
     def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
-        """As torchao quantizes."""
+        """Quantize a matrix with torchao."""
         import torchao.quantization as torchao
 
         packed = self.of_torchao(torchao.to_nf4(matrix, *self.layout(matrix.shape)))
@@ -183,7 +189,7 @@ class NormalFloat4(Format):
         return packed.tensors
 
     def of_torchao(self, weight: Any) -> FrozenWeight | None:
-        """Torchao's ``NF4Tensor`` [O, C]."""
+        """Wrap torchao's ``NF4Tensor`` [O, C]. Return None for any other tensor."""
         if not hasattr(weight, "get_original_weight"):
             return None
         tensors = (
@@ -192,7 +198,7 @@ class NormalFloat4(Format):
         return FrozenWeight(self, tensors, weight.shape, [weight.block_size, weight.scaler_block_size], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """As `nf4_dense`, for all rows of all experts at once."""
+        """Dequantize the weight, with all experts at once; see `nf4_dense`."""
         packed, sizes = self._packed(weight), self._sizes(weight)
         dequantize = nf4_dense if use_triton(packed[-1]) else nf4_dense_reference
         return dequantize(packed, sizes, weight.dtype).view(weight.shape)
@@ -205,7 +211,7 @@ class NormalFloat4(Format):
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """The tensors of experts unchanged; the tensors of a matrix with one row per block."""
+        """Return the tensors of experts unchanged, and the tensors of a matrix with one row per block."""
         if len(weight.shape) == 3:
             return super().pack(weight)
         codes, scales, factors, mean, table = weight.tensors
@@ -213,7 +219,7 @@ class NormalFloat4(Format):
         return {"codes": codes.view(len(scales), -1), "scales": scales.view(-1, 1), "factors": numbers}
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
-        """Flatten the tensors, as kernels take them."""
+        """Flatten the tensors, because kernels take flat tensors."""
         if len(shape) == 3:
             codes, scales, factors, means, table = tensors.values()
             return codes, scales.flatten(1), factors.flatten(1), means, table
@@ -225,7 +231,7 @@ class NormalFloat4(Format):
         return codes, scales, factors, constants[0], constants[1:]
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """How many numbers share a scale, within a row or across rows."""
+        """Return the number of codes that share a scale, whether they are in one row or in several."""
         return layout[0]
 
     def slices(
@@ -252,7 +258,7 @@ class NormalFloat4(Format):
         return tensors, [block, fewer], dict.fromkeys(("codes", "scales", "factors"), dim)
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Codes, and the largest number of each block, from which `finish` computes the scales of all ranks."""
+        """Return the codes, and the maximum absolute value of each block, from which `finish` computes the scales."""
         import torchao.quantization as torchao
 
         blocks = numbers.reshape(-1, layout[0])
@@ -260,7 +266,7 @@ class NormalFloat4(Format):
         return codes.quantized_data.view(len(numbers), -1), blocks.abs().amax(1).view(len(numbers), -1)
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """Scales, factors, mean and table, computed as torchao does from the largest numbers of all blocks."""
+        """Compute scales, factors, mean and table from the maximum absolute values of all blocks, as torchao does."""
         largest, per_factor = statistics.flatten(), layout[1]
         mean = largest.mean()
         centered = (largest - mean).view(-1, per_factor)  # [factors, scales of a factor]
@@ -276,5 +282,5 @@ class NormalFloat4(Format):
 
     @staticmethod
     def _sizes(weight: FrozenWeight) -> list[int]:
-        """The rows of all experts, the columns, and the layout."""
+        """Return the number of rows of all experts together, the number of columns, and the layout."""
         return [math.prod(weight.shape[:-1]), weight.shape[-1], *weight.layout]

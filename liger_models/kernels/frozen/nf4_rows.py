@@ -1,19 +1,20 @@
-"""Few rows, as in a step of decoding, times a weight in 4 bits (NF4). Only the codes of the weight are read.
+"""A linear layer for few rows x, as in a decoding step, with a 4-bit weight (NF4) that is not dequantized in memory.
 
-Numbers of the table are multiplied with x, and the sum over each block is multiplied with the block's scale::
+The kernels multiply x by the table's numbers for the codes, and the sum over each block by the block's scale::
 
     y_n = Σ_blocks scale_n · (Σ_block table[code] · x) + b_n
 
-The products table · scale are not rounded, so y is closer to the exact product than with `nf4_dense`.
+`nf4_dense` rounds table · scale, but here no such product is rounded, so y is closer to the exact result.
 
-For up to `MOST_LOOKUPS` rows of x, a kernel looks up the two numbers of a byte of codes, in the order of the matrix
-units, in two instructions: one turns the byte into an address, the other reads the pair. Shared memory holds all 256
-pairs 32 times, once in each bank, so the lanes of a warp read in one access whatever their bytes are. A product of the
-matrix units has eight columns. They are rows of x or, if x has one or two rows, blocks of a row, with zeros for the
+For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions, in
+the order in which the matrix units take them: one instruction turns the byte into an address, and the other reads the
+pair of numbers. Shared memory holds each of the 256 pairs 32 times, once in each bank, so that all lanes of a warp read
+in one access, whatever their bytes are. A product of the matrix units has eight columns. If x has more than two rows,
+the columns are the rows of x. If x has one or two rows, each column is one block of a row of x, with zeros for the
 other blocks.
 
-More rows, other GPUs and other dtypes use a kernel in plain Triton. From NVIDIA's Ampere on, it looks numbers up in
-registers.
+For more rows, other GPUs or other dtypes, a kernel in plain Triton runs. On NVIDIA GPUs from Ampere on, this kernel
+looks the numbers up in registers.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -54,9 +55,10 @@ scales of each result that a step reads, and the warps of a program, each of whi
 
 
 def _fill() -> str:
-    """PTX that builds the pairs from the table at $1. This lane's copy begins at $0, with 128 bytes from pair to pair.
+    """Return PTX that builds all pairs of numbers in shared memory from the table at address $1.
 
-    Each thread writes four copies of 16 pairs, all with the same second number.
+    $0 is set to the address of the first pair in this lane's copy. Consecutive pairs of a copy are 128 bytes apart.
+    Each thread writes four copies of 16 pairs that have the same second number.
     """
     ptx = "{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .b16 first, second;\n"
     ptx += "mov.u32 a, pairs; mov.u32 n, %laneid; mad.lo.u32 $0, n, 4, a;\n"
@@ -69,16 +71,17 @@ def _fill() -> str:
 
 
 def _step(kind: str, columns: int) -> str:
-    """PTX that multiplies STEP_BLOCKS blocks of 16 rows of W with up to ``columns`` rows of x: 1, 2 or 8.
+    """Return PTX that multiplies STEP_BLOCKS blocks of 16 rows of W by up to ``columns`` (1, 2 or 8) rows of x.
 
-    The eight columns of a product are ``columns`` rows of x times ``slots`` blocks. Lane 4 · group + quarter of a warp
-    holds codes of the rows group and group + 8 of W, and the same numbers of x for column group. Its sums are those of
-    the columns 2 · quarter and 2 · quarter + 1. Two lanes share a block, or four lanes if x has eight rows.
+    The eight columns of a matrix product stand for ``columns`` rows of x and ``slots`` blocks of each row. In a warp,
+    the lane with index 4 · group + quarter holds codes of the rows group and group + 8 of W, and for the column group
+    the numbers of x by which these codes are multiplied. The lane holds the sums of the columns 2 · quarter and
+    2 · quarter + 1. The codes of a block are held by two lanes, or by four lanes if ``columns`` is 8.
 
-    $0 to $3 are the new sums and $4 to $7 the old ones, row ``group`` first. $8 and $9 are the addresses of the codes
-    of both rows, and $10 is the address of x. $11 and $12 count the blocks that follow to the end of the codes and of
-    x. $13 selects the codes that x is multiplied with, -1 for none. $14 to $17 are two scales of each row, and $18 is
-    the address from `_fill`.
+    $0 to $3 are the new sums, and $4 to $7 are the old sums; those of row ``group`` come first. $8 and $9 are the
+    addresses of the codes of both rows, and $10 is the address of x. $11 and $12 are the numbers of blocks that follow
+    in the codes and in x. $13 selects the codes by which x is multiplied; -1 selects none. $14 to $17 are two scales
+    for each of the two rows, and $18 is the address from `_fill`.
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes
@@ -151,9 +154,10 @@ from others, since ptxas would keep what is the same in all lanes in uniform reg
 
 
 def _pairs() -> str:
-    """PTX: $0 and $1 are the first numbers of the four bytes of $4, $2 and $3 the second ones.
+    """Return PTX that looks up both numbers of each of the four bytes in $4.
 
-    One `prmt` looks up a byte of four numbers in eight entries.
+    $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. One `prmt` instruction
+    looks up one byte of four numbers in eight entries of the table.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"
@@ -171,7 +175,7 @@ PAIRS = tl.constexpr(_pairs())
 
 @triton.jit
 def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr):
-    """The scales of ``blocks``, rounded to dtype, in fp32."""
+    """Compute the scales of the blocks with indices ``block``, rounded to ``dtype`` but stored in fp32."""
     code = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
     factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
     # Between 7 and 8 significant bits a quotient is never so near to a tie of bfloat16 that division must be exact.
@@ -183,7 +187,7 @@ def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, S
 def _lookup_scale(
     scale_ptr, factor_ptr, mean, row, block, blocks, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr
 ):
-    """The scales of blocks of rows, zero beyond the last block."""
+    """Compute the scales of blocks of rows. Beyond a row's last block, the scale is 0."""
     inside = block < blocks
     scale = nf4_scale(scale_ptr, factor_ptr, mean, row * blocks + block, inside, dtype, SCALES_PER_FACTOR)
     return tl.where(inside, scale, 0.0)
@@ -195,7 +199,7 @@ def _nf4_lookup_kernel(
     M, N, blocks, R, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS = 16 results for up to COLUMNS rows of x. Tensors have one element per thread (`_step`)."""
+    """Compute ROWS = 16 results for up to COLUMNS rows of x. A tensor holds one element per thread (see `_step`)."""
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     BF16: tl.constexpr = STEP1_BF16 if COLUMNS == 1 else STEP2_BF16 if COLUMNS == 2 else STEP8_BF16
@@ -261,9 +265,10 @@ def _nf4_rows_kernel(
     ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x; each step reads the codes of SCALES scales of each row of W.
+    """Compute ROWS results for up to COLUMNS rows of x.
 
-    Numbers with even and odd indices are multiplied separately, since a byte of codes holds one of each.
+    Each step reads SCALES blocks of each row of W. Elements of x with even and with odd indices are multiplied
+    separately, because a byte holds one code for an even index and one for an odd index.
     """
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty
@@ -312,7 +317,10 @@ def _nf4_rows_kernel(
 
 
 def takes_nf4_rows(x: Tensor, packed: Packed, layout: Sequence[int]) -> bool:
-    """Whether `nf4_rows` can multiply x: few rows in the table's dtype, and whole blocks in each row of the weight."""
+    """Return whether `nf4_rows` can multiply x.
+
+    x must have few rows and the dtype of the table, and each row of the weight must consist of whole blocks.
+    """
     _, columns, codes_per_scale, _ = layout
     return (
         codes_per_scale & (codes_per_scale - 1) == 0 == columns % codes_per_scale
@@ -326,9 +334,10 @@ def nf4_rows(
     x: Tensor, bias: Tensor | None, packed: Packed, layout: Sequence[int], act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply few rows x [..., columns] by one kernel, and return ``(y [..., rows], act(gate) · up [..., rows / 2])``.
+    """Multiply few rows x [..., columns] by the weight, with a kernel that reads the codes.
 
-    The second result is empty without an activation. ``low_rank`` has the dtype of x.
+    The results are y [..., rows] and act(gate) · up [..., rows / 2], which is empty without an activation. ``low_rank``
+    must have the dtype of x.
     """
     N, K, codes_per_scale, per_factor = layout
     y, M = x.new_empty(*x.shape[:-1], N), x.numel() // K

@@ -1,6 +1,7 @@
-"""Frozen weights in ops: how an op takes one, the products with it, and `quantized_linear`.
+"""Frozen weights in ops: their representation as arguments of an op, products with them, and `quantized_linear`.
 
-Fused ops take a `Weight`, which is dense or frozen, and multiply with `product` and `input_product`.
+A fused op takes a `Weight`, which is a dense tensor or a `FrozenWeight`, and multiplies by it with `product` and
+`input_product`.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -20,7 +21,7 @@ Weight = Tensor | FrozenWeight
 
 
 def weight_for_op(weight: Weight) -> tuple[Any, ...] | None:
-    """A weight as arguments of an op, as in `WEIGHT`; None if it is dense."""
+    """Return the arguments of an op that represent the weight, as in `WEIGHT`, or None if the weight is dense."""
     if isinstance(weight, Tensor):
         return None
     # An op has a fixed number of arguments: None stands for tensors that the format does not have.
@@ -50,12 +51,12 @@ the number of dimensions, the shape, and the layout of the format.
 
 
 def dense(weight: Weight) -> Tensor:
-    """The weight as a dense tensor, which the caller multiplies with and frees."""
+    """Return the weight as a dense tensor, which the caller frees after the product."""
     return weight if isinstance(weight, Tensor) else weight.dense()
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """``x @ Wᵀ + bias`` inside an op, for x [..., C] and bias in the dtype of the weight."""
+    """Compute ``x @ Wᵀ + bias`` inside an op. x [..., C] and bias must have the dtype of the weight."""
     if isinstance(weight, Tensor) or batch_invariance.is_batch_invariant():
         return batch_invariance.product(x, dense(weight), bias)
     return weight.product(x, bias)
@@ -64,7 +65,10 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def few_rows(
     x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is no such kernel."""
+    """Compute `product` plus the low-rank term, and ``act(gate) · up``, with the kernels for few rows.
+
+    Return None if these kernels do not support x or the weight.
+    """
     if not (takes_low_rank(x, low_rank) and use_triton(x)):
         return None
     if not isinstance(weight, Tensor):
@@ -73,7 +77,7 @@ def few_rows(
 
 
 def input_product(dy: Tensor, weight: Weight) -> Tensor:
-    """``dy @ W`` inside an op, for dy [..., O] in the dtype of the weight."""
+    """Compute ``dy @ W`` inside an op. dy [..., O] must have the dtype of the weight."""
     return dy @ weight if isinstance(weight, Tensor) else weight.format.input_product(weight, dy)
 
 
@@ -93,13 +97,13 @@ class QuantizedLinearUpstream(NamedTuple):
 
 
 class QuantizedLinearSaved(NamedTuple):
-    """What the forward saves. dx needs only dy and W, and a frozen weight has no gradient."""
+    """What the forward saves for the backward. dx depends only on dy and W, and a frozen weight has no gradient."""
 
     weight: Annotated[Weight, WEIGHT]
 
 
 class QuantizedLinearGradients(NamedTuple):
-    """For each input its gradient, or in an annotation with bool whether it needs one."""
+    """The gradients of the op's inputs. In an annotation with bool, bools say which gradients are needed."""
 
     x: Any = None
     bias: Any = None
@@ -134,7 +138,7 @@ FORWARD.differentiable(lambda ctx, inputs, y, needs: QuantizedLinearSaved(inputs
 
 
 def quantized_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ Wᵀ + bias`` with a frozen weight in fewer bits.
+    """Compute ``x @ Wᵀ + bias`` with a frozen, quantized weight.
 
     Args:
         x: [..., C]; under autocast it is cast to autocast's dtype.

@@ -1,18 +1,18 @@
-"""A frozen weight in fewer bits, and its formats.
+"""A frozen, quantized weight, and the base class of its formats.
 
-An op dequantizes such a weight right before each product, forward and backward, and frees it after the product. With
-few rows, as in a step of decoding, the forward multiplies with the codes instead. Only the stored tensors are saved for
-the backward, which takes no extra memory.
+In the forward and in the backward, an op dequantizes such a weight right before each product, and frees the dequantized
+weight after the product. If there are few rows, as in a decoding step, the forward multiplies by the codes without
+dequantizing the weight in memory. Only the stored tensors are saved for the backward, which takes no additional memory.
 
-Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. A `Format` holds everything that is
-specific to one format, and is defined and registered in a single file::
+Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. Everything that is specific to a format is
+in a subclass of `Format`. Each format is defined and registered in one file::
 
-    nf4       `nf4_linear`: 4-bit codes with scales of 8 bits
-    float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
-    blocks    `float8_blocks`: e4m3 with a checkpoint's scales of blocks
+    nf4       `nf4_linear`: 4-bit codes with 8-bit scales
+    float8    `frozen_float8_linear`: e4m3 codes with one scale per row, multiplied in float8 on devices that can do so
+    blocks    `float8_blocks`: e4m3 codes with one scale per block, both from a checkpoint
 
-The defaults of `Format` suit formats whose codes and scales follow the rows. Such a format only implements `quantize`,
-`tensors_like` and `dense`.
+The default methods of `Format` suit formats in which each row of the weight has its own codes and scales. Such a format
+only implements `quantize`, `tensors_like` and `dense`.
 """
 
 import math
@@ -30,16 +30,16 @@ MAX_TENSORS = 5
 
 
 class FrozenWeight(NamedTuple):
-    """A frozen weight [O, C], or the frozen matrices [X, O, C] of X experts, in fewer bits. It has no gradient.
+    """A frozen, quantized weight [O, C], or the matrices [X, O, C] of X experts. A frozen weight has no gradient.
 
-    Ops and layers use it in place of a tensor, so it has some of a tensor's attributes.
+    Ops and layers take a frozen weight in place of a tensor, so this class has some attributes of a tensor.
 
     Attributes:
-        format: the meaning of the tensors.
+        format: the format, which defines the meaning of the tensors.
         tensors: the stored tensors, in the order of ``format.names``; the codes are first.
-        shape: of the dense weight.
-        layout: numbers that the format needs to read its tensors.
-        dtype: of the dense weight: float32, float16 or bfloat16.
+        shape: shape of the dense weight.
+        layout: integers that the format needs to read the tensors.
+        dtype: dtype of the dense weight: float32, float16 or bfloat16.
     """
 
     format: "Format"
@@ -50,11 +50,11 @@ class FrozenWeight(NamedTuple):
 
     @classmethod
     def quantize(cls, weight: Tensor, name: str, device: torch.device | str | None = None) -> "FrozenWeight":
-        """Quantize a dense weight [O, C], or matrices [X, O, C], each by itself.
+        """Quantize a dense weight [O, C], or each of the matrices [X, O, C] of X experts separately.
 
         Args:
-            weight: floating-point. On the meta device the result has no values either.
-            name: of the format.
+            weight: a floating-point tensor. If it is on the meta device, the result has no values either.
+            name: name of the format.
             device: the device to which the matrices are moved, one after the other, to be quantized. Default: the
                 weight's device.
 
@@ -81,18 +81,18 @@ class FrozenWeight(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor) -> "FrozenWeight | None":
-        """The weight of a torchao tensor, sharing its memory; None for any other tensor."""
+        """Wrap a torchao tensor without copying its memory. Return None for any other tensor."""
         weights = (format_.of_torchao(weight) for format_ in FORMATS.values())
         return next((frozen for frozen in weights if frozen is not None), None)
 
     @property
     def codes(self) -> Tensor:
-        """The first of the tensors."""
+        """The codes, which are the first tensor."""
         return self.tensors[0]
 
     @property
     def scales(self) -> Tensor:
-        """The second of the tensors."""
+        """The scales, which are the second tensor."""
         return self.tensors[1]
 
     @property
@@ -107,36 +107,36 @@ class FrozenWeight(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a dense element."""
+        """Bytes of an element of the dense weight."""
         return self.dtype.itemsize
 
     @property
     def requires_grad(self) -> bool:
-        """Always False."""
+        """Always False, because the weight is frozen."""
         return False
 
     def dim(self) -> int:
-        """2, or 3 for experts."""
+        """Return the number of dimensions: 2 for a matrix, and 3 for experts."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Number of dense elements."""
+        """Return the number of elements of the dense weight."""
         return math.prod(self.shape)
 
     def is_floating_point(self) -> bool:
-        """True, as for the dense weight."""
+        """Return True, because the dense weight is floating-point."""
         return True
 
     def data_ptr(self) -> int:
-        """Always 0, which counts as aligned: the dense weight will be newly allocated."""
+        """Return 0, which counts as aligned, because the dense weight will be newly allocated."""
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
-        """The same weight, cast to ``dtype`` when it is dequantized."""
+        """Return the same weight with another dtype, to which it is cast when it is dequantized."""
         return self._replace(dtype=dtype)
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialized tensor like the dense weight."""
+        """Allocate an uninitialized tensor on the device and, by default, in the dtype of the dense weight."""
         return self.scales.new_empty(*size, dtype=dtype or self.dtype)
 
     def split(self, count: int) -> list["FrozenWeight"]:
@@ -155,11 +155,11 @@ class FrozenWeight(NamedTuple):
         ]
 
     def dense(self) -> Tensor:
-        """The weight in ``dtype``, newly allocated."""
+        """Dequantize the weight to a new tensor in ``self.dtype``."""
         return self.format.dense(self)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ Wᵀ + bias`` inside an op."""
+        """Compute ``x @ Wᵀ + bias`` inside an op."""
         rows = self.format.few_rows(self, x, bias)
         return self.format.product(self, x, bias) if rows is None else rows[0]
 
@@ -168,11 +168,11 @@ class FrozenWeight(NamedTuple):
 
 
 class Format:
-    """How a weight is stored in fewer bits. `register` makes an instance known by its name.
+    """A format in which quantized weights are stored. `register` creates an instance, which is found by its name.
 
-    A matrix [O, C] has codes and some other tensors. The tensors of experts have one more dimension in front, except
-    the `shared` tensors. As parameters, the tensors are sharded along their first dimension (`apply_fsdp`, `apply_ep`)
-    or by `slices` (`apply_tp`).
+    A matrix [O, C] is stored as codes and other tensors, such as scales. For experts, each tensor has one more
+    dimension in front, except the `shared` tensors. The tensors become parameters of a layer, which `apply_fsdp` and
+    `apply_ep` shard along the first dimension, and `apply_tp` as `slices` describes.
     """
 
     name: ClassVar[str]
@@ -194,89 +194,101 @@ class Format:
     """What to use instead where a slice would end within a block."""
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
-        """The integers needed to read the tensors of a matrix [O, C]; raises ValueError for an unsupported size."""
+        """Return the integers that are needed to read the tensors of a matrix [O, C].
+
+        Raises:
+            ValueError: the format does not support matrices of this size.
+        """
         return []
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Name, shape and dtype of each tensor of a weight [O, C] or [X, O, C] whose dense dtype is ``dtype``."""
+        """Return name, shape and dtype of each tensor that stores a weight [O, C] or [X, O, C] of dtype ``dtype``."""
         raise NotImplementedError
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes of the tensors of a weight [O, C] or [X, O, C]."""
+        """Return the number of bytes in which a weight [O, C] or [X, O, C] is stored."""
         return sum(math.prod(size) * stored.itemsize for size, stored in self.tensors_like(shape, dtype).values())
 
     def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
-        """The tensors of a dense matrix [O, C]."""
+        """Quantize a dense matrix [O, C], and return its tensors."""
         raise NotImplementedError
 
     def quantize_expert(self, matrix: Tensor) -> Sequence[Tensor]:
-        """`quantize` for the matrix of one expert."""
+        """Quantize the matrix of one expert, by default as `quantize` does."""
         return self.quantize(matrix)
 
     def of_torchao(self, weight: Any) -> FrozenWeight | None:
-        """The weight of a torchao tensor subclass, sharing its memory; None for any other tensor."""
+        """Wrap a torchao tensor of this format without copying its memory. Return None for any other tensor."""
         return None
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """The weight in its dtype, newly allocated."""
+        """Dequantize the weight to a new tensor in the dtype of the weight."""
         raise NotImplementedError
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """As the function `few_rows`; None if the format has no such kernel for x."""
+        """Compute what the function `few_rows` returns. Return None if the format has no kernel for this x."""
         return None
 
     def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ Wᵀ + bias`` for any number of rows."""
+        """Compute ``x @ Wᵀ + bias`` for any number of rows."""
         return F.linear(x, self.dense(weight), bias)
 
     def input_product(self, weight: FrozenWeight, dy: Tensor) -> Tensor:
-        """``dy @ W``."""
+        """Compute ``dy @ W``."""
         return dy @ self.dense(weight)
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """The tensors by name, in the shapes in which they are sharded."""
+        """Return the weight's tensors by name, in the shapes of the parameters, which `slices` also takes."""
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
-        """The inverse of `pack`, for a whole weight or for a slice (`slices`), of the given shape and layout."""
+        """Invert `pack` for a weight, or for a slice from `slices`, that has the given shape and layout."""
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """The unit of slices: the elements of a slice of rows, or the columns of a slice, must be a multiple of it."""
+        """Return the unit in which a weight can be sliced.
+
+        A slice of rows must have a multiple of this number of elements, or a slice of columns a multiple of this number
+        of columns.
+        """
         return 1
 
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """Rearrange the tensors of `pack` so that equal parts of them are equal slices of the weight.
+        """Rearrange the tensors from `pack` such that dividing them into equal parts divides the weight into slices.
 
         Args:
-            tensors: of the whole weight.
-            shape: of the whole weight, [O, C] or [X, O, C].
-            layout: of the whole weight.
-            dim: the dimension along which the weight is sliced. Slices have whole blocks.
-            ranks: number of slices.
+            tensors: tensors of the whole weight.
+            shape: shape of the whole weight, [O, C] or [X, O, C].
+            layout: layout of the whole weight.
+            dim: dimension along which the weight is sliced. Each slice must consist of whole blocks.
+            ranks: number of slices, which have equal sizes.
 
         Returns:
-            The tensors, their layout, and the dimension along which each sliced tensor is sliced. The other tensors are
-            the same in every slice.
+            The tensors, the layout of each slice, and a dict from the names of the tensors that are divided to the
+            dimension along which they are divided. The other tensors are the same in every slice.
         """
         if dim == len(shape) - 1:
             return tensors, layout, dict.fromkeys(("codes", *self.by_column), dim)
         return tensors, layout, {name: dim for name in tensors if name not in self.shared}
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Quantize one rank's numbers [n, K], n rows of a matrix's codes, if ranks quantize the matrix `in_common`.
+        """Quantize one rank's part of a matrix, if the format is `in_common`. `finish` then completes the matrix.
+
+        Args:
+            numbers: [n, K], the dense numbers of n rows of the codes.
+            layout: layout of the matrix.
 
         Returns:
-            The codes, and statistics [n, m] that the ranks exchange; see `finish`.
+            The codes, and statistics [n, m] that the ranks exchange for `finish`.
         """
         raise NotImplementedError
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """All tensors of the whole matrix except its codes, from the statistics [N, m] of all ranks."""
+        """Compute all tensors of the whole matrix except the codes, from the statistics [N, m] of all ranks."""
         raise NotImplementedError
 
 
@@ -286,12 +298,16 @@ _NUMBERS: dict[int, Format] = {}
 
 
 def format_numbered(number: int) -> Format:
-    """The format with a number."""
+    """Return the format with this number."""
     return _NUMBERS[number]
 
 
 def register(format_class: type[Format]) -> type[Format]:
-    """Register a format; a decorator of its class. Raises ValueError if the name or number is taken."""
+    """Register a format. This function is a decorator of the format's class.
+
+    Raises:
+        ValueError: another format has this name or number.
+    """
     if format_class.name in FORMATS or format_class.number in _NUMBERS:
         raise ValueError(
             f"register: name and number of a format must be new, got {format_class.name!r} and {format_class.number}."

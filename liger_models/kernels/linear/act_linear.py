@@ -119,7 +119,7 @@ class ActLinearSaved(NamedTuple):
 
 
 class ActLinearGradients(NamedTuple):
-    """For each input its gradient, or in `ActLinearNeeds` whether it needs one."""
+    """The gradients of the op's inputs. In `ActLinearNeeds`, bools say which gradients are needed."""
 
     x: Any
     weight: Any

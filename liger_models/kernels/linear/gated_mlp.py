@@ -1,36 +1,40 @@
-"""The gated MLP after its norm: residual addition, norm, gate and up projection, gated activation, down projection.
+"""The gated MLP in one op: residual addition, norm, gate and up projection, gated activation, and down projection.
 
-Forward, with N = `rms_norm` or `layer_norm` (without a norm weight, N(h) = h), cast to the weights' dtype, and
-A = `gated_act`::
+In the forward, N is `rms_norm` or `layer_norm`, followed by a cast to the dtype of the weights, and A is `gated_act`.
+Without a norm weight, N only casts::
 
     h = residual + x                      rounded to the residual's dtype; without x, h = residual
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
-Either projection may have a low-rank term (LoRA), as in `norm_linear`, with its own matrices and gradients.
+Either projection may have a low-rank term (LoRA), as in `norm_linear`, with its own matrices A and B and their
+gradients.
 
-Backward, with dh the gradient of the new residual stream, in this order::
+In the backward, let dh be the gradient of the new residual stream. The steps are in this order::
 
-    dp = dy @ Wd                          one kernel then gives du = A'(dp), and the product p = A(u) in place of dp
-    dWd = dyᵀ @ p,   dbd = Σ_rows dy      p is freed
-    dn = du @ Wgu                         one kernel then gives dx = N'(dn) + dh, the norm's weight gradients, and N(h)
+    dp = dy @ Wd                          one kernel then computes du = A'(dp), and overwrites dp with p = A(u)
+    dWd = dyᵀ @ p,   dbd = Σ_rows dy      p is then freed
+    dn = du @ Wgu                         one kernel then computes dx = N'(dn) + dh, the norm's gradients, and N(h)
     dWgu = duᵀ @ N(h),   dbgu = Σ_rows du
 
-Saved: h, the norm's fp32 statistics of each row, the weights, and u. With ``recompute`` u is not saved: the backward
-recomputes it from h, bit for bit, and du overwrites it. The normed activations and the product p are never saved.
-Frozen weights may be quantized, as in `norm_linear`: a weight is dequantized right before each of its products.
-Gradients that are not needed cost nothing; every other gradient has the dtype of its input. The backward is one op,
-which hides the recomputed tensors from compilers. A compiler that saw them would save them in the forward.
+h, the norm's fp32 statistics of each row, the weights, and u are saved. With ``recompute``, u is not saved. The
+backward then recomputes u from h, bitwise identical to the forward, and overwrites u with du. The normalized rows N(h)
+and the gated product p are never saved. Frozen weights may be quantized, as in `norm_linear`: a weight is dequantized
+right before each of its products. Gradients that are not needed are not computed. Every other gradient has the dtype of
+its input. The backward is a single op, which hides the recomputed tensors from compilers. If a compiler saw these
+tensors, it would save them in the forward.
 
-If u is not saved, many rows are processed in chunks, forward and backward: u, p, dn and the normed rows exist for one
-chunk at a time. The gradients of the weights are then summed over the chunks in fp32 and rounded once.
+If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
+N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
+rounded once.
 
-With ``ranks`` each rank has its own gates and ups, and the columns of Wd for them. y is then a rank's part of a sum,
-and dn is summed over the ranks before N'. With ``ranks.sequence_parallel`` each rank also has its own tokens. N(h) is
-then gathered before its products with Wgu and du, and dn is reduce-scattered. y covers all tokens, and h only the
-rank's own.
+With ``ranks``, each rank has its own gates and ups, and the columns of Wd that belong to them. y is then the rank's
+part of a sum over the ranks, and dn is summed over the ranks before N'. With ``ranks.sequence_parallel``, each rank
+also has its own tokens. N(h) is then gathered before the products with Wgu and du, and dn is reduce-scattered. y covers
+all tokens, but h only the rank's own tokens.
 
-`_forward_rows` and `_backward_rows` are these formulas; the functions before them cut the tokens into chunks.
+`_forward_rows` and `_backward_rows` compute these formulas. `_forward_chunks` and `_backward_chunks` call them for each
+chunk.
 
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
@@ -85,7 +89,10 @@ chunk of this size 1.5% of its backward, at any C and F, and twice that at half 
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
-    """Rows per chunk, evened out over the chunks; ``row_bytes`` is the size of a row of u."""
+    """Return the number of rows per chunk such that all chunks have about the same size.
+
+    ``row_bytes`` is the size of a row of u in bytes.
+    """
     limit = max(WORKSPACE_MIB * 2**20 // max(row_bytes, 1), MIN_CHUNK)
     return max(-(-N // max(-(-N // limit), 1)), 1)
 
@@ -109,7 +116,7 @@ def gated_mlp_reference(
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_mlp` in plain torch."""
+    """Compute `gated_mlp` in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     normed = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32).reference(residual)
@@ -118,7 +125,7 @@ def gated_mlp_reference(
 
 
 class GatedMLPInputs(NamedTuple):
-    """Inputs of the op `gated_mlp`, named as that function's arguments."""
+    """Inputs of the op `gated_mlp`, which correspond to the arguments of the function `gated_mlp`."""
 
     x: Tensor | None
     residual: Tensor
@@ -136,9 +143,9 @@ class GatedMLPOutputs(NamedTuple):
 
     Attributes:
         y: [..., O].
-        h: [..., C], the residual stream; None without x, because an op may not return one of its inputs.
-        statistics: the norm's statistics of each row.
-        u: [..., 2 F], gates and ups; None with ``recompute``.
+        h: [..., C], the residual stream. Without x, h is None, because an op may not return one of its inputs.
+        statistics: statistics of each row, from which the norm can be recomputed.
+        u: [..., 2 F], interleaved gates and ups; None with ``recompute``.
     """
 
     y: Tensor
@@ -148,7 +155,10 @@ class GatedMLPOutputs(NamedTuple):
 
 
 class GatedMLPSaved(NamedTuple):
-    """Tensors and constants saved for the backward. A bias is saved only for gate and up, if u is recomputed."""
+    """Tensors and constants that the forward saves for the backward.
+
+    The bias of the gate and up projection is saved only if u is recomputed, and the bias of the down projection never.
+    """
 
     h: Tensor
     statistics: Tensor
@@ -161,9 +171,9 @@ class GatedMLPSaved(NamedTuple):
 
 
 class GatedMLPGradients(NamedTuple):
-    """For each input its gradient, or in `GatedMLPNeeds` whether it needs one.
+    """The gradients of the op's inputs. In `GatedMLPNeeds`, bools say which gradients are needed.
 
-    The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None.
+    The backward op returns the gradient of the residual stream as ``residual``. ``x`` is then None.
     """
 
     x: Any = None
@@ -186,21 +196,24 @@ class GatedMLPUpstream(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The products of both projections."""
+    """The `Product` of the gate and up projection, and the `Product` of the down projection."""
 
     gate_up: Product
     down: Product
 
 
 def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
-    """Return the number of the rank's own rows in a chunk, and the number of ranks whose rows u holds."""
+    """Return how many of this rank's own rows are in a chunk, and of how many ranks u holds the rows.
+
+    The second number is 1 except with sequence parallelism.
+    """
     copies = ranks.size if ranks is not None and ranks.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
     return -(-_chunk_rows(N * copies, row_bytes) // copies) if recompute else N, copies
 
 
 def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """The forward with any kind of product."""
+    """Compute the forward with any implementation of `Product`."""
     x, residual, norm, ranks = inputs.x, inputs.residual, inputs.norm, inputs.ranks
     shape, C = residual.shape[:-1], residual.shape[-1]
 
@@ -220,7 +233,7 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
 
 
 def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, copies: int) -> GatedMLPOutputs:
-    """The outputs of rows [N, C], of which ``rows`` are computed at a time. u is not saved."""
+    """Compute the outputs of rows [N, C] in chunks of ``rows`` rows. u is not saved."""
     x, residual, weight = inputs.x, inputs.residual, products.down.weight
     N = len(residual)
     y = weight.new_empty(copies, N, weight.shape[0])  # of the tokens of all R ranks, if each has its own: [R, N, O]
@@ -240,7 +253,7 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, copie
 
 
 def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """The outputs of rows [N, C], which are all rows or a chunk."""
+    """Compute the outputs of rows [N, C], which are all rows or a chunk of them."""
     (gate_up, down), ranks = products, inputs.ranks
     rows, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
     h = None if inputs.x is None else stream
@@ -259,7 +272,7 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
 
 
 def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
-    """The backward with any kind of product."""
+    """Compute the backward with any implementation of `Product`."""
     dy, dh, saved, needs = upstream
     shape, C, u, ranks = saved.h.shape, saved.h.shape[-1], saved.u, saved.ranks
     N = shape[:-1].numel()
@@ -282,7 +295,7 @@ def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedM
 
 
 def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, copies: int) -> GatedMLPGradients:
-    """The gradients of all rows, ``rows`` at a time. Those of the parameters are summed over the chunks."""
+    """Compute the gradients in chunks of ``rows`` rows. The parameters' gradients are summed over the chunks."""
     dy, dh, saved, needs = upstream
     dy = dy.unflatten(0, (copies, -1))  # [R, N, O]
     dx = torch.empty_like(saved.h, memory_format=torch.contiguous_format) if needs.x or needs.residual else None
@@ -305,10 +318,10 @@ def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, 
 def _backward_rows(
     inputs: GatedMLPUpstream, products: Products, totals: GatedMLPGradients | None = None
 ) -> GatedMLPGradients:
-    """The gradients of all rows, or of a chunk; ``totals`` holds the sums over the chunks before it.
+    """Compute the gradients for all rows or for a chunk of rows.
 
-    dy is [N, O], dh and h are [N, C], and u is [N, 2 F]. If each rank has its own tokens, dy and u hold all ranks'
-    rows.
+    For a chunk, ``totals`` holds the sums of the parameters' gradients over the previous chunks. dy is [N, O], dh and h
+    are [N, C], and u is [N, 2 F]. With sequence parallelism, dy and u hold the rows of all ranks.
     """
     dy, dh, saved, needs = inputs
     h, statistics, u, norm, _, _, act, ranks = saved
@@ -355,7 +368,7 @@ def _backward_rows(
 
 
 def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) -> GatedMLPGradients:
-    """Round the fp32 sums over chunks to the dtypes of the parameters."""
+    """Round the parameters' gradients, which are fp32 sums over the chunks, to the dtypes of the parameters."""
     d_norm = gradients.norm
     if norm.weight is not None:
         d_norm = NormGradients(*(None if total is None else total.to(norm.weight.dtype) for total in d_norm))
@@ -363,7 +376,7 @@ def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) 
 
 
 def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
-    """The forward of tensors without values."""
+    """Return the outputs of the forward for tensors without values."""
     tokens = inputs.residual.shape[:-1]
     gate_up, down = inputs.gate_up.weight, inputs.down.weight
     rows = gathered_shape(tokens, inputs.ranks)
@@ -376,7 +389,7 @@ def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
 
 
 def gated_mlp_backward_fake(inputs: GatedMLPUpstream) -> GatedMLPGradients:
-    """The backward of tensors without values."""
+    """Return the gradients of the backward for tensors without values."""
     saved, needs = inputs.saved, inputs.needs
     return GatedMLPGradients(
         residual=saved.h.new_empty(saved.h.shape) if needs.x or needs.residual else None,
@@ -389,7 +402,7 @@ def gated_mlp_backward_fake(inputs: GatedMLPUpstream) -> GatedMLPGradients:
 def gated_mlp_save(
     ctx: Any, inputs: GatedMLPInputs, outputs: GatedMLPOutputs, needs: GatedMLPNeeds, *constants: Tensor
 ) -> GatedMLPSaved:
-    """The tensors and constants for the backward. ``constants`` are further outputs without a gradient."""
+    """Return the tensors and constants that the backward needs. ``constants`` are other outputs without a gradient."""
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.u, *constants)
     return GatedMLPSaved(
         h=inputs.residual if outputs.h is None else outputs.h,
@@ -444,38 +457,38 @@ def gated_mlp(
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
+    """Compute ``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
 
     Args:
-        x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
+        x: [..., C], the output of a branch, which is added to the residual stream; None to add nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C], or None for no norm.
-        gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f; a tensor or a frozen `FrozenWeight`.
-        down_weight: [O, F] in the dtype of gate_up_weight. The result y has this dtype, which may differ from the
-            stream's and which autocast does not change.
+        gate_up_weight: [2 F, C], a tensor or a `FrozenWeight`. Row 2f is gate f, and row 2f + 1 is up f.
+        down_weight: [O, F] in the dtype of gate_up_weight. y has this dtype, which may differ from the dtype of the
+            residual stream. Autocast does not change the dtype of y.
         gate_up_bias: [2 F].
         down_bias: [O].
         act: "silu", "gelu_tanh" or "gelu".
-        eps, weight_offset, scale_in_fp32: as in `rms_norm`; a LayerNorm uses eps alone.
+        eps, weight_offset, scale_in_fp32: as in `rms_norm`. A LayerNorm uses only ``eps``.
         norm: "rms_norm" or "layer_norm".
         norm_bias: [C], the bias of a LayerNorm; None for no bias.
-        recompute: recompute gate and up in the backward instead of saving them, at the cost of one more matrix product.
-            The gradients are the same. The reference backend ignores it.
-        result: False, with ``recompute``, leaves y uninitialized, for callers that only use its gradient. The reference
-            backend ignores it.
-        ranks: tensor parallel ranks, each with its own pairs of gate and up; None for one rank. y is then the rank's
-            part of a sum, so down_bias must be None and is added to the sum. With ``ranks.sequence_parallel`` x and
-            residual hold the rank's own tokens, y covers all tokens, and the gradients of the norm's weights are sums
-            over the rank's own tokens.
-        gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the weights' dtype; gate and up gain ``(norm(residual) @ Aᵀ) @
-            Bᵀ``.
-        down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection. With ranks, B of gate and up
-            has the rank's own rows, and A of down has its own columns. The other two matrices are the same on all
-            ranks, and their gradients are the rank's part of a sum.
+        recompute: whether to recompute gate and up in the backward instead of saving them, at the cost of one more
+            matrix product. The gradients do not change. The reference backend ignores this option.
+        result: False leaves y uninitialized if ``recompute`` is set, for callers that use only the gradient of y. The
+            reference backend ignores this option.
+        ranks: tensor-parallel ranks, each of which has its own pairs of gate and up; None for one rank. y is then the
+            rank's part of a sum over the ranks, so down_bias must be None, and the caller adds the bias to the sum.
+            With ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and the
+            gradients of the norm's weights are sums over the rank's own tokens.
+        gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the dtype of the weights. ``(norm(residual) @ Aᵀ) @ Bᵀ`` is
+            added to gate and up.
+        down_low_rank: ``(A [R, F], B [O, R])``, the same for the down projection. With ranks, B of gate_up_low_rank has
+            the rank's own rows, and A of down_low_rank has the rank's own columns. The other two matrices are the same
+            on all ranks, and their gradients are the rank's part of a sum over the ranks.
 
     Returns:
-        ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in the dtype of the residual. Without x
-        the second is the ``residual`` that was passed.
+        ``(y, residual)``, where y is [..., O] in the dtype of the weights, and the new residual stream is [..., C] in
+        the dtype of ``residual``. Without x, the second result is the ``residual`` that was passed.
 
     Raises:
         ValueError: the shapes do not fit together, or the activation or norm is unknown.

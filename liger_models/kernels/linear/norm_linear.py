@@ -18,7 +18,7 @@ LayerNorm. A low-rank term does not save more, because the backward recomputes t
 Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The backward is a
 single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in the forward.
 
-A frozen W may be stored in fewer bits (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before
+A frozen W may be quantized (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before
 the product for y and again before the product for dn. After each product, the dequantized W is freed. Only the stored W
 is saved, which takes no additional memory.
 
@@ -150,9 +150,9 @@ class NormLinearSaved(NamedTuple):
 
 
 class NormLinearGradients(NamedTuple):
-    """For each input its gradient, or in `NormLinearNeeds` whether it needs one.
+    """The gradients of the op's inputs. In `NormLinearNeeds`, bools say which gradients are needed.
 
-    The backward op returns the stream's gradient as ``residual`` and leaves ``x`` None.
+    The backward op returns the gradient of the residual stream as ``residual``. ``x`` is then None.
     """
 
     x: Any = None

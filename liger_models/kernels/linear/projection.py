@@ -7,7 +7,7 @@ rounded::
     g = dy @ B,   dn = dy @ W + g @ A
     dW = dyᵀ @ n,   db = Σ_rows dy,   dA = gᵀ @ n,   dB = dyᵀ @ (n @ Aᵀ)
 
-Each method of `Product` is one step of this computation, for a dense W or a W that is frozen in fewer bits.
+Each method of `Product` is one step of this computation, for a dense W or for a frozen, quantized W (`FrozenWeight`).
 `float8.float8_product` overrides the steps that differ in float8. The order of the steps is defined once for all
 products: in `norm_linear` for a norm and a projection, and in `gated_mlp` for the MLP, which begins with a norm and a
 projection.
@@ -56,7 +56,7 @@ class Projection(NamedTuple):
 
 
 class ProjectionGradients(NamedTuple):
-    """For each parameter of a projection its gradient, or in `ProjectionNeeds` whether it needs one."""
+    """The gradients of a projection's parameters. In `ProjectionNeeds`, bools say which gradients are needed."""
 
     weight: Any = None
     bias: Any = None
@@ -77,7 +77,7 @@ ProjectionNeeds = Annotated[ProjectionGradients, bool]
 
 
 class NormGradients(NamedTuple):
-    """For each parameter of a norm its gradient, or in `NormNeeds` whether it needs one."""
+    """The gradients of a norm's parameters. In `NormNeeds`, bools say which gradients are needed."""
 
     weight: Any = None
     bias: Any = None
@@ -129,7 +129,7 @@ def projection_gradients_fake(projection: Projection, needs: ProjectionNeeds) ->
 
 
 class Product:
-    """The products of a projection, dense or frozen in fewer bits. Each method is a step of a fused op."""
+    """The products of a projection whose weight is dense or a `FrozenWeight`. Each method is a step of a fused op."""
 
     def __init__(self, projection: Projection) -> None:
         self.weight, self.bias, self.low_rank = projection

@@ -18,7 +18,7 @@ goes through the chunks in the opposite order. dS is the gradient of the state a
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-S and D do not depend on these gradients, and the same launch recomputes them. The other gradients of a chunk come from
+The same launch recomputes S and D, which do not depend on these gradients. The other gradients of a chunk come from
 its reads, by queries and keys, and from its writes, by keys. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)

@@ -1,8 +1,8 @@
 """Divergence between a student's and a teacher's next-token distribution.
 
-`linear_divergence` includes the last linear layer of both models, and never holds all logits. For each token, let z be
-the student's and u the teacher's logits, after logit scale and softcap, and let τ be the temperature. All sums are over
-the vocabulary, in fp32::
+`linear_divergence` includes the last linear layer of both models, and never stores all logits at once. For each token,
+let z be the student's and u the teacher's logits, after logit scale and softcap, and let τ be the temperature. All sums
+are over the vocabulary, in fp32::
 
     s = log softmax(z / τ),  q = exp(s)        student
     t = log softmax(u / τ),  p = exp(t)        teacher
@@ -25,8 +25,8 @@ temperature 1, is added to the loss of a token.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
 scalar, so the forward computes the gradients. This takes four matrix products in all: the logits of both models, dx and
-dweight. The logits are fp32 even for half-precision inputs, because a divergence is a small difference of logits.
-Only the student gets gradients. The same tensors are saved as in `linear_cross_entropy`.
+dweight. The logits are in fp32 even if the inputs are in half precision, because a divergence is a small difference
+between large terms. Only the student gets gradients. The same tensors are saved as in `linear_cross_entropy`.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
@@ -435,7 +435,7 @@ def divergence_of_rows(
 
 
 class LinearDivergenceInputs(NamedTuple):
-    """Inputs of the op `linear_divergence`; ``factors`` [N] are those of each row's loss."""
+    """Inputs of the op `linear_divergence`. ``factors`` [N] holds the factor of each row's loss."""
 
     x: Tensor
     weight: Tensor
@@ -451,7 +451,7 @@ class LinearDivergenceInputs(NamedTuple):
 
 
 class LinearDivergenceOutputs(NamedTuple):
-    """Outputs of the op, as in `HandOver`."""
+    """Outputs of the op `linear_divergence`, in the order that `HandOver` requires."""
 
     loss: Tensor
     soft: Tensor

@@ -1,27 +1,28 @@
-"""Cross entropy of ``x @ weightᵀ + bias`` that never holds all logits.
+"""Cross entropy of the logits ``x @ weightᵀ + bias``, of which only one chunk is in memory at a time.
 
-The rows are processed in chunks that fit a workspace budget. For each chunk a product writes the logits into a reused
-buffer, one kernel computes the loss and overwrites the logits with their gradient, and products add the chunk's part of
-dx and dweight. Each row is computed as in `cross_entropy`.
+The rows of x are processed in chunks whose logits fit into a workspace. For each chunk, a matrix product writes the
+logits into a reused buffer, one kernel computes the loss and overwrites the logits with their gradient, and two matrix
+products compute the chunk's dx and its part of dweight. The formulas of a row are those of `cross_entropy`.
 
-- A scalar loss (reduction "mean" or "sum") has one unknown upstream factor. Its gradients are computed in the forward
-  and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight in
-  bf16 if the weight is bf16 and otherwise in fp32, dbias in fp32. The first backward returns the saved tensors
-  themselves, so dweight never exists twice. A second backward (``retain_graph``) recomputes them from x, which is also
-  saved.
+- A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which the forward does not know. The forward
+  computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. This
+  takes three matrix products in total. Saved for the backward: dx in the dtype of x, dweight in bf16 if the weight is
+  bf16 and otherwise in fp32, and dbias in fp32. The first backward returns the saved tensors themselves, so there is
+  never a second copy of dweight. x is also saved; a second backward (``retain_graph``) recomputes the gradients from x.
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
-  recomputes the logits: four products. Saved: x, weight, lse.
+  must recompute the logits. This takes four matrix products. Saved for the backward: x, weight and lse.
 
-In fp16 the factors of the tokens' losses are divided by a common power of two before the logits' gradient is rounded,
-and the results are multiplied by it at the end. This is exact, and keeps a mean over many tokens from underflowing.
+In fp16, the factor of each token's loss (1 / number of tokens for a mean) is divided by a common power of two before
+the gradient of the logits is rounded, and the results are multiplied by the power at the end. This is exact, and keeps
+the gradients of a mean over many tokens from underflowing.
 
-The host never waits for the device. Frozen inputs and ``no_grad`` need no product for their gradients. `row_chunks.py`
-has the loop over chunks.
+The host never waits for the device. Gradients that are not needed, such as those of frozen inputs, are not computed.
+The loop over chunks is in `row_chunks.py`.
 
-With a vocabulary sharded over ranks (`VocabShard`) the logits are never gathered. For each chunk and token the ranks
-exchange four numbers about their shard: the maximum, log Σ exp(z − maximum), the target's logit (from its owner), and
-the sum for label smoothing. From these each rank computes the statistics of the whole vocabulary and the gradient of
-its shard. dx is a partial sum.
+If the vocabulary is sharded over ranks (`VocabShard`), the logits are never gathered. For each token of a chunk, each
+rank sends four numbers about its shard: the maximum of the logits z, log Σ exp(z − maximum), the logit of the target if
+the target is in the shard, and the sum for label smoothing. From the numbers of all ranks, each rank computes the
+statistics of the whole vocabulary, and the gradient of its shard's logits. Each rank's dx is a partial sum.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses);
 https://arxiv.org/abs/1909.08053 for the sharded vocabulary.
@@ -72,13 +73,13 @@ from liger_models.kernels.loss.scalar_loss import (
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: object
 ) -> CrossEntropyOutput:
-    """`linear_cross_entropy` in plain torch: all logits, then `cross_entropy_reference`."""
+    """Compute `linear_cross_entropy` in plain torch: all logits at once, then `cross_entropy_reference`."""
     return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary shard of a rank: rows of the head's weight, split as by ``torch.chunk``.
+    """A rank's shard of the vocabulary. The rows of the head's weight are split as ``torch.chunk`` splits them.
 
     Attributes:
         ranks: the process group that shards the vocabulary.
@@ -90,21 +91,21 @@ class VocabShard:
 
     @property
     def shard_size(self) -> int:
-        """Size of every shard but the last."""
+        """Number of words in every shard except the last, which may be smaller."""
         return -(-self.vocabulary // self.ranks.size)
 
     @property
     def start(self) -> int:
-        """First word of the calling rank's shard."""
+        """Index of the first word in this rank's shard."""
         return self.shard_size * self.ranks.rank
 
     @property
     def count(self) -> int:
-        """Size of the calling rank's shard."""
+        """Number of words in this rank's shard."""
         return max(min(self.shard_size, self.vocabulary - self.start), 0)
 
     def check(self) -> "VocabShard":
-        """Return self.
+        """Return this object if every rank's shard has at least one word.
 
         Raises:
             ValueError: the shard of a rank would be empty.
@@ -121,7 +122,7 @@ class VocabShard:
 def _vocab_parallel_statistics(
     logits: Tensor, target: Tensor, options: LossOptions, vocab_shard: VocabShard
 ) -> TokenStatistics:
-    """`token_statistics` over a sharded vocabulary, from each rank's logits of its shard."""
+    """Compute `token_statistics` over a sharded vocabulary, from the logits of this rank's shard."""
     ignore_index, smoothing, z_loss = options[:3]
     valid = target != ignore_index
 
@@ -155,7 +156,10 @@ def _vocab_parallel_statistics(
 
 
 def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) -> Tensor:
-    """Targets as indices into this rank's shard: −1 for a word of another rank, `IGNORED` for an ignored target."""
+    """Convert targets to indices into this rank's shard.
+
+    A word of another rank's shard becomes −1, and an ignored target becomes `IGNORED`.
+    """
     in_shard = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
     return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(in_shard, -1))
 
@@ -176,7 +180,7 @@ IGNORED = -100
 
 
 class LinearCrossEntropyInputs(NamedTuple):
-    """Inputs of the op `linear_cross_entropy`; ``factors`` [N] are those of each token's loss."""
+    """Inputs of the op `linear_cross_entropy`. ``factors`` [N] holds the factor of each token's loss."""
 
     x: Tensor
     weight: Tensor
@@ -192,7 +196,7 @@ class LinearCrossEntropyInputs(NamedTuple):
 
 
 class LinearCrossEntropyOutputs(NamedTuple):
-    """Outputs of the op, as in `HandOver`."""
+    """Outputs of the op `linear_cross_entropy`, in the order that `HandOver` requires."""
 
     loss: Tensor
     z_loss: Tensor
@@ -216,14 +220,17 @@ class TokensInputs(NamedTuple):
 
 
 class TokensSaved(NamedTuple):
-    """What the forward of the tokens saves for the backward: its inputs, and log Σ exp(z) of each row."""
+    """What `linear_cross_entropy_tokens` saves for the backward: its inputs, and log Σ exp(z) of each row."""
 
     inputs: TokensInputs
     lse: Tensor
 
 
 class TokensUpstream(NamedTuple):
-    """Inputs of the op `linear_cross_entropy_tokens_backward`: the gradients a of losses and c of log-probabilities."""
+    """Inputs of the op `linear_cross_entropy_tokens_backward`.
+
+    ``a`` and ``c`` [N] are the gradients with respect to the losses and the log-probabilities.
+    """
 
     a: Tensor | None
     c: Tensor | None
@@ -240,9 +247,10 @@ def _walk_chunks(
     c: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[list[Tensor], HeadGradients]:
-    """Compute the statistics of every row unless ``lse`` is given, and dx, dweight and dbias if needed.
+    """Process all rows in chunks: compute their statistics, and those of dx, dweight and dbias that are needed.
 
-    ``a`` [N] and ``c`` [N] are the gradients of the losses and of the log-probabilities.
+    If ``lse`` is given, the statistics are known and are not computed again. ``a`` [N] and ``c`` [N] are the gradients
+    with respect to the losses and the log-probabilities.
     """
     x, target, shard, options = inputs.x.contiguous(), inputs.target.contiguous(), inputs.shard, inputs.options
     local_target, local_options, vocabulary = target, options, None
@@ -361,19 +369,20 @@ def linear_cross_entropy(
     workspace_mib: int | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> CrossEntropyOutput:
-    """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``, holding the logits of one chunk at a time.
+    """Compute `cross_entropy` of ``x @ weightᵀ + bias`` and ``target``, with the logits of one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
         weight: [V, C], in the dtype of x.
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
-        workspace_mib: budget of the logits buffer in MiB; a chunk has at least 128 rows. None: 512 MiB for up to 8192
-            tokens and proportionally more for more tokens; for V > 262,144 an eighth of the rows.
+        workspace_mib: maximum size of the logits buffer in MiB, except that a chunk has at least 128 rows. The default
+            is 512 MiB for up to 8192 tokens and proportionally more for more tokens; if V > 262,144, the buffer holds
+            an eighth of the rows.
         vocab_shard: this rank's shard if the vocabulary is sharded over ranks; weight and bias then hold the rows of
             the shard. All ranks pass the same x and get the same loss; the gradient of x is a partial sum
-            (`collectives.copy_to_region`). It cannot be combined with ``class_weight``, ``return_token_accuracy`` or
-            ``return_predicted_tokens``.
+            (`collectives.copy_to_region`). A shard cannot be combined with ``class_weight``,
+            ``return_token_accuracy`` or ``return_predicted_tokens``.
         Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token; their
             backward recomputes the logits.
 

@@ -1,17 +1,18 @@
-"""KL divergence of a student's next-token distribution from a teacher's stored probabilities, fused with the head.
+"""KL divergence between a teacher's stored probabilities and a student's distribution, fused with the student's head.
 
-Per token, over the vocabulary, in fp32, with z the student's logits after factor and softcap, τ the temperature,
-s = log softmax(z / τ), q = exp(s), and p the stored probabilities, which need not sum to 1::
+Let z be the student's logits after ``logit_scale`` and softcap, τ the temperature, s = log softmax(z / τ), q = exp(s),
+and p the stored probabilities, which need not sum to 1. For each token, sums are over the vocabulary and in fp32::
 
     D = Σ p · (log max(p, eps) − s)
     dD/dz_j = (q_j · Σ p − p_j) / τ
 
-Where p is 0, the summand is 0. Rows with target ``ignore_index`` give 0 everywhere.
+Terms with p = 0 are 0. For tokens whose target is ``ignore_index``, the divergence and all gradients are 0.
 
-The rows are processed in chunks as in `linear_cross_entropy`. The loss is a scalar, so its gradients are computed in
-the forward: three products in all. Logits are fp32 even for half-precision inputs, because a divergence is a small
-difference of them. The probabilities are read in place, in their own dtype, and get no gradient. Saved: the tensors of
-`linear_cross_entropy`, and the probabilities for a second backward.
+The rows are processed in chunks, as in `linear_cross_entropy`. The loss is a scalar, so the forward also computes the
+gradients, and three matrix products are needed in total. The logits are in fp32 even if the inputs are in half
+precision, because a divergence is a small difference between large terms. The probabilities are read in place, in their
+own dtype, and get no gradient. Saved for the backward: what `linear_cross_entropy` saves, and the probabilities, which
+only a second backward reads.
 
 Source: https://arxiv.org/abs/1503.02531.
 """
@@ -49,7 +50,7 @@ MAX_BLOCK = 8192
 
 
 class KLDivOptions(NamedTuple):
-    """Constants of a row's divergence, as in `linear_kl_div`."""
+    """The arguments of `linear_kl_div` from which the divergence of a row is computed."""
 
     temperature: float
     eps: float
@@ -72,7 +73,7 @@ def linear_kl_div_reference(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    """`linear_kl_div` in plain torch, with all logits."""
+    """Compute `linear_kl_div` in plain torch, with all logits at once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     p = probabilities.detach().to(wide)
@@ -95,7 +96,7 @@ def _linear_kl_div_kernel(
     logits_stride, p_stride, gradient_stride, V, ignore_index, eps, inverse_temperature, softcap, logit_scale,
     GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute D of one row [V] per program, and with GRADIENT the gradient of its logits."""
+    """Compute D of one row [V] per program. With GRADIENT, also compute the gradient of the row's logits."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     p_ptr += row.to(tl.int64) * p_stride
@@ -141,7 +142,7 @@ def _linear_kl_div_kernel(
 
 
 def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
-    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
+    """Compute what `_rows` returns in plain torch, without autograd, for devices without Triton."""
     temperature, eps, ignore_index, softcap, logit_scale = options
     p, valid = p.to(logits.dtype), target != ignore_index
     s = _log_probs(logits, temperature, softcap, logit_scale)
@@ -155,7 +156,7 @@ def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
 
 
 def _rows(logits, p, gradient, target, factors, options) -> Tensor:
-    """The divergence of each row; ``factors`` times the gradient is written to ``gradient`` if given."""
+    """Compute the divergence of each row. If ``gradient`` is given, write ``factors`` times the gradient to it."""
     if not use_triton(logits):
         return _rows_in_torch(logits, p, gradient, target, factors, options)
     temperature, eps, ignore_index, softcap, logit_scale = options
@@ -174,7 +175,7 @@ def _rows(logits, p, gradient, target, factors, options) -> Tensor:
 
 
 class LinearKLDivInputs(NamedTuple):
-    """Inputs of the op `linear_kl_div`; ``factors`` [N] are those of each row's divergence."""
+    """Inputs of the op `linear_kl_div`. ``factors`` [N] holds the factor of each row's divergence."""
 
     x: Tensor
     weight: Tensor
@@ -188,7 +189,7 @@ class LinearKLDivInputs(NamedTuple):
 
 
 class LinearKLDivOutputs(NamedTuple):
-    """Outputs of the op, as in `HandOver`."""
+    """Outputs of the op `linear_kl_div`, in the order that `HandOver` requires."""
 
     loss: Tensor
     gradients: HeadGradients
@@ -238,20 +239,23 @@ def linear_kl_div(
     logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> Tensor:
-    """``Σ p · (log max(p, eps) − log softmax((x @ weightᵀ + bias) / temperature))`` for stored probabilities p.
+    """Compute the KL divergence between stored probabilities p and a student's distribution.
+
+    The divergence of a token is ``Σ p · (log max(p, eps) − log softmax((x @ weightᵀ + bias) / temperature))``.
 
     Args:
         x: [..., C], floating-point.
         weight: [V, C], in the dtype of x.
-        probabilities: [..., V], p, of any floating-point dtype; read in place, without gradient.
-        target: [...] int64, only compared with ``ignore_index``. None: all tokens count.
+        probabilities: [..., V], p, in any floating-point dtype; read in place, without a gradient.
+        target: [...] int64, only compared with ``ignore_index``. If None, no token is ignored.
         bias: [V].
-        reduction: "batchmean" divides by the tokens that are not ignored, "mean" also by V, "sum" by nothing.
-        temperature: divisor of the student's logits; the probabilities are taken as they are.
+        reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over these tokens
+            and the vocabulary, or "sum".
+        temperature: divisor of the student's logits; the stored probabilities are used unchanged.
         eps: lower bound of p inside the logarithm.
         ignore_index: target value of tokens that are ignored.
         softcap, logit_scale: applied to the student's logits as in `cross_entropy`.
-        workspace_mib: budget of the logits buffer in MiB. None: as in `linear_cross_entropy`.
+        workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Returns:
         [] fp32; 0 if all tokens are ignored.

@@ -1,24 +1,27 @@
-"""Log-probability of each target under ``softmax(x @ weightᵀ + bias)``, and the entropy, without holding all logits.
+"""Log-probability of each target under ``softmax(x @ weightᵀ + bias)``, and the entropy of the distribution.
 
-Per token, over the vocabulary, in fp32, with z = logit_scale · logit / temperature, or with a softcap
-z = softcap · tanh(logit_scale · logit / softcap) / temperature::
+Only the logits of one chunk of tokens are in memory at a time.
+
+Let z = logit_scale · logit / temperature, or z = softcap · tanh(logit_scale · logit / softcap) / temperature with a
+softcap. For each token with target y, sums are over the vocabulary and in fp32::
 
     logp = z_y − log Σ_j exp(z_j)
     H    = −Σ_j p_j · log p_j = log Σ_j exp(z_j − m) − Σ_j p_j · (z_j − m),  m = max z
 
-Backward, for upstream gradients c of logp and h of H::
+The backward, where c and h are the upstream gradients of logp and H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
-The gradient of the logits follows from dz as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
+The gradient of the logits follows from dz as in `cross_entropy`. For tokens whose target is ``ignore_index``, logp, H
+and all gradients are 0.
 
-The rows are processed in chunks as in `linear_cross_entropy`. Each token has its own upstream gradient, so the backward
-recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the entropy,
-the per-token op of `linear_cross_entropy` runs.
+The rows are processed in chunks, as in `linear_cross_entropy`. Each token has its own upstream gradient, so the
+backward must recompute the logits, and four matrix products are needed in total. Saved for the backward: x, weight,
+max z, log Σ exp(z − max z), and H. Without the entropy, the per-token op of `linear_cross_entropy` runs instead.
 
-A loss that is a sum over sequences, or over pairs of them, needs no second product for the logits
-(`loss_of_log_probs`): its gradient for a sequence is known as soon as that sequence's log-probabilities are, while its
-logits still exist.
+For a loss that is a sum over sequences or over pairs of sequences, the logits need not be recomputed
+(`loss_of_log_probs`). As soon as the log-probabilities of a sequence or pair are known, their gradient can be computed,
+while the logits are still in memory.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """
@@ -84,7 +87,7 @@ def fused_linear_logprobs_reference(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies in plain torch, with all logits."""
+    """Compute log-probabilities and entropies in plain torch, with all logits at once."""
     logits = F.linear(x, weight, bias)
     z = final_logits(logits, logit_scale, softcap)
     log_p = (z / temperature).log_softmax(-1)
@@ -100,7 +103,10 @@ def _log_probs_kernel(
     logits_stride, gradient_stride, V, ignore_index, softcap, logit_scale,
     HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one row [V] of logits per program, or with GRADIENT the gradient of its logits."""
+    """Compute the statistics of one row [V] of logits per program.
+
+    With GRADIENT, overwrite the logits with their gradient instead.
+    """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
@@ -169,7 +175,7 @@ def _log_probs_kernel(
 
 
 def _rows_in_torch(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return z, log p, log p of the target, and the entropy, in plain torch and without autograd."""
+    """Compute z, log p, the target's log p, and the entropy of each row, in plain torch and without autograd."""
     z = final_logits(logits, options.logit_scale, options.softcap)
     log_p = z.log_softmax(-1)
     valid = target != options.ignore_index
@@ -178,7 +184,7 @@ def _rows_in_torch(logits: Tensor, target: Tensor, options: LossOptions) -> tupl
 
 
 def _statistics(logits: Tensor, target: Tensor, options: LossOptions) -> Sequence[Tensor]:
-    """Return log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
+    """Return the log-probability, the entropy and the two summands of lse [N, 2] of each row."""
     if not use_triton(logits):
         z, _, log_prob, entropy = _rows_in_torch(logits, target, options)
         # lse as two summands, because their rounded sum would lose digits of confident rows.
@@ -194,7 +200,7 @@ def _statistics(logits: Tensor, target: Tensor, options: LossOptions) -> Sequenc
 def _gradient(
     logits: Tensor, target: Tensor, c: Tensor, h: Tensor, lse: Tensor, entropy: Tensor, options: LossOptions
 ) -> None:
-    """Overwrite the logits with their gradient."""
+    """Overwrite the logits with their gradient, for the upstream gradients c and h."""
     if use_triton(logits):
         _launch(logits, target, (c, h), lse, c, entropy, options, backward=True)
         return
@@ -209,7 +215,7 @@ def _gradient(
 
 
 def _launch(logits, target, upstream, lse, log_prob, entropy, options, *, backward):
-    """Compute the statistics of each row, or overwrite the logits with their gradient."""
+    """Run the kernel, which computes the statistics of each row, or overwrites the logits with their gradient."""
     (N, V), softcap = logits.shape, options.softcap
     block = min(triton.next_power_of_2(V), MAX_BLOCK)
     if N:
@@ -235,7 +241,7 @@ class LinearLogprobsInputs(NamedTuple):
 
 
 class LinearLogprobsOutputs(NamedTuple):
-    """Outputs of the op; ``lse`` [N, 2] holds the two summands of log Σ exp(z) and has no gradient."""
+    """Outputs of the op `linear_logprobs`. ``lse`` [N, 2] holds the summands max z and log Σ exp(z − max z)."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -243,7 +249,7 @@ class LinearLogprobsOutputs(NamedTuple):
 
 
 class LinearLogprobsSaved(NamedTuple):
-    """What the forward saves for the backward: its inputs, and the statistics of each row."""
+    """What `linear_logprobs` saves for the backward: its inputs, and the statistics of each row."""
 
     inputs: LinearLogprobsInputs
     lse: Tensor
@@ -251,7 +257,10 @@ class LinearLogprobsSaved(NamedTuple):
 
 
 class LinearLogprobsUpstream(NamedTuple):
-    """Inputs of the op `linear_logprobs_backward`: the gradients c of log-probabilities and h of entropies, [N]."""
+    """Inputs of the op `linear_logprobs_backward`.
+
+    ``c`` and ``h`` [N] are the gradients with respect to the log-probabilities and the entropies.
+    """
 
     c: Tensor | None
     h: Tensor | None
@@ -357,7 +366,7 @@ def fused_linear_logprobs(
     return_entropy: bool = False,
     workspace_mib: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target given ``x @ weightᵀ + bias``, holding the logits of one chunk at a time.
+    """Compute each target's log-probability under ``softmax(x @ weightᵀ + bias)``, with a chunk of logits at a time.
 
     Args:
         x: [..., C], floating-point.
@@ -365,15 +374,15 @@ def fused_linear_logprobs(
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
         ignore_index: target value of tokens whose results are 0.
-        softcap: cap the logits, after ``logit_scale``, to ``softcap · tanh(logits / softcap)``; None for no cap.
-        logit_scale: factor of the logits.
+        softcap: bound of the scaled logits' absolute value, softcap · tanh(logits / softcap); None for no softcap.
+        logit_scale: factor by which the logits are multiplied.
         temperature: divisor of the logits, after the softcap.
-        return_entropy: also return the entropy of each token's distribution.
-        workspace_mib: budget of the logits buffer in MiB. None: as in `linear_cross_entropy`.
+        return_entropy: whether to also return the entropy of each token's distribution.
+        workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Returns:
-        Log-probabilities [...], fp32, differentiable per token. With ``return_entropy`` a pair of these and the
-        entropies in nats [...], fp32, also differentiable.
+        The log-probabilities [...] in fp32, differentiable per token. With ``return_entropy``, a pair of the
+        log-probabilities and the entropies in nats, [...] in fp32, which are also differentiable.
 
     Raises:
         ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
@@ -421,20 +430,24 @@ def loss_of_log_probs(
     temperature: float = 1.0,
     workspace_mib: int | None = None,
 ) -> tuple[Tensor, More]:
-    """``loss_of(fused_linear_logprobs(...))`` for a loss that sums over sequences, with gradients from the forward.
+    """Compute ``loss_of(fused_linear_logprobs(...))`` for a loss that is a sum over sequences or groups of sequences.
+
+    The forward also computes the gradients, so the logits need not be recomputed in the backward.
 
     Args:
-        loss_of: maps log-probabilities [B, T] fp32 to ``(loss [], other results without gradients)``. The gradient for
-            a sequence must depend only on that sequence and those ``together`` with it; numbers shared by all
-            sequences, such as counts of targets, must not be derived from the log-probabilities. It is called several
-            times, with −1 for log-probabilities that are not known yet; the last call has all of them.
+        loss_of: function that maps log-probabilities [B, T] fp32 to ``(loss [], other results without gradients)``. The
+            gradient for a sequence must depend only on the sequences of its unit (see ``together``); numbers shared by
+            all sequences, such as counts of targets, must not be derived from the log-probabilities. The function is
+            called several times, with −1 for log-probabilities that are not known yet. In the last call, all
+            log-probabilities are known.
         x: [B, T, C].
-        together: how many sequences form a unit: b, b + B / together, ... (2: chosen, then rejected sequences).
+        together: number of sequences that form a unit: sequences b, b + B / together, and so on. 2 for pairs, where the
+            chosen sequences come before the rejected ones.
         uniform: whether the loss reads only sums of each sequence's log-probabilities, so that all targets of a
             sequence have the same gradient. The logits of a single pair are then never computed twice.
         target: [B, T].
-        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, up
-            to five eighths of all rows; logits beyond that are computed twice.
+        Others: as in `fused_linear_logprobs`. Without ``workspace_mib``, a chunk holds the logits of whole sequences,
+            up to five eighths of all rows; logits beyond this limit are computed twice.
 
     Returns:
         The loss [], differentiable in x, weight and bias; and the second result of ``loss_of``.
@@ -550,7 +563,7 @@ def _loss_and_gradients(
 
 
 def _upstream(loss_of: Callable[[Tensor], tuple[Tensor, More]], log_probs: Tensor) -> Tensor:
-    """The gradient of the loss with respect to −log p [B, T]."""
+    """Compute the gradient [B, T] of the loss with respect to the negative log-probabilities."""
     with torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
@@ -567,10 +580,11 @@ def _one_unit(
     options: LossOptions,
     step: int,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
-    """`_loss_and_gradients` of one sequence or pair, if all targets of a sequence have the same gradient.
+    """Compute `_loss_and_gradients` of one sequence or pair in which all targets of a sequence have the same gradient.
 
-    The gradients of the first sequence are summed before the common factor is known, and multiplied by it afterwards.
-    Only the second sequence's logits are kept until the factor is known.
+    This gradient is a common factor of the sequence's gradients of x, weight and bias. Those of the first sequence are
+    summed before the factor is known, and multiplied by the factor afterwards. Only the logits of the second sequence
+    are kept until the factor is known.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

@@ -1,4 +1,4 @@
-"""A linear layer ``x @ weightᵀ + bias`` before a loss, computed in chunks of rows, so that all logits are never held.
+"""A linear layer ``x @ weightᵀ + bias`` before a loss, computed in chunks of rows to avoid storing all logits at once.
 
 `walk_chunks` writes the logits of each chunk into a buffer that all chunks share, and calls a function that computes
 the loss and its gradient with respect to these logits. Then it computes dx of the chunk, and adds the chunk's part to

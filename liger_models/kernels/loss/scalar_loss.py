@@ -1,8 +1,9 @@
 """Scalar losses whose gradients are computed in the forward.
 
-The upstream gradient of a scalar loss is a single number, which the forward does not know. The forward of such an op
-takes the weight of each token's loss, and computes the gradients for an upstream gradient of 1. The backward multiplies
-these gradients by the upstream gradient, unless the upstream gradient is 1, as it usually is.
+The upstream gradient of a scalar loss is a single number, which the forward does not know. The forward of such a loss
+takes the factor of each token's loss as an input, and computes the gradients for an upstream gradient of 1. The
+backward multiplies these gradients by the upstream gradient. If the upstream gradient is 1, which is usual, the kernel
+leaves the gradients unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class HeadGradients(NamedTuple):
-    """For x, weight and bias of a linear layer the gradient, or in `HeadNeeds` whether one is needed."""
+    """The gradients of a linear layer's x, weight and bias. In `HeadNeeds`, bools say which gradients are needed."""
 
     x: Any = None
     weight: Any = None
@@ -104,9 +105,9 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
     """Run the op of a scalar loss that includes a linear layer, and return the loss and the op's other results.
 
     Args:
-        op: its inputs begin with all tensors, of which the first are x, weight, target and bias; they also have
-            ``needs``. Its outputs are described in `HandOver`.
-        inputs: the inputs of the op. Their ``needs`` are replaced.
+        op: an op whose tensor inputs come before all other inputs and begin with x, weight, target and bias. The field
+            ``needs`` of its inputs says which gradients to compute. Its outputs are described in `HandOver`.
+        inputs: the inputs of the op. This function sets ``needs``.
     """
     training = torch.is_grad_enabled()
     needs = (
@@ -119,7 +120,10 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
 
 
 def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGradients, Tensor]:
-    """Return fake gradients of x, weight and bias for such an op, each in the dtype of its sum, and the fake scale."""
+    """Return fake gradients of x, weight and bias for an op that `fused_loss` runs, and the fake scale.
+
+    Each gradient has the dtype in which it is summed.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
     gradients = HeadGradients(
@@ -131,7 +135,7 @@ def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGr
 
 
 def gradients_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> HeadGradients:
-    """Fake gradients of x, weight and bias for an op of token losses, in the dtypes of the inputs."""
+    """Return fake gradients of x, weight and bias for an op of per-token losses, in the dtypes of the inputs."""
     return HeadGradients(
         torch.empty_like(x, memory_format=torch.contiguous_format) if needs.x else x.new_empty(0),
         weight.new_empty(weight.shape if needs.weight else 0),
@@ -140,12 +144,12 @@ def gradients_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> HeadGradients
 
 
 def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
-    """The gradients of the inputs that need one, and None for the others."""
+    """Return the gradients of the inputs that need a gradient, and None for the other inputs."""
     return HeadGradients(*(g if needed else None for g, needed in zip(gradients, needs, strict=True)))
 
 
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
-    """What an op as in `HandOver` saves in compiled graphs; only the loss has a gradient."""
+    """Collect what a scalar loss saves in compiled graphs, and mark all outputs except the loss as constants."""
     _, *others, gradients, scale = outputs
     ctx.mark_non_differentiable(*others, *gradients, scale)
     dtypes = (None if tensor is None else tensor.dtype for tensor in (inputs.x, inputs.weight, inputs.bias))
@@ -153,7 +157,7 @@ def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> S
 
 
 def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any) -> HeadGradients:
-    """The gradients saved by `save_scalar_loss`, times the upstream factor."""
+    """Multiply the gradients that `save_scalar_loss` saved by the upstream gradient."""
     if upstream[0] is None:
         return HeadGradients()
     gradients, scale, *dtypes = saved
@@ -208,6 +212,6 @@ class HandOver(torch.autograd.Function):
 
 
 def _split_results(outputs: Any, indices: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Split the output of an op into results, gradients and scale."""
+    """Split the outputs of an op, as `HandOver` describes them, into results, gradients and scale."""
     count = len(outputs) - len(indices) - 1
     return outputs[:count], outputs[count:-1], outputs[-1]

@@ -31,7 +31,7 @@ separate grouped products, and the backward recomputes A_e · r_j and A_e · p_j
 The inputs r_j and A(u_j) of low-rank terms may have dropout. Only its seed is saved, from which the backward generates
 the same random numbers.
 
-Frozen matrices may be stored in fewer bits (`FrozenWeight`). The matrices of a projection are dequantized right before
+Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before
 each product, and freed after the product.
 
 The stored weights, order, slot, ends, u (without its bias) and, if a gradient needs it, x are saved. With
@@ -410,7 +410,7 @@ class MoESaved(NamedTuple):
 
 
 class MoEGradients(NamedTuple):
-    """For each input its gradient, or in `MoENeeds` whether it needs one."""
+    """The gradients of the op's inputs. In `MoENeeds`, bools say which gradients are needed."""
 
     x: Any = None
     weights: Any = None

@@ -27,8 +27,8 @@ def load_balancing_loss(
         router_logits: a tensor [..., X] for each layer, or one tensor for all layers.
         top_k: K.
         attention_mask: [B, T], 0 where a token is padding, and 1 elsewhere. Each layer has B · T rows in this order.
-        ranks: process group whose ranks hold different rows of the batch, over all of which the loss is computed. The
-            mean of the ranks' gradients is the gradient of the loss.
+        ranks: process group whose ranks hold different rows of the batch. The loss is computed over the rows of all
+            ranks, and the mean of the ranks' gradients is the gradient of the loss.
 
     Returns:
         The loss [] fp32, which is the same on all ranks, and 0 if there are no rows.

@@ -1,7 +1,7 @@
 """RMSNorm of heads that are held as pairs x1, x2 [ROWS, BLOCK], for `qk_norm_rope` and `qkv_norm_rope`.
 
-The norm is over one head, which is a row, or with WHOLE over all heads of a program. In the backward, let s be the
-weight multiplied by the gradient of the normalized head::
+The norm is over one head, which is one row, or, if the flag WHOLE is set, over all heads that the program holds. In the
+backward, let s be the weight multiplied by the gradient of the normalized head::
 
     dx = r · (s − x · r² · mean(s · x))
 """
