@@ -54,7 +54,7 @@ class CheckpointFormat:
         return self._module_maps(config)[0]
 
     def expert_map(self, config: Any) -> WeightMap:
-        """Like `module_map`, but with the experts of a layer in as few tensors as possible, as in transformers 5."""
+        """Return a map like `module_map`, in which a layer's experts are in as few tensors as in transformers 5."""
         return min(self._module_maps(config), key=lambda weights: len(_names(weights)))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:
