@@ -16,10 +16,11 @@ PTX = ["liger_models.kernels.frozen.nf4_rows._nf4_lookup_kernel"]
 @pytest.mark.parametrize(
     ("target", "variants"),
     [
-        ("sm_90", 2),
-        ("gfx942", 2),
-        pytest.param("gfx950", 2, marks=pytest.mark.matrix),
+        ("sm_90", 1),
+        ("gfx942", 1),
+        pytest.param("gfx950", 1, marks=pytest.mark.matrix),
         pytest.param("sm_90", 1000, marks=pytest.mark.matrix),
+        pytest.param("gfx942", 2, marks=pytest.mark.matrix),
     ],
 )
 def test_every_kernel_compiles_for_a_gpu(target, variants):

@@ -214,6 +214,7 @@ def supervised(name: str) -> tuple[Tokenizer, dict[str, Case], dict[str, list[Do
     return tokenizer, cases, learned
 
 
+@pytest.mark.cases(25)
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", TAKE_TEXTS, indirect=True)
 def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: Any) -> None:
@@ -237,6 +238,7 @@ def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: An
     assert data.describe().endswith(mark_learned(tokenizer, learned[titles[0]][0]))
 
 
+@pytest.mark.cases(25)
 @pytest.mark.slow
 def test_the_preview_marks_what_is_learned(trained: Any) -> None:
     tokenizer, _, learned = trained
@@ -247,6 +249,7 @@ def test_the_preview_marks_what_is_learned(trained: Any) -> None:
             assert parts == learned_in(tokenizer, document)
 
 
+@pytest.mark.cases(25)
 @pytest.mark.slow
 def test_prompts_are_those_of_transformers(trained: Any) -> None:
     tokenizer, cases, _ = trained
@@ -269,6 +272,7 @@ def test_prompts_are_those_of_transformers(trained: Any) -> None:
     assert count > 10
 
 
+@pytest.mark.cases(25)
 @pytest.mark.slow
 def test_preferences_have_the_labels_of_the_last_answer(trained: Any) -> None:
     tokenizer, cases, learned = trained

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import liger_models.hf
 from liger_models.adapters import unpack_projections
 from liger_models.hf.checkpoint import Checkpoint
+from liger_models.hf.model import LigerForCausalLM
 
 HUB = Path("trl-internal-testing")
 SIZES = {
@@ -59,8 +60,8 @@ ENDS = {
 """Beginning of a template's name -> the token that ends a turn. Qwen's is the default."""
 PAD = "<|endoftext|>"
 
-unpacked = False
-"""Whether the running test has an adapter of PEFT, which targets projections by their names in transformers."""
+unpacked: tuple[type, ...] = ()
+"""Classes of models that are unpacked in the running test: PEFT targets projections by their names in transformers."""
 
 
 def write_data(checkout: Path) -> list[str]:
@@ -150,7 +151,7 @@ def use_the_door() -> None:
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
         model = load(cls, *args, **options)
-        return unpack_projections(model) if unpacked else model
+        return unpack_projections(model) if issubclass(cls, unpacked) else model
 
     Checkpoint.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
     # The files say which class the tokenizer has, but for some families AutoTokenizer takes the family's.
@@ -173,7 +174,10 @@ def pytest_configure(config: Any) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: Any) -> None:
     global unpacked
-    unpacked = bool(re.search("peft|lora|adapter|prompt_tuning", item.nodeid.lower()))
+    adapted = re.search("peft|lora|adapter|prompt_tuning", item.nodeid.lower())
+    # Where a classifier is adapted, it is the model; elsewhere it gives rewards.
+    classes = (Checkpoint,) if "test_reward_trainer" in item.nodeid else (LigerForCausalLM,)
+    unpacked = classes if adapted else ()
 
 
 @pytest.hookimpl(wrapper=True)
