@@ -1,4 +1,4 @@
-"""Base classes of the families: models, processors, and reading images."""
+"""Base classes of the model families and of their processors, and functions that read images and videos."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -1,6 +1,7 @@
-"""Forward and backward of a training step as one CUDA graph, for batches of one shape.
+"""Capture of the forward and backward of a training step in a CUDA graph, for batches of one shape.
 
-A step of few tokens takes as long as Python takes to launch its kernels. A graph launches all kernels at once.
+For batches of few tokens, the time of a step is the time that Python takes to launch the step's kernels. A CUDA graph
+launches all of them at once.
 """
 
 from collections.abc import Mapping
@@ -16,20 +17,21 @@ from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import is_hooked
 
 WARM_UPS = 3
-"""Number of ordinary steps before a capture, in which kernels compile and libraries allocate memory."""
+"""Number of steps without a graph before a capture. In these steps kernels compile and libraries allocate memory."""
 
 
 class CapturedStep:
     """Forward and backward for batches of one shape: ``loss = step(batch)`` also calls ``loss.backward()``.
 
-    The step adds to ``parameter.grad`` as ``backward`` does, or sets it where it is None. The gradients are the step's
-    own tensors. Between calls ``parameter.grad`` must be None or still the same tensor, whose values an optimizer and
-    clipping may change. Every call draws new random numbers (dropout). The optimizer is not part of the step.
+    As ``backward`` does, the step sets gradients that are None and adds to gradients that exist. The step allocates the
+    gradients itself and uses the same tensors in every call. Between calls all gradients must be None, or all must
+    still be these tensors; an optimizer and clipping may change their values. Every call draws new random numbers
+    (dropout). The optimizer is not part of the step.
 
-    On a GPU there are two graphs, one that sets gradients and one that adds to them. Each is captured when it is first
-    needed, and the two share their memory. On the CPU the step is an ordinary one.
+    On a GPU there are two graphs: one sets gradients, and the other adds to existing gradients. Each graph is captured
+    when it is first needed, and the two graphs share their memory. On the CPU the step runs without a graph.
 
-    `CausalLM.capture` makes it.
+    `CausalLM.capture` creates a `CapturedStep`.
     """
 
     def __init__(self, model: Decoder, batch: Mapping[str, Any]) -> None:
@@ -109,7 +111,7 @@ class CapturedStep:
         return loss.clone()  # the next call overwrites it
 
     def _run(self) -> Tensor:
-        """An ordinary step on the tensors of `_batch`. Returns the loss."""
+        """Run the step on the tensors of `_batch` without a graph, and return the loss."""
         loss: Any = self.model(**self._batch).loss
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ValueError(
@@ -149,7 +151,7 @@ class CapturedStep:
                 ours.copy_(batch[name], non_blocking=True)
 
     def _model_state(self) -> list[Any]:
-        """Identity, address and ``requires_grad`` of each parameter, and the mode of each module."""
+        """Return the identity, address and ``requires_grad`` of each parameter, and the mode of each module."""
         parameters = [
             # 4-bit parameters own no memory.
             (id(weight), weight.data_ptr() if type(weight) is nn.Parameter else None, weight.requires_grad)
@@ -158,7 +160,7 @@ class CapturedStep:
         return [parameters, [module.training for module in self.model.modules()]]
 
     def _warm_up(self) -> None:
-        """Run ordinary steps on the stream of the capture. They leave no gradients and change no random numbers."""
+        """Run steps without a graph on the capture stream, then discard the gradients and restore the random state."""
         device, stream = self.model.device, capture_stream(self.model.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.random.fork_rng([device]), torch.cuda.stream(stream):
@@ -168,7 +170,7 @@ class CapturedStep:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _record(self, way: str) -> None:
-        """Capture the graph that sets gradients ("set") or adds to them ("add"). Nothing is computed."""
+        """Capture the graph that sets gradients ("set") or adds to gradients ("add"). No kernel runs."""
         device, graph = self.model.device, torch.cuda.CUDAGraph()
         stream = capture_stream(device)
         # The two graphs never run at the same time, so the second can use the memory of the first.
@@ -200,12 +202,12 @@ class CapturedStep:
 
 
 def can_record(model: Decoder) -> bool:
-    """Whether a step of the model becomes a CUDA graph."""
+    """Return whether a step of the model is captured in a CUDA graph."""
     return model.device.type == "cuda"
 
 
 def _check_model(model: Decoder) -> None:
-    """Raise ValueError unless a step is a plain forward and backward on one device."""
+    """Raise ValueError unless the model's training step is a plain forward and backward on one device."""
     # Parameters with an optimizer in the backward, and modules with hooks.
     name, device = type(model).__name__, model.device.type
     stepping = [path for path, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]

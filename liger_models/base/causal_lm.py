@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class CausalLM(Decoder):
     """A decoder that generates text and reads and writes Hugging Face checkpoints.
 
-    Families derive from it, set the attributes of `Decoder`, and call `post_init`.
+    The model class of a family derives from this class, sets the attributes of `Decoder`, and calls `post_init`.
 
     Args:
-        config: sizes and constants.
+        config: the sizes and constants of the model.
         kernels: the parts that run on fused kernels. Default: all parts.
     """
 
@@ -53,11 +53,11 @@ class CausalLM(Decoder):
 
     @property
     def peft_config(self) -> Any:
-        """Not there: PEFT adapts ``unpack_projections(model)``.
+        """This property always raises an error: PEFT can only adapt ``unpack_projections(model)``.
 
         Raises:
-            AttributeError: always, unless PEFT asks.
-            ValueError: PEFT asks, before it looks for modules to replace.
+            AttributeError: code outside of PEFT reads the property.
+            ValueError: PEFT reads the property, which it does before it looks for modules to replace.
         """
         if sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
             raise ValueError(CausalLM._must_be_unpacked(self))
@@ -78,15 +78,15 @@ class CausalLM(Decoder):
         )
 
     def get_input_embeddings(self) -> LigerEmbedding:
-        """The embedding. transformers' Trainer calls this method for NEFTune."""
+        """Return the embedding. transformers' Trainer calls this method for NEFTune."""
         return self.embed_tokens
 
     def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
         """Resize the embedding, the head and the config's ``vocab_size`` to a new number of tokens.
 
-        Existing rows do not change. New rows are the mean of the old rows, so that new tokens take little probability
-        from the old ones (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The weights become new parameters:
-        create optimizers, adapters and Medusa heads, and shard the model, after this call.
+        Existing rows do not change. Each new row is the mean of the old rows, so that new tokens take little
+        probability from the old tokens (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The resized weights
+        are new parameters, so create optimizers, adapters and Medusa heads, and shard the model, after this call.
 
         Args:
             new_num_tokens: V, more than the largest id in use.
@@ -142,7 +142,7 @@ class CausalLM(Decoder):
         budget: int | str | None = None,
         tokens: int | None = None,
     ) -> None:
-        """Choose which activations are saved for the backward, and where. The gradients are always the same.
+        """Choose which activations are saved for the backward, and where. The gradients do not depend on this choice.
 
         Args:
             policy, offload_layers: as for `Decoder.set_checkpointing`. With policy "auto",
@@ -172,23 +172,24 @@ class CausalLM(Decoder):
         plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
 
     def capture(self, batch: Mapping[str, Any]) -> CapturedStep:
-        """Capture forward and backward of a training step as a CUDA graph, for batches shaped like this one.
+        """Capture the forward and backward of a training step in a CUDA graph, for batches of the shape of ``batch``.
 
-        ``loss = step(batch)`` does the work of ``loss = model(**batch).loss`` and ``loss.backward()`` in one launch,
-        which is several times as fast for a few hundred tokens. The graph uses the current addresses of the parameters,
-        so move, freeze and adapt the model first. On the CPU the step is an ordinary one.
+        ``loss = step(batch)`` does the work of ``loss = model(**batch).loss`` and ``loss.backward()`` in one launch.
+        For batches of a few hundred tokens this is several times as fast as separate launches. The graph uses the
+        current addresses of the parameters, so move and freeze the model and add adapters before the capture. On the
+        CPU the step runs without a graph.
 
         Args:
             batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, and a call may
                 pass other tensors of the same shapes and dtypes. All other values are fixed.
 
         Returns:
-            A `CapturedStep`, to call with a batch. It returns the loss, [] fp32. No gradient is set yet.
+            A `CapturedStep`. A call of it with a batch returns the loss, [] fp32. The capture itself sets no gradients.
 
         Raises:
             ValueError: the batch has no labels, a gradient is not None, or the model does something that a graph would
-                miss: it is sharded, has hooks, offloads activations, recomputes whole blocks ("full"), has an optimizer
-                in its backward, or is under autocast or ``no_grad``.
+                not repeat: it is sharded, has hooks, offloads activations, recomputes whole blocks ("full"), has an
+                optimizer in its backward, or is under autocast or ``no_grad``.
             RuntimeError: an operation cannot be captured, such as a wait for the GPU.
         """
         return CapturedStep(self, batch)
@@ -196,11 +197,11 @@ class CausalLM(Decoder):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False
     ) -> None:
-        """`set_checkpointing` with the name and the arguments that transformers' Trainer uses.
+        """Call `set_checkpointing`, under the name and with the arguments that transformers' Trainer uses.
 
         Args:
             activation_checkpointing_kwargs: ignored; accepted because Trainer passes it.
-            every_n_layers: n, where every n-th block from the first on has the policy "full".
+            every_n_layers: n. Every n-th block, beginning with the first, gets the policy "full".
             offload: whether to offload the activations of all blocks to host memory.
 
         Raises:
@@ -215,12 +216,12 @@ class CausalLM(Decoder):
         self.set_checkpointing(policies, offload_layers=blocks if offload else 0)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
-        """The older name of `activation_checkpointing_enable`."""
+        """Call `activation_checkpointing_enable`, for which this is the older name."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the checkpoint. Changes to it are saved with the model.
+        """The tokenizer of the checkpoint. Changes to the tokenizer are saved with the model.
 
         Raises:
             ValueError: the checkpoint had no tokenizer.
@@ -231,7 +232,7 @@ class CausalLM(Decoder):
         return tokenizer
 
     def current_assets(self) -> dict[str, bytes]:
-        """The files to save with the checkpoint, including changes to the tokenizer."""
+        """The files that are saved with the weights, with the current state of the tokenizer."""
         tokenizer: Tokenizer | None = self.__dict__.get("_tokenizer")
         return self.assets | (tokenizer.changed_files(self.assets) if tokenizer else {})
 
@@ -262,9 +263,9 @@ class CausalLM(Decoder):
         return_logprobs: bool = False,
         **options: "Unpack[Options]",
     ) -> Tensor | GenerateOutput:
-        """Continue the prompts; see `liger_models.generation.loop.generate`, and `Options` for the options.
+        """Continue the prompts; see `liger_models.generation.loop.generate`, and `Options` for the keyword arguments.
 
-        `tokenizer` encodes texts, and its ``batch_decode`` turns the result into texts again.
+        If the prompts are texts, `tokenizer` encodes them. ``tokenizer.batch_decode`` converts the result into texts.
         """
         flags: Any = {"return_logprobs": return_logprobs}  # no overload takes a bool of unknown value
         output: Tensor | GenerateOutput = generate(
@@ -286,9 +287,10 @@ class CausalLM(Decoder):
         max_new_tokens: int | Sequence[int],
         **options: Any,
     ) -> list[Completion]:
-        """Continue many prompts of unequal length; see `liger_models.generation.rollouts.rollout` for the options.
+        """Continue many prompts of unequal length; see `liger_models.generation.rollouts.rollout`.
 
-        `tokenizer` encodes texts, and its ``decode`` turns the tokens of a `Completion` into a text again.
+        If the prompts are texts, `tokenizer` encodes them. ``tokenizer.decode`` converts the tokens of a `Completion`
+        into a text.
         """
         return rollout(self, self._encoded(prompts), max_new_tokens=max_new_tokens, **options)
 
@@ -306,7 +308,7 @@ class CausalLM(Decoder):
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
     ) -> "Self":
-        """Create a model with new weights on ``device`` in ``dtype``. ``torch.manual_seed`` sets their seed."""
+        """Create a model with random weights on ``device`` in ``dtype``. ``torch.manual_seed`` sets their seed."""
         check_config(config)
         # On the meta device the constructor draws no weights.
         with torch.device("meta"):
@@ -336,15 +338,15 @@ class CausalLM(Decoder):
         shard: Callable[["Self"], object] | None = None,
         keep_float8: bool = False,
     ) -> "Self":
-        """Load a Hugging Face checkpoint from a local folder, or from the hub if there is no such folder.
+        """Load a Hugging Face checkpoint from a local folder or, if there is no such folder, from the hub.
 
         Args:
             folder: folder with config.json and safetensors; or the name of a repository of the hub, ``owner/name``, if
                 there is no folder of this name.
             dtype, device, kernels, strict, progress, shard, keep_float8: see
                 `liger_models.convert.load.load_pretrained`, also for errors.
-            revision, cache_dir, token, local_files_only, force_download: as for `from_hub`. They are unused for a
-                folder.
+            revision, cache_dir, token, local_files_only, force_download: as for `from_hub`. They are unused if the
+                checkpoint is in a local folder.
         """
         if is_hub_name(folder):
             return cls.from_hub(
@@ -415,12 +417,12 @@ class CausalLM(Decoder):
 
     @classmethod
     def _class_for(cls, hf_config: Mapping[str, Any]) -> type["Self"]:
-        """The model class for the content of a config.json."""
+        """Return the model class for the content of a config.json."""
         return cls
 
     @classmethod
     def _class_at(cls, folder: str | PathLike[str]) -> type["Self"]:
-        """The model class for the checkpoint in a folder."""
+        """Return the model class for the checkpoint in a folder."""
         return cls
 
     @foreign_arguments("save_pretrained")
@@ -435,7 +437,8 @@ class CausalLM(Decoder):
     ) -> None:
         """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`.
 
-        A sharded model is written once all ranks have called. After 30 seconds a warning names the missing ranks.
+        All ranks must call this method if the model is sharded. After 30 seconds a warning names the ranks that have
+        not called it.
 
         Raises:
             TimeoutError: the model is sharded, and a rank did not call within the process group's timeout.
@@ -455,7 +458,7 @@ class CausalLM(Decoder):
         dtype: torch.dtype | str | None = None,
         max_shard_size: int | str = "5GB",
     ) -> str:
-        """Upload the model to a repository of the hub, creating it if necessary; see `liger_models.convert.hub.push`.
+        """Upload the model to a hub repository, which is created if necessary; see `liger_models.convert.hub.push`.
 
         Returns:
             URL of the commit.
@@ -482,7 +485,7 @@ class CausalLM(Decoder):
 
 
 def check_config(config: object, also: str = "") -> None:
-    """Raise TypeError unless ``config`` is a dataclass; ``also`` says in the error what else the method takes."""
+    """Raise TypeError unless ``config`` is a dataclass. ``also`` is a text about other arguments, for the message."""
     if not is_dataclass(config) or isinstance(config, type):
         is_place = isinstance(config, str | PathLike)
         raise TypeError(

@@ -1,7 +1,7 @@
-"""`ImageTokenModel`: text in which image tokens take the places of placeholders (Gemma 3 and 4).
+"""The base class of models in which image tokens replace placeholders in the text (Gemma 3 and 4).
 
-`run_with_images` is the forward of such a model. The families check their own inputs first, and define the four methods
-below `run_with_images`.
+The ``forward`` of a family checks its inputs, and then calls `ImageTokenModel.run_with_images`. A family also defines
+the abstract methods of `ImageTokenModel`.
 """
 
 from abc import abstractmethod
@@ -18,10 +18,10 @@ from liger_models.layers.patches import ends_of_runs
 
 
 class ImageTokenModel(VisionLanguageModel):
-    """A vision-language model whose tower returns the image tokens of all images, one after the other."""
+    """A vision-language model whose vision tower returns the image tokens of all images, concatenated."""
 
     image_inputs: ClassVar[tuple[str, ...]]
-    """Arguments of `forward` with a row for each image, in the order of the text: the arguments of the tower."""
+    """Names of the arguments of `forward` for the tower. Each has one row per image, in the order of the text."""
 
     def run_with_images(
         self,
@@ -79,7 +79,7 @@ class ImageTokenModel(VisionLanguageModel):
     @property
     @abstractmethod
     def placeholder_id(self) -> int:
-        """Id of the token that stands for an image token."""
+        """The id of the placeholder for an image token."""
 
     @property
     def images_are_bidirectional(self) -> bool:
@@ -88,7 +88,7 @@ class ImageTokenModel(VisionLanguageModel):
 
     @abstractmethod
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """The ids [B, T] to look up in the embedding, which may have no rows for the placeholders at ``places``."""
+        """Return the ids [B, T] to embed. Placeholders, at ``places``, may have no rows in the embedding."""
 
     @abstractmethod
     def check_images(
@@ -96,19 +96,19 @@ class ImageTokenModel(VisionLanguageModel):
     ) -> None:
         """Raise ValueError unless the placeholders at ``places`` [B, T] match the images.
 
-        The check synchronizes with the device once.
+        This method synchronizes with the device once.
         """
 
     @abstractmethod
     def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
-        """Arguments of the tower for one image of zeros, in the dtype of ``embeds``."""
+        """Return the arguments of the tower for one image of zeros, in the dtype of ``embeds``."""
 
     @abstractmethod
     def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
-        """The number of image tokens of each image, [images] int64."""
+        """Return the number of image tokens of each image, [images] int64."""
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """`VisionLanguageModel.repeat_prompts`, where images are in the order of the text."""
+        """Return the inputs of repeated prompts, as in `VisionLanguageModel`. Images are in the order of the text."""
         others = {name: x for name, x in inputs.items() if name not in self.image_inputs}
         repeated = inputs | super().repeat_prompts(input_ids, others, times)
         images = tuple(inputs.get(name) for name in self.image_inputs)

@@ -1,4 +1,4 @@
-"""Reading, resizing and normalizing images, with results bit-identical to transformers' Pillow backend."""
+"""Functions that read, resize and normalize images, bitwise identical to transformers' Pillow backend."""
 
 import base64
 import contextlib
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def locate_image(source: "Source") -> "Image | Path | bytes":
-    """Resolve the spelling of an image to a PIL image, a path, or the content of a file. No file is opened.
+    """Resolve any way of specifying an image to a PIL image, a path, or the content of a file. No file is opened.
 
     Args:
         source: a PIL image; a path; a ``file://`` URL; a data URI such as ``data:image/png;base64,...``; the bytes of a
-            file; or a mapping with one of these. Of the keys of a mapping, "bytes" comes before "path" (an undecoded
-            image column of ``datasets``) and "url" (OpenAI's ``image_url`` parts).
+            file; or a mapping with one of these. If a mapping has several keys, "bytes" takes precedence over "path"
+            (an undecoded image column of ``datasets``) and "url" (OpenAI's ``image_url`` parts).
 
     Raises:
         TypeError: ``source`` is none of these.
@@ -89,10 +89,10 @@ _SPELLINGS = "a PIL image, a path, a file:// URL, a data URI or a file's bytes"
 
 
 def open_image(source: "Source") -> "Image":
-    """Read an image in any spelling that `locate_image` takes, and decode its pixels.
+    """Read an image from any source that `locate_image` takes, and decode its pixels.
 
-    The files may have any of `FORMATS`. They are rotated by their EXIF orientation. As in transformers, PIL images are
-    not.
+    A file may have any of the formats in `FORMATS`. An image from a file is rotated by its EXIF orientation. As in
+    transformers, a PIL image is not rotated.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -122,7 +122,7 @@ def open_image(source: "Source") -> "Image":
 
 
 def image_size(source: "Source") -> tuple[int, int]:
-    """Width and height of the image that `open_image` returns. Only the header is read.
+    """Return the width and height of the image that `open_image` would return. Only the header of a file is read.
 
     Raises:
         ImportError, OSError, TypeError, ValueError: as for `open_image`, for errors in the header.
@@ -148,11 +148,11 @@ def image_size(source: "Source") -> tuple[int, int]:
 
 
 TURNED = (5, 6, 7, 8)
-"""Values of EXIF's orientation that exchange width and height."""
+"""Values of the EXIF orientation for which width and height are exchanged."""
 
 
 def _may_turn_late(file: Any) -> bool:
-    """Whether a PNG has EXIF or XMP after its pixels, where only decoding finds it."""
+    """Return whether a PNG file has EXIF or XMP after its pixels, where Pillow finds it only by decoding the pixels."""
     follows = False
     file.seek(8)
     while len(header := file.read(8)) == 8:
@@ -169,12 +169,12 @@ FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000", "ICO", "PCX", "QOI",
     "SGI", "TGA",
 )  # fmt: skip
-"""Formats of images that are read if Pillow or one of its plugins has them. Others are refused, whatever the file
-name: for EPS, Pillow starts Ghostscript, and IPTC may contain EPS."""
+"""Formats of images that are read if Pillow or one of its plugins has them. All other formats are refused,
+whatever the file name, because Pillow starts Ghostscript to read EPS, and IPTC may contain EPS."""
 
 
 def _open(file: Any) -> "Image":
-    """A file or a path as a PIL image whose pixels are not decoded yet."""
+    """Open a file or a path as a PIL image, without decoding its pixels."""
     from PIL import Image, UnidentifiedImageError
 
     Image.init()  # all plugins, among which names are looked up
@@ -195,7 +195,7 @@ def _check_pillow() -> None:
 
 @contextlib.contextmanager
 def _naming(located: "Path | bytes") -> "Iterator[str]":
-    """The name of an image for errors. Errors in the context become the errors of `open_image`."""
+    """Context manager that yields the image's name for messages, and converts errors to those of `open_image`."""
     from PIL import Image
 
     name = f"{len(located)} bytes" if isinstance(located, bytes) else str(located)
@@ -210,7 +210,7 @@ def _naming(located: "Path | bytes") -> "Iterator[str]":
 
 
 def read_image(source: "Source") -> "Image":
-    """Read an image as RGB, on white where it is transparent; see `open_image`.
+    """Read an image as RGB; see `open_image`. Transparent images are composited onto white.
 
     Images of 16 bits per pixel are scaled to 8 bits.
 
@@ -239,11 +239,11 @@ _LARGER = "Resize it, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it."
 
 
 class ImageSizeError(ValueError):
-    """An image has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``."""
+    """Raised for an image with more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``."""
 
 
 def _check_size(image: "Image", name: str) -> None:
-    """Check the number of pixels before decoding: a header of a few bytes can claim any number."""
+    """Check the number of pixels before decoding, because a header of a few bytes can claim any number of pixels."""
     from PIL import Image
 
     limit = Image.MAX_IMAGE_PIXELS
@@ -253,7 +253,7 @@ def _check_size(image: "Image", name: str) -> None:
 
 
 def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
-    """Resize an RGB image to ``size`` (height, width) by a filter of Pillow; returns [3, height, width] uint8."""
+    """Resize an RGB image to ``size`` (height, width) with a filter of Pillow, and return [3, height, width] uint8."""
     height, width = size
     if image.size != (width, height):
         image = image.resize((width, height), resample)
@@ -263,7 +263,7 @@ def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
 
 
 class Normalize:
-    """``(pixel · rescale_factor − mean) / std`` per channel, rounded to fp32 where transformers rounds.
+    """Computes ``(pixel · rescale_factor − mean) / std`` per channel, with the roundings to fp32 of transformers.
 
     Args:
         settings: the content of a preprocessor_config.json.
@@ -292,7 +292,7 @@ class Normalize:
 
 
 def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
-    """A number, or one for each of three channels, as a list."""
+    """Return one number, or three numbers for the three channels, as a list."""
     numbers = list(value) if isinstance(value, list | tuple) else [value]
     valid = len(numbers) in (1, 3) and all(
         isinstance(number, int | float) and math.isfinite(number) and (number > 0 or not positive) for number in numbers
@@ -306,9 +306,10 @@ def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
 
 
 def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
-    """The settings of "image_processor" or "video_processor" in a checkpoint's files; empty if there are none.
+    """Return the settings of "image_processor" or "video_processor" in a checkpoint's files; {} if there are none.
 
-    transformers 5 writes both to processor_config.json and looks there first. Earlier versions write a file for each.
+    transformers 5 writes the settings of both processors to processor_config.json and reads this file first. Earlier
+    versions write one file for each processor.
     """
     settings = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE).get(part)
     if isinstance(settings, dict):
@@ -318,9 +319,9 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
 
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
-    """The changed file of settings, as name -> content. It is the file that `settings_of` reads.
+    """Apply changes to the file that `settings_of` reads, and return a mapping from its name to its new content.
 
-    If a checkpoint has no settings for videos, the changes apply to a copy of its settings for images.
+    If a checkpoint has no video settings, the changes are applied to a copy of its image settings.
     """
     common = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE)
     settings = {**(settings_of(assets, part) or settings_of(assets, "image_processor")), **changes}
@@ -334,7 +335,7 @@ _OWN_FILES = {"image_processor": "preprocessor_config.json", "video_processor": 
 
 
 def check_given(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint has no image settings. Guessed means and sizes could be wrong."""
+    """Raise ValueError if a checkpoint has no image settings, because default means and sizes could be wrong."""
     if not settings:
         raise ValueError(
             "preprocessor_config.json: must be among the checkpoint's files, got none. Save it next to the model: "
@@ -374,7 +375,11 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """Apply ``make`` to each row of the columns, once for rows of the same objects (answers may share their images)."""
+    """Apply ``make`` to each row of the columns, and return the list of results.
+
+    If several rows consist of the same objects, as when answers share their images, ``make`` is called once for these
+    rows.
+    """
     results: dict[tuple[int, ...], Any] = {}
     for row in zip(*columns, strict=True):
         key = tuple(map(id, row))
@@ -389,7 +394,7 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
-    """Raise ValueError if preprocessor_config.json has a value other than ``fixed``, the only one implemented."""
+    """Raise ValueError if preprocessor_config.json differs from ``fixed``, the only implemented values."""
     for key, value in fixed.items():
         if settings.get(key, value) not in (value, None):
             raise ValueError(f"preprocessor_config.json: {key} must be {value!r}, got {settings.get(key)!r}.")

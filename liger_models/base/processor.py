@@ -1,4 +1,4 @@
-"""The base class of processors, which turn texts, images and videos into inputs of vision-language models."""
+"""The base class of processors, which convert texts, images and videos into inputs of vision-language models."""
 
 import itertools
 import os
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
-"""Keys for sizes that qwen_vl_utils reads in a part of a message, beside the image or the video."""
+"""Keys for the size of an image or a video that qwen_vl_utils reads in a part of a message."""
 
 BOUNDS = ("min_pixels", "max_pixels")
-"""Keys of `RESIZING` that an image may have if the processor takes bounds."""
+"""The keys of `RESIZING` that an image may have if the processor supports bounds for single images."""
 
 NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
 """Files of a checkpoint that `Processor.save_pretrained` leaves out, besides weights and code."""
@@ -58,7 +58,7 @@ class TextOptions(TypedDict, total=False):
 
 
 class Edit(NamedTuple):
-    """A part of a text, from its first to its last + 1 character, and the text that replaces it."""
+    """A part of a text, given by its first character and its last + 1, and the text that replaces this part."""
 
     start: int
     end: int
@@ -66,7 +66,7 @@ class Edit(NamedTuple):
 
 
 def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
-    """Replace parts of a text, and return the new text and the spans moved to their new positions.
+    """Replace parts of a text. Returns the new text, and the positions of ``spans`` in the new text.
 
     Args:
         text: the text.
@@ -93,7 +93,7 @@ def _batch(conversations: Sequence[Any]) -> Sequence[Any]:
 def image_parts(
     conversations: Sequence[Any], *, videos: bool = False, bounds: bool = False
 ) -> list[tuple[str, Any, Mapping[str, Any]]]:
-    """Find the images and videos in the messages of one or several conversations, in order.
+    """Find the images and videos in the messages of one or more conversations, in order.
 
     Args:
         conversations: a list of messages, or a list of such lists.
@@ -101,7 +101,7 @@ def image_parts(
         bounds: whether an image may have its own ``min_pixels`` and ``max_pixels``.
 
     Returns:
-        For each of them: "image" or "video", the image or video itself, and the whole part of the message.
+        For each image or video: "image" or "video", the image or video itself, and the whole part of the message.
 
     Raises:
         ValueError: a message's content is neither a text nor a list, or a part has an unknown type, lacks the key that
@@ -153,13 +153,13 @@ def image_parts(
 
 
 class MediaSize(NamedTuple):
-    """The properties of an image or a video that its number of tokens depends on.
+    """The properties of an image or a video that determine its number of tokens.
 
     Attributes:
         width, height: size in pixels.
-        frames, fps: for a video, the number of sampled frames and their rate; None for an image.
+        frames, fps: for a video, the number of sampled frames and their frame rate; None for an image.
         min_pixels, max_pixels: for an image with its own bounds, the bounds of its area after resizing.
-        numbers, file_fps: for a video in a file, the numbers of the sampled frames, and the rate of the file.
+        numbers, file_fps: for a video in a file, the indices of the sampled frames, and the frame rate of the file.
     """
 
     width: int
@@ -198,7 +198,7 @@ def image_tokens(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[st
 
 
 class Processor(ABC):
-    """Turns texts with placeholders, and images, into inputs of ``forward`` and ``generate``.
+    """Converts texts with placeholders, and images, into inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -213,9 +213,9 @@ class Processor(ABC):
     takes_bounds: ClassVar[bool] = False
 
     images: Any
-    """Turns an image into pixels. Its attributes are the settings that users may change."""
+    """The object that converts an image into pixels. Its attributes are the settings that users may change."""
     image: str
-    """The token that stands for a part of an image in the text for the model."""
+    """The token that represents a part of an image in the model's input ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -236,35 +236,35 @@ class Processor(ABC):
         return f"{type(self).__name__}({self._described()}, tokenizer=<{len(self.tokenizer)} tokens>)"
 
     def _described(self) -> str:
-        """The settings of images, for `repr`."""
+        """Return the image settings, for `repr`."""
         return f"images={vars(self).get('images')}"
 
     __call__: Callable[..., ModelInputs]
-    """Turn a batch of texts, and the images for their placeholders in order, into model inputs."""
+    """Convert a batch of texts, and the images for their placeholders in order, into model inputs."""
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """Medium ("image" or "video") -> regular expression of the placeholder that `written` replaces."""
+        """Maps "image" and "video" to regular expressions that match the placeholders which `written` replaces."""
         return {"image": re.escape(self.image)}
 
     @property
     def placeholder(self) -> re.Pattern[str]:
-        """Matches all `placeholders`. The ``lastgroup`` of a match is the medium."""
+        """A regular expression that matches all `placeholders`. The ``lastgroup`` of a match is "image" or "video"."""
         return re.compile("|".join(f"(?P<{medium}>{pattern})" for medium, pattern in self.placeholders.items()))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The media that the model takes besides text: "image", or "image" and "video"."""
+        """The kinds of input that the model takes besides text: "image", or "image" and "video"."""
         return tuple(self.placeholders)
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """The tokens that stand for parts of an image or a video in the text for the model."""
+        """The tokens that represent parts of an image or a video in the model's input ids."""
         return (self.image,)
 
     @abstractmethod
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """The text that a call puts in place of a placeholder, and its number of `media_tokens`. Needs no pixels."""
+        """Return the text that replaces a placeholder, and its number of `media_tokens`, without reading pixels."""
 
     @abstractmethod
     def pixels(
@@ -274,19 +274,21 @@ class Processor(ABC):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """The inputs of ``forward`` besides text, for one row of text.
+        """Return the inputs of ``forward`` for the images and videos of one row of text.
 
-        If the processor takes bounds, ``bounds`` holds two sequences: ``min_pixels`` and ``max_pixels`` of all images.
+        If the processor supports bounds for single images, ``bounds`` holds two sequences, which are the ``min_pixels``
+        and the ``max_pixels`` of all images.
 
-        To join the inputs of several rows, pad their second dimensions with zeros, and concatenate along the first.
+        To combine the inputs of several rows, pad their second dimensions with zeros, and concatenate them along the
+        first dimension.
         """
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """The numbers of the frames of a video file that the model sees, from 0, in ascending order.
+        """Return the indices of the frames that are sampled from a video file, in ascending order.
 
         Args:
-            frames, fps: number and rate of the frames in the file.
-            wanted: frames per second to sample. Default: the processor's rate.
+            frames, fps: number of frames and frame rate of the file.
+            wanted: frames per second to sample. Default: the frame rate in the processor's settings.
 
         Raises:
             TypeError: the model takes no videos.
@@ -295,7 +297,10 @@ class Processor(ABC):
         raise TypeError(f"{type(self).__name__}: the model takes no videos. Pass frames as images.")
 
     def replace(self, texts: Sequence[str], **written: Iterable[str]) -> list[list[Edit]]:
-        """The edits of each text that replace its placeholders, for each medium by the next of its texts in order."""
+        """Return, for each text, the edits that replace its placeholders.
+
+        For each kind of placeholder, the argument of that name (``image``, ``video``) holds the replacements, in order.
+        """
         following = {medium: iter(parts) for medium, parts in written.items()}
         return [
             [Edit(*match.span(), next(following[str(match.lastgroup)])) for match in self.placeholder.finditer(text)]
@@ -303,11 +308,11 @@ class Processor(ABC):
         ]
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """The arguments of a call besides the texts, for parts from `image_parts`."""
+        """Return the arguments of a call of the processor besides the texts, for the result of `image_parts`."""
         return {"images": [image for _, image, _ in parts]}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """Settings that were assigned after loading, under "image_processor" or "video_processor"."""
+        """Return the settings that were changed after loading, by "image_processor" and "video_processor"."""
         return {}
 
     def apply_chat_template(
@@ -326,9 +331,9 @@ class Processor(ABC):
         return_tensors: str | None = "pt",
         **variables: Any,
     ) -> Any:
-        """Turn conversations with images, and with videos if the model takes them, into model inputs.
+        """Convert conversations with images, or with videos if the model takes videos, into model inputs.
 
-        The chat template renders the texts.
+        The chat template of the tokenizer renders the conversations as texts.
 
         Args:
             conversations: a list of messages, or a list of such lists. The ``content`` of a message is a text, or a
@@ -388,7 +393,7 @@ class Processor(ABC):
         return out if return_dict else out["input_ids"]
 
     def _labels(self, ids: Any, masks: Any) -> Any:
-        """Tokens where the mask is 1, and −100 elsewhere and on media tokens: [B, T], or rows as lists."""
+        """Return labels: the ids where the mask is 1, and −100 elsewhere and on media tokens; [B, T] or lists."""
         media = sorted(self.media_ids)
         if isinstance(ids, Tensor):
             return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media)), -100)
@@ -409,7 +414,7 @@ class Processor(ABC):
     def batch_decode(
         self, sequences: Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, skip_special_tokens: bool = True
     ) -> list[str]:
-        """Decode each row of token ids.
+        """Decode each row of token ids to a text.
 
         Args:
             sequences: rows of token ids, as a list or as a tensor [B, T].
@@ -418,7 +423,7 @@ class Processor(ABC):
         return [self.decode(row, skip_special_tokens) for row in sequences]
 
     def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
-        """The texts of a call as a list. A call may pass a single text, and may use transformers' name ``text``."""
+        """Return the texts of a call as a list. The call may pass a single text, or use transformers' ``text``."""
         # transformers has the keyword `text`, so both names are accepted, but not at once.
         passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
         if len(passed) != 1:
@@ -441,7 +446,7 @@ class Processor(ABC):
         return_tensors: str | None = "pt",
         answers: Sequence[Sequence[Span]] | None = None,
     ) -> ModelInputs:
-        """Replace the placeholders in texts with image tokens, and encode the texts.
+        """Replace the placeholders in texts by image tokens, and encode the texts.
 
         Args:
             texts: the texts before the edits.
@@ -521,7 +526,7 @@ class Processor(ABC):
         return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
-        """Name -> new content of the files that changes to the processor's settings affect."""
+        """Map the names of the files that changed settings affect to their new contents."""
         # Both parts may be in one file, so each change starts from the changes before it.
         changed: dict[str, bytes] = {}
         for part, settings in self.changed_settings().items():
@@ -531,8 +536,8 @@ class Processor(ABC):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the files of the processor and the tokenizer, with their changes, for `AutoLigerProcessor`.
 
-        The files have the names and the format of the checkpoint, so transformers' ``AutoProcessor`` reads them, too.
-        If the folder has no config.json, it is written, because it says which processor the files belong to.
+        The files have the names and the format of the checkpoint, so transformers' ``AutoProcessor`` reads them as
+        well. If the folder has no config.json, it is written as well, because it determines the class of the processor.
 
         Raises:
             ValueError: the processor does not come from a checkpoint, or the chat template is not a text.

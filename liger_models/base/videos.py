@@ -1,4 +1,4 @@
-"""Reading video files: the header of the container, and selected frames."""
+"""Functions that read the header and selected frames of video files."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class VideoHeader(NamedTuple):
-    """The header of a container's first video stream.
+    """The properties of a video file's first video stream.
 
     Attributes:
         width, height: size of a frame in pixels.
@@ -26,7 +26,7 @@ class VideoHeader(NamedTuple):
 
 
 def read_header(source: Path | bytes) -> VideoHeader:
-    """Read the size, number and rate of the frames of a video without decoding it.
+    """Read the frame size, the number of frames and the frame rate of a video without decoding it.
 
     If the container does not store the number of frames (Matroska, WebM), the whole file is read to count its packets.
 
@@ -50,11 +50,11 @@ def read_header(source: Path | bytes) -> VideoHeader:
 
 
 def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
-    """Read frames of a video as RGB images. A rotation in the header is not applied.
+    """Read selected frames of a video as RGB images. A rotation in the header is not applied.
 
     Args:
         source: the path or the content of a file.
-        numbers: numbers of the frames, from 0, in ascending order. A number may repeat.
+        numbers: indices of the frames, from 0, in ascending order. An index may repeat.
 
     Raises:
         ImportError, OSError, ValueError: as for `read_header`, or the video has fewer frames.
@@ -74,7 +74,7 @@ def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
 
 @contextlib.contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream. Errors in the context become the errors of `read_header`."""
+    """Context manager with the container and its first video stream. Converts errors to those of `read_header`."""
     try:
         import av
     except ImportError as error:

@@ -14,7 +14,7 @@ from liger_models.layers.layer import set_policy
 
 
 class VisionLanguageModel(CausalLM):
-    """A decoder for text with images."""
+    """A decoder with a vision tower, for text with or without images."""
 
     tower_class: ClassVar[Any]
     """The class of the vision tower. `build_visual` calls it with ``(config, kernels)``."""
@@ -50,18 +50,18 @@ class VisionLanguageModel(CausalLM):
         set_policy(self.visual, vision_policy)
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """The inputs of prompts [B, T] after each row is repeated ``times`` times, as for beams.
+        """Return the inputs of prompts [B, T] of which each is repeated ``times`` times, as in beam search.
 
         Args:
             input_ids: [B, T] int64, the prompts before they are repeated.
-            inputs: values of `prompt_inputs`. None stays None.
-            times: number of consecutive rows for each prompt.
+            inputs: the arguments named in `prompt_inputs` and their values. A value of None stays None.
+            times: number of consecutive copies of each prompt.
         """
         return {name: x.repeat_interleave(times, 0) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
     @property
     def tower_is_sharded(self) -> bool:
-        """Whether FSDP holds parameters of the tower, so that all ranks must use them together.
+        """Whether FSDP shards parameters of the tower, so that all ranks must run the tower together.
 
         FSDP may have sharded the blocks, the tower, or the whole model.
         """
@@ -69,10 +69,11 @@ class VisionLanguageModel(CausalLM):
 
     @property
     def processor(self) -> Any:
-        """The processor, which turns texts and images into model inputs with the settings of the checkpoint.
+        """The processor, which converts texts and images into model inputs with the settings of the checkpoint.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, or these do not fit the model.
+            ValueError: the checkpoint has no tokenizer or no image settings, or the tokenizer or settings do not fit
+                the model.
         """
         if "_processor" not in self.__dict__:
             # Made once, so that changes to its settings are saved with the model.
@@ -83,7 +84,7 @@ class VisionLanguageModel(CausalLM):
         return self.__dict__["_processor"]
 
     def current_assets(self) -> dict[str, bytes]:
-        """The files to save with the checkpoint, including changes to the tokenizer and the processor."""
+        """The files that are saved with the weights, with the current state of the tokenizer and the processor."""
         processor: Processor | None = self.__dict__.get("_processor")
         return super().current_assets() | (processor.changed_files() if processor else {})
 
@@ -103,7 +104,7 @@ def check_placeholders(count: int, expected: int, torn: int, images: int | None,
         expected: number of image tokens.
         torn: number of placeholders that are not adjacent to the previous placeholder; see `count_torn`.
         images: number of images; None without pixels.
-        number: number of placeholders of each image as a text for the error, if all images have the same number.
+        number: if all images have the same number of placeholders, this number as text for the error message.
     """
     if count != 0 and images is None:
         raise ValueError(
@@ -123,12 +124,12 @@ def check_placeholders(count: int, expected: int, torn: int, images: int | None,
 
 
 def repeated_images(placeholders: Tensor, tokens: Tensor, times: int) -> list[int]:
-    """Indices of the images of a batch in which each row is repeated ``times`` times.
+    """Return the indices of the images for a batch in which each row is repeated ``times`` times.
 
     Args:
         placeholders: [B], number of placeholders of each row.
         tokens: [images], number of image tokens of each image. The images are in the order of the text.
-        times: number of consecutive rows for each row.
+        times: number of consecutive copies of each row.
     """
     # An image belongs to the row whose placeholders its last token falls into.
     ends = tokens.to(placeholders.device).cumsum(0)

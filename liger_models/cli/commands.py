@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 # Each command imports torch and the package itself, so that --help and completion answer at once.
 
 FAILED, WRONG, DIFFERS = 1, 2, 3
-"""Exit codes: a failure, a wrong command line, differences. 0 is success."""
+"""Exit codes for a failure, for a wrong command line, and for differences. 0 is success."""
 
 
 class _Screen(Console):
-    """A console that prints strings without interpreting them: no markup, and control characters as escapes.
+    """A console that prints strings without interpreting markup, and prints control characters as escapes.
 
-    Names of tensors and error messages may contain text of strangers. A command that needs a style prints a `Text`.
+    Names of tensors and error messages may contain untrusted text. A command that needs a style prints a `Text`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make a `Text` of a string, which lines and tables do for each of their strings."""
+        """Convert a string to a `Text`. Lines and tables call this method for each of their strings."""
         return super().render_str(printable(text), **options)
 
 
@@ -51,7 +51,7 @@ screen, messages = _Screen(), _Screen(stderr=True)
 
 class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run a command, and print an expected error in one line. Other errors keep their traceback."""
+        """Run a command. An expected error is printed in one line; any other error is printed with its traceback."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
@@ -604,7 +604,7 @@ def _load(
 
 
 def _empty_model(model: str, revision: str | None) -> "CausalLM":
-    """The model on the meta device, without weights."""
+    """Return the model on the meta device, without weights."""
     import huggingface_hub
 
     from liger_models.cli.compare import empty_model

@@ -1,4 +1,4 @@
-"""Comparison with transformers' model of the same checkpoint: its tensors, its logits, and the first different part.
+"""Comparison with transformers' model of the same checkpoint: tensors, logits, and the first part that differs.
 
 `liger-models verify`, `liger-models new-arch` and the tests of the architectures use this comparison.
 """
@@ -24,14 +24,14 @@ from liger_models.convert.load import of_whole_model, pick_map
 from liger_models.layers.norm import add_norm
 
 LIMIT = 1e-4
-"""Largest accepted relative difference of logits in fp32. Equal models differ by rounding, about 1e-6."""
+"""Largest accepted relative difference of logits in fp32. Equal models differ by about 1e-6, due to rounding."""
 
 PART_LIMIT = 1e-5
 """Largest accepted relative difference of the output of a single part, such as a norm, in fp32."""
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference, divided by the norm of ``theirs``."""
+    """Return the norm of the difference, divided by the norm of ``theirs``."""
     # The difference is computed in float64, so that its own rounding does not count.
     theirs = theirs.detach().double().cpu()
     difference = ours.detach().double().cpu() - theirs
@@ -45,9 +45,10 @@ class TensorDifference(NamedTuple):
     """A difference between the tensors of a model and of a checkpoint.
 
     Attributes:
-        kind: "missing" if the checkpoint lacks the tensor, "extra" if the model does, "shapes" if the shapes differ.
+        kind: "missing" if the checkpoint lacks the tensor, "extra" if the model lacks it, "shapes" if the shapes
+            differ.
         name: name of the tensor in the checkpoint.
-        shape: shape in the checkpoint, or for a missing tensor in the model.
+        shape: shape in the checkpoint or, for a missing tensor, in the model.
         expected: shape in the model, if the shapes differ.
     """
 
@@ -66,7 +67,7 @@ def tensor_differences(expected: Mapping[str, Any], stored: Mapping[str, Any]) -
     """List the differences between the tensors that a model expects and the tensors of a checkpoint.
 
     Args:
-        expected, stored: name -> tensor, other object with a ``shape``, or the shape itself.
+        expected, stored: map names to tensors, to other objects with a ``shape``, or to shapes.
     """
     # Missing tensors are listed in the order of the model, and extra ones by name, because files have no order.
     ours, theirs = ({name: _shape(tensor) for name, tensor in tensors.items()} for tensors in (expected, stored))
@@ -86,10 +87,11 @@ def _shape(tensor: Any) -> list[int]:
 
 @dataclass
 class Trace:
-    """The results of a model of transformers for a batch.
+    """The intermediate and final results of a transformers model for a batch.
 
     Attributes:
-        blocks: for each block: name of a child, or `BLOCK` -> its input and output, [B, T, C] each.
+        blocks: for each block, maps the name of each child, and `BLOCK` for the block itself, to its input and output,
+            [B, T, C] each.
         head_input: the normed output of the last block, [B, T, C].
         logits: [B, T, V].
     """
@@ -104,11 +106,11 @@ BLOCK = ""
 
 
 def trace(theirs: Any, **inputs: Any) -> Trace:
-    """Run a model of transformers and record the inputs and outputs of its blocks and of their children.
+    """Run a transformers model, and record the inputs and outputs of its blocks and of the blocks' children.
 
     Args:
         theirs: a causal language model, or a vision-language model.
-        inputs: arguments of its forward.
+        inputs: arguments of the model's forward.
     """
     blocks = getattr(theirs.get_decoder(), "layers", [])
     recorded = Trace([{} for _ in blocks], torch.empty(0), torch.empty(0))
@@ -136,7 +138,7 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
 
 @dataclass
 class _Parts:
-    """The relative errors of the parts of a model, in the order in which the parts run."""
+    """Collects the relative errors of the parts of a model, in the order in which the parts run."""
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -148,9 +150,9 @@ class _Parts:
 
 
 def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dict[str, float]]:
-    """The relative error of each part of a model, if every part gets the input of transformers' part.
+    """Compute the relative error of each part of a model when every part gets the input of transformers' part.
 
-    An error of one block, norm, attention or MLP therefore causes no error in the next part.
+    An error of one block, norm, attention or MLP therefore causes no error in the following parts.
 
     Args:
         ours: the model.
@@ -158,8 +160,8 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
         inputs: the batch.
 
     Returns:
-        Path, such as ``"layers.0"`` -> name of a part -> its error, in the order in which the parts run. The part
-        ``"output"`` of a block is the sum of its branches.
+        A mapping from paths, such as ``"layers.0"``, to mappings from names of parts to errors, in the order in which
+        the parts run. The part ``"output"`` of a block is the sum of the block's branches.
     """
     # Without the same blocks there is nothing to compare.
     parts = _Parts()
@@ -186,7 +188,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
 def _corrected_block(
     block: nn.Module, index: int, theirs: Mapping[str, tuple[Tensor, Tensor]], parts: _Parts
 ) -> Iterator[None]:
-    """Context in which a block and its children get transformers' inputs and return transformers' outputs.
+    """Context manager in which a block and its children get transformers' inputs and return transformers' outputs.
 
     The error of an output is recorded before the output is replaced.
     """
@@ -238,7 +240,7 @@ def _corrected_branch(
     theirs: tuple[Tensor, Tensor],
     parts: _Parts,
 ) -> Callable[..., Any]:
-    """Make an ``add_norm`` of attention or an MLP that records both errors and returns transformers' output."""
+    """Return an ``add_norm`` that records the errors of a norm and its branch, and returns transformers' output."""
     branch_input, branch_output = theirs
 
     def add_norm_and_run(norm: nn.Module | None, x: Tensor | None, residual: Tensor, *options: Any) -> Any:
@@ -253,9 +255,9 @@ def _corrected_branch(
 
 
 def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = PART_LIMIT) -> str:
-    """The first path with an error beyond the limit, and the errors of its parts; "" without such an error.
+    """Return the first path with an error beyond the limit, and the errors of its parts; "" if there is none.
 
-    For instance ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
+    An example of a result is ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """
     # Not `error > limit`: NaN must count as wrong, too.
     wrong = [path for path, parts in errors.items() if not all(error <= limit for error in parts.values())]
@@ -266,7 +268,7 @@ def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = P
 
 
 def where_it_differs(ours: CausalLM, theirs: Any, only_theirs: Mapping[str, Any] | None = None, **inputs: Any) -> str:
-    """`first_difference` between a model and transformers' model with the same weights, on the same batch.
+    """Return `first_difference` between a model and transformers' model with the same weights, on the same batch.
 
     Args:
         ours, theirs: the models.
@@ -298,7 +300,7 @@ class Verification:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether neither tensors nor logits differ."""
         return not self.differences and (self.logits_error is None or self.logits_error <= LIMIT)
 
     def as_json(self) -> dict[str, Any]:
@@ -318,7 +320,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
     Args:
         folder: the checkpoint.
-        length: tokens in each of the two random rows.
+        length: number of tokens in each of the two random rows.
         device: device on which the models run, one after the other.
         progress: whether loading shows a progress bar.
     """
@@ -362,7 +364,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
 
 def empty_model(folder: Path) -> CausalLM:
-    """The model of a checkpoint on the meta device, without weights."""
+    """Return the model of a checkpoint on the meta device, without weights."""
     # The constructor checks the config's values, and its errors name the file.
     hf_config = read_json_config(folder)
     model_class = get_arch(read_model_type(hf_config))
@@ -372,7 +374,7 @@ def empty_model(folder: Path) -> CausalLM:
 
 
 def random_text(config: Any, rows: int, length: int) -> Tensor:
-    """Random token ids [rows, length], equal in every run, without placeholders for images, videos and audio."""
+    """Return random ids [rows, length], the same in every run, without placeholders for images, videos or audio."""
     names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
     media = {getattr(config, name, None) for name in names}
     words = torch.tensor([token for token in range(config.vocab_size) if token not in media])

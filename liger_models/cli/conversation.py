@@ -12,7 +12,7 @@ from liger_models.data.prompts import encode_prompt
 
 
 class Conversation:
-    """A sequence of prompts to a model and its answers.
+    """A sequence of prompts to a model and of the model's answers.
 
     Args:
         model: the model.
@@ -22,7 +22,7 @@ class Conversation:
         system: system message of the chat; None for none.
 
     Raises:
-        ValueError: the model does not accept such media.
+        ValueError: the model does not accept media of this kind.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Conversation:
         self.media.append(open_medium(medium, source))
 
     def answer(self, prompt: str) -> Iterator[str]:
-        """Yield the text for a prompt in pieces of whole characters. A chat remembers the prompt and the text."""
+        """Yield the answer to a prompt in pieces of whole characters. In a chat, the history gets prompt and answer."""
         # A chat sends the whole conversation with all of its media. Otherwise the prompt alone is continued.
         inputs: dict[str, Any] = {}
         if self.chat:
@@ -69,7 +69,7 @@ class Conversation:
 
 
 def open_medium(medium: str, source: str) -> dict[str, Any]:
-    """Make the part of a message for an image, which is decoded, or for a video, whose header is checked."""
+    """Create the part of a message for an image or a video. Images are decoded; of videos only the header is read."""
     # A bad file is an error before the model is loaded.
     if medium == "image":
         return {"type": medium, medium: open_image(source)}

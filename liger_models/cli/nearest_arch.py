@@ -1,4 +1,4 @@
-"""The architecture that is nearest to one of transformers, and a renamed copy of its module."""
+"""Search for the architecture that is nearest to one of transformers, and creation of a renamed copy of its module."""
 
 import ast
 import dataclasses
@@ -40,8 +40,8 @@ class Nearest(NamedTuple):
         model_class: class of the architecture.
         unknown: keys of the new architecture that the config class does not have.
         tensors: different tensors in the first block and outside of blocks.
-        parts: part in the first block or outside of blocks with a wrong result -> its error. Parts are compared only if
-            no tensor differs.
+        parts: maps each part with a wrong result, in the first block or outside of blocks, to its error. Parts are
+            compared only if no tensor differs.
         act: the new architecture's ``hidden_act`` if this architecture does not compute it; otherwise "".
     """
 
@@ -53,30 +53,30 @@ class Nearest(NamedTuple):
 
     @property
     def changes(self) -> list[str]:
-        """A line for each difference besides the unknown keys."""
+        """Return a line for each difference except unknown keys."""
         wrong = [f"{part} differs by {error:.1e}" for part, error in self.parts.items()]
         return [*map(str, self.tensors), *wrong, *([f"unknown hidden_act {self.act!r}"] if self.act else [])]
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Number of differences, and number of lines of the module."""
+        """The number of differences and the number of lines of the module, by which architectures are ranked."""
         lines = inspect.getsource(module_of(self.model_class)).count("\n")
         return len(self.unknown) + len(self.changes), lines
 
 
 def module_of(model_class: type) -> Any:
-    """The module that defines a class."""
+    """Return the module that defines a class."""
     return sys.modules[model_class.__module__]
 
 
 def arguments(config_class: Any) -> dict[str, Any]:
-    """Name of each argument of a transformers config class that has a default -> the default."""
+    """Map the arguments of a transformers config class that have defaults to these defaults."""
     parameters = inspect.signature(config_class).parameters
     return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
 
 
 def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """The keys of config.json that describe the architecture but are not fields of ``config_class``."""
+    """Return the keys of config.json that describe the architecture but are not fields of ``config_class``."""
     # Rope settings have rules of their own, except for a share that some config classes have as a field.
     rope = hf.get("rope_parameters") or {}
     keys = {**hf, **{key: value for key, value in rope.items() if key == "partial_rotary_factor"}}
@@ -91,7 +91,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
 
     Args:
         theirs: transformers' model, in fp32.
-        folder: folder with the saved model. Its config.json is rewritten.
+        folder: folder in which ``theirs`` is saved. This function rewrites the folder's config.json.
     """
     # Every architecture is compared with the same trace.
     hf = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
 def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
-    """The differences of an architecture from the model in a folder, in a list of one; [] for a model with images."""
+    """Return the differences of an architecture from the model in a folder, as a list of one; [] for vision models."""
     # Build a model with those of the settings that the architecture has.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")
@@ -151,9 +151,9 @@ def copied_source(
     Args:
         model_class: class of the architecture to copy.
         name: ``model_type`` of the new architecture.
-        prefix: prefix of the names of its classes.
-        hf_class: name of its class in transformers.
-        config_class: its config class in transformers. The copy gets the defaults of this class.
+        prefix: prefix of the names of the new architecture's classes.
+        hf_class: name of the new architecture's class in transformers.
+        config_class: the new architecture's config class in transformers. The copy gets the defaults of this class.
         ignored: keys that the copied config class does not have.
     """
     # Only text is exchanged, so that comments and layout of the module stay.
@@ -187,7 +187,7 @@ Source: TODO the paper, transformers ``models/{name}``.
 
 
 def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
-    """Put transformers' defaults into the fields of the config class in a source."""
+    """Replace the defaults of the config class in a source text by transformers' defaults."""
     # Field -> its statement, where the class has one; others are inherited.
     defaults = arguments(theirs)
     if hasattr(theirs, "default_theta"):

@@ -1,4 +1,4 @@
-"""The files of a new architecture, made from a config.json: a copy of the nearest module, and test data.
+"""Creation of the files of a new architecture from a config.json: a copy of the nearest module, and test data.
 
 Every architecture is compared with a tiny model of transformers, and the nearest one is copied. Tests fail where the
 copy differs from transformers, and the author changes the copy until they pass.
@@ -29,7 +29,7 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "sliding_window": 7, "sliding_window_pattern": 2,
 }  # fmt: skip
-"""Sizes of the tiny configuration. Its windows are shorter than the sequences of the tests."""
+"""Sizes in the tiny configuration. The windows are shorter than the sequences of the tests."""
 
 LARGEST = 8
 """Largest size in the tiny configuration for keys that are not in `TINY`."""
@@ -149,7 +149,7 @@ def _check(name: str, hf: Mapping[str, Any]) -> None:
 
 
 def _transformers(name: str) -> Any:
-    """Import transformers, with which the tests compare."""
+    """Import transformers, with whose models the tests compare."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -165,13 +165,13 @@ def _transformers(name: str) -> Any:
 
 
 def _added(config: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an architecture that are in transformers' config but not in config.json."""
+    """Return the keys of an architecture that are in transformers' config but not in config.json."""
     every = importlib.import_module("transformers").PretrainedConfig().to_dict()
     return {key: value for key, value in config.to_dict().items() if key not in hf and key not in every}
 
 
 def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Two mappings of transformers' model: parameter -> shape, and rotary embedding -> frequencies."""
+    """Return the shapes of the parameters and the frequencies of the rotary embeddings of transformers' model."""
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     ropes = {}
     for path, meta in model.named_modules():
@@ -192,7 +192,7 @@ def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
 
 def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """The tiny configuration, and a variant for each setting with two values."""
+    """Return the tiny configuration, and a variant of it for each setting that has two possible values."""
     theirs, specific = arguments(config_class), own_keys(hf, RMSNormDecoderConfig)
 
     # Small sizes, no dropout, and the architecture's own settings.
@@ -252,7 +252,7 @@ def _json(content: Any) -> str:
 
 
 def _write(files: Mapping[Path, str]) -> None:
-    """Write new files. One rename creates the data folder, and another the module."""
+    """Write new files. One rename creates the data folder, and another rename creates the module."""
     # Nothing is overwritten, and a failure leaves nothing behind.
     module, *data = files
     folder = data[0].parent

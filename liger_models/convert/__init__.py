@@ -1,4 +1,4 @@
-"""Reading and writing Hugging Face checkpoints, as files and in memory, independent of model families."""
+"""Functions that read and write Hugging Face checkpoints of any model family, as files and in memory."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -1,8 +1,8 @@
 """Conversion between config.json and config dataclasses.
 
 The formats of transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and of transformers 5
-(``rope_parameters``, ``dtype``) are read, and a format that both versions can read is written. An unsupported value is
-an error, and unknown keys are listed in a warning.
+(``rope_parameters``, ``dtype``) are read, and a format that both versions can read is written. An unsupported value
+raises an error, and unknown keys are listed in a warning.
 """
 
 import contextlib
@@ -43,23 +43,23 @@ _GENERATION = """
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
-"""Keys that do not describe the architecture.
+"""Keys of config.json that do not describe the architecture.
 
-They are keys about the origin of the file and about how to run the model, two keys of SmolLM that transformers does not
-read, keys that transformers writes into every config, and generation settings in old files.
+They are keys about the origin of the file, keys about how to run the model, two keys of SmolLM that transformers does
+not read, keys that transformers writes into every config, and generation settings in old files.
 """
 
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
     **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
 }
-"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors.
+"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors than this number.
 
 Without a limit, a file of a few bytes could cause any number of modules to be built.
 """
 
 MOST_EXPERTS = 100_000
-"""Largest product of the numbers of layers and experts, unless the checkpoint has more tensors."""
+"""Largest product of the numbers of layers and experts, unless the checkpoint has more tensors than this number."""
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
@@ -105,7 +105,7 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
 
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
-    """Context in which errors due to bad values, such as a division by zero or a missing key, become a ValueError.
+    """Context manager that converts errors due to bad values, such as a missing key, to a ValueError.
 
     Args:
         where: name of the file, for the error message.
@@ -276,9 +276,9 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Convert a config.json with ``rope_parameters`` for each layer type to the older format.
 
     The values for full attention become ``rope_theta`` and ``rope_scaling``, and the base for sliding attention becomes
-    ``rope_local_base_freq``. ``original_max_position_embeddings`` at the top level is dropped. If ``rope_parameters``
-    is a single object for all layers, its values must be the defaults of full attention, because transformers ignores
-    such an object.
+    ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is dropped. If
+    ``rope_parameters`` is a single object for all layers, its values must be the defaults of full attention, because
+    transformers ignores such an object.
 
     Args:
         hf: the content of config.json.
@@ -317,7 +317,7 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
 def of_text(
     config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
 ) -> dict[str, Any]:
-    """Flatten a config.json with a ``text_config`` into one object, with the values that transformers would read.
+    """Merge a config.json and its ``text_config`` into one flat object with the values that transformers would read.
 
     Args:
         config_class: the config class, whose fields are read from ``text`` instead of the top level.
@@ -336,7 +336,8 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
 
     Args:
         config: the config to write.
-        hf: the config.json that the config was read from, or an empty mapping. Its other keys are kept.
+        hf: the content of the config.json that the config was read from, or an empty mapping. Keys of ``hf`` that do
+            not correspond to a field are kept.
         dtype: the dtype of the weights in the checkpoint.
 
     Returns:
@@ -402,7 +403,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 LONGEST_LIST = 65_536
-"""Largest number of values in a list of config.json. Real ones have one for each layer, frequency or special token."""
+"""Largest number of values in a list of config.json. Real lists have a value per layer, frequency or special token."""
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:

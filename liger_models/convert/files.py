@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: names, config.json, and the headers of safetensors files."""
+"""Functions that read the files of a Hugging Face checkpoint: config.json, the index, and safetensors files."""
 
 import contextlib
 import json
@@ -40,9 +40,9 @@ ASSETS = (
     "NOTICE",
     "USE_POLICY.md",
 )
-"""Other files of a checkpoint, which are loaded and saved unchanged."""
+"""Files of a checkpoint besides config.json and the weights, which are loaded and saved unchanged."""
 CODE = "*.py"
-"""Code in a checkpoint. It is kept as files if config.json has an ``auto_map``, and is never run."""
+"""Pattern for files of code in a checkpoint. They are kept if config.json has an ``auto_map``, but never run."""
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Maps dtypes of weights in headers of safetensors files to dtypes of PyTorch."""
 FLOAT8 = "F8_E4M3"
@@ -72,7 +72,7 @@ class StoredTensor(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """The scales of a float8 tensor, with one scale for each block in the last two dimensions.
+    """The tensor that holds the scales of a float8 tensor. A block of the last two dimensions shares one scale.
 
     Attributes:
         file, name, dtype: file, name and dtype of the tensor that holds the scales.
@@ -88,7 +88,7 @@ class BlockScales(NamedTuple):
 def as_dtype(
     argument: str, dtype: torch.dtype | str, allowed: Iterable[torch.dtype] = tuple(FLOATS.values())
 ) -> torch.dtype:
-    """Convert a name to a dtype of weights: "bf16", "bfloat16" and "torch.bfloat16" are torch.bfloat16.
+    """Convert a name to a dtype of weights. For example, "bf16", "bfloat16" and "torch.bfloat16" name the same dtype.
 
     Args:
         argument: name of the argument for the error message, such as "load_pretrained: dtype".
@@ -150,10 +150,10 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of the safetensors files in a folder, and return the tensors by name.
 
-    If there is an index, ``model.safetensors`` is ignored, because it may remain from an earlier save. If none of the
-    files in the index exists, the index itself remains from an earlier save and is ignored.
+    If there is an index, ``model.safetensors`` is ignored, because it may be left from an earlier save. If none of the
+    files in the index exists, the index itself is left from an earlier save and is ignored.
 
-    Scales of float8 tensors are not separate entries, but a part of the tensor that they belong to.
+    The scales of a float8 tensor are not a separate entry of the result, but an attribute of the entry of this tensor.
 
     Raises:
         FileNotFoundError: there are no safetensors files, or a file in the index is missing.
@@ -216,7 +216,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def with_scales(stored: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """Attach the scales in a checkpoint to its float8 tensors, and return the tensors without the scales.
+    """Attach the scales in a checkpoint to its float8 tensors, and return the tensors without entries for the scales.
 
     Raises:
         ValueError: config.json does not describe the scales, or the shape of scales does not match their weight.
@@ -258,7 +258,7 @@ class _OpenFiles(dict[Path, Any]):
 
 @contextlib.contextmanager
 def open_files() -> Iterator[Mapping[Path, Any]]:
-    """Context with a mapping from paths to safetensors files, each of which is opened on first access."""
+    """Context manager with a mapping from paths to safetensors files, each of which is opened on first access."""
     with contextlib.ExitStack() as stack:
         yield _OpenFiles(stack)
 
@@ -285,13 +285,13 @@ def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last:
 
 
 def read_codes(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read n rows of a float8 tensor [..., C] as codes, which are bytes [n, ..., C]."""
+    """Read n rows of a float8 tensor [..., C] as codes [n, ..., C], which are bytes."""
     codes: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
     return codes.view(torch.uint8)
 
 
 def read_scales(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read the scales of n rows of a float8 tensor, repeated for each row of a block.
+    """Read the scales of n rows of a float8 tensor. The scales of a block are repeated for each of its rows.
 
     For a tensor [O, C] the result is [n, ceil(C / width)], where width is the number of columns of a block. For a
     tensor [X, O, C], a row is a whole matrix, and the result is [n, O, ceil(C / width)].
@@ -307,7 +307,7 @@ def read_scales(files: Mapping[Path, Any], tensor: StoredTensor, first: int, las
 
 
 def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
-    """Read a whole tensor in the same way as `read_rows` reads some of its rows."""
+    """Read a whole tensor. A float8 tensor is dequantized to bfloat16."""
     if tensor.scales is not None:
         return read_rows(files, tensor, 0, tensor.shape[0])
     whole: torch.Tensor = files[tensor.file].get_tensor(tensor.name)
@@ -315,7 +315,7 @@ def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
 
 
 def _same(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether tensors with the same name in two files are bitwise identical."""
+    """Return whether two tensors, which have the same name in two files, are bitwise identical."""
     if first[1:] != second[1:]:
         return False
     with open_safetensors(first.file) as first_file, open_safetensors(second.file) as second_file:
@@ -377,12 +377,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def list_files(folder: Path) -> str:
-    """Return the first file names in a folder, for an error message."""
+    """Return the first few file names in a folder, as text for an error message."""
     return some(sorted(path.name for path in folder.iterdir())) or "an empty folder"
 
 
 def some(names: Iterable[str], count: int | None = None) -> str:
-    """Return the first five names and the number of further names, for an error message."""
+    """Return the first five names and the number of further names, as text for an error message."""
     names = list(names)
     count = len(names) if count is None else count
     return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")

@@ -1,4 +1,4 @@
-"""Atomic writing of a folder: a reader finds either all old files or all new files, even if the writer is killed."""
+"""Atomic writing of a folder: a reader finds all old files or all new files, even if the writer was killed."""
 
 import contextlib
 import ctypes
@@ -19,11 +19,11 @@ except ImportError:  # on Windows, files are replaced one by one, and writers do
     fcntl = None
 
 NEW = ".new"
-"""Name of a subfolder with all new files, which exists while they replace old files one by one."""
+"""Name of the subfolder that holds all new files while they replace the old files one by one."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
-    """Write files to a folder: either all of them or none. Other files in the folder are kept.
+    """Write either all of the new files to a folder or none of them. Other files in the folder are kept.
 
     The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer wait.
     If a writer is killed, the next writer removes its files. When all files are written, the new folder is renamed to
@@ -32,7 +32,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
     Some folders can't be exchanged: the working directory, mount points, folders with subfolders, folders of another
     owner, and folders on a file system without this operation. Files in such a folder are replaced one by one. ``last``
     is removed first and written last, so no reader mistakes a mixture of files for a complete folder. If the writer is
-    killed in between, all new files are in the subfolder `NEW`.
+    killed during this replacement, all new files are in the subfolder `NEW`.
 
     Args:
         folder: the folder, which is created if it does not exist.
@@ -41,7 +41,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
         stale: patterns of file names. Old files that match a pattern are removed.
 
     Raises:
-        OSError: the folder can't be written. In this case nothing was changed.
+        OSError: the folder can't be written. In this case nothing has changed.
     """
     folder = Path(os.path.realpath(folder))
     if folder.exists() and not folder.is_dir():
@@ -87,7 +87,7 @@ def check_complete(folder: Path, last: str) -> None:
 
 @contextlib.contextmanager
 def _reporting(folder: Path) -> Iterator[None]:
-    """Context that adds the name of the folder to errors that occur in writing."""
+    """Context manager that adds the name of the folder to errors that occur in writing."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -97,7 +97,7 @@ def _reporting(folder: Path) -> Iterator[None]:
 
 
 def _must_stay(folder: Path) -> bool:
-    """Whether the folder can't be renamed, or its users would be affected by a new folder with the same name."""
+    """Return whether the folder can't be renamed, or replacing it by a new folder would affect its users."""
     if not folder.exists():
         return False
     status, parent = folder.stat(), folder.parent
@@ -156,7 +156,7 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
-    """Exchange two folders in one step, keeping other files. Returns False if impossible; nothing is changed then."""
+    """Exchange two folders in one step, and keep other files. If that is impossible, change nothing, return False."""
     # Link the other files into the new folder.
     try:
         rename = ctypes.CDLL(None).renameat2

@@ -14,16 +14,17 @@ class CheckpointFormat:
     Attributes:
         model_type: ``model_type`` in config.json.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
-        weight_map: function from a config to the `WeightMap` of the layout that is written, and preferred in reading.
-        other_maps: function from a config to the `WeightMap` of each further layout. These layouts are read but never
-            written.
-        quantized_maps: functions from a config to the `WeightMap` of a quantized checkpoint, by the checkpoint's
-            ``quant_method`` in config.json. The weights are dequantized when they are read.
+        weight_map: function that takes a config and returns the `WeightMap` of the layout that is written, and
+            preferred in reading.
+        other_maps: function that takes a config and returns the `WeightMap` of each further layout. These layouts are
+            read but never written.
+        quantized_maps: maps each supported ``quant_method`` in config.json to a function that takes a config and
+            returns the `WeightMap` of a quantized checkpoint. The weights are dequantized when they are read.
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
-        module: name of a module of the transformers model in memory. The first layout with the weight of this module is
-            the layout of the modules in memory.
+        module: name of a module of the transformers model in memory. The layout of the modules in memory is the first
+            layout that contains the weight of this module.
     """
 
     model_type: str
@@ -41,18 +42,19 @@ class CheckpointFormat:
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """Return the layouts of `weight_maps`, and those of quantized checkpoints, which exist only in files."""
+        """Return the layouts of `weight_maps` and the layouts of quantized checkpoints, which exist only in files."""
         return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:
         """Return the `WeightMap` with the names of transformers' modules in memory.
 
-        Saved adapters use these names. Older checkpoints of vision-language models have other names.
+        Saved adapters use these names. In older checkpoints of vision-language models, the tensors have different
+        names.
         """
         return self._module_maps(config)[0]
 
     def expert_map(self, config: Any) -> WeightMap:
-        """Like `module_map`, but with the experts of a layer in as few tensors as possible, as in transformers 5."""
+        """Return a map like `module_map`, in which a layer's experts are in as few tensors as in transformers 5."""
         return min(self._module_maps(config), key=lambda weights: len(_names(weights)))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:

@@ -1,8 +1,8 @@
 """Float8 weights with one scale per block, as in DeepSeek-V3 and Qwen3-FP8.
 
 A weight [..., O, C] is stored as two tensors: ``NAME``, the codes in e4m3, and ``NAME_scale_inv``, the scales [...,
-ceil(O / 128), ceil(C / 128)] for blocks of 128 × 128. A number is its code times the scale of its block. The size of a
-block is in ``quantization_config`` of config.json.
+ceil(O / 128), ceil(C / 128)] for blocks of 128 × 128. The value of an element is its code times the scale of its block.
+The size of a block is in ``quantization_config`` of config.json.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3; transformers ``integrations/finegrained_fp8.py``.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
-    """Read the number of rows and columns of a block from the ``quantization_config`` of a float8 checkpoint.
+    """Read the numbers of rows and columns of a block from the ``quantization_config`` of a float8 checkpoint.
 
     Raises:
         ValueError: the checkpoint has another format.
@@ -38,8 +38,8 @@ def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int], before: in
     Args:
         codes: [..., R, C] in float8.
         scales: [..., rows of blocks, columns of blocks].
-        block: number of rows and columns of a block.
-        before: number of rows of the first block that precede the first row of ``codes``.
+        block: numbers of rows and columns of a block.
+        before: number of rows of the first block that are not in ``codes``, because they precede its first row.
 
     Returns:
         [..., R, C] in bfloat16.

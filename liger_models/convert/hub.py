@@ -1,6 +1,6 @@
 """Downloads from and uploads to the Hugging Face Hub with the huggingface_hub client.
 
-The environment variables of the client apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
+The client reads the environment variables HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context that adds the name of the model to errors of the client, and a hint if a local folder has this name.
+    """Context manager that adds the model's name to errors of the client, and a hint if a local folder has this name.
 
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, or it is the path of a local folder and not a name on the
@@ -83,17 +83,17 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download the files of a model that loading needs, from the hub to the client's cache.
+    """Download the files that loading a model needs from the hub to the client's cache.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 
     Args:
         repo_id: "owner/name".
-        model_class: function from the content of config.json to the model class.
+        model_class: function that takes the content of config.json and returns the model class.
         revision: branch, tag or commit.
         cache_dir: cache folder, by default that of the client.
         token: access token. Default: the client's.
-        local_files_only: whether to stay off the network; all files must then be in the cache.
+        local_files_only: whether to use only files in the cache and not the network.
         force_download: whether to download files even if they are in the cache.
         strict: whether unknown keys of config.json are an error instead of a warning.
         progress: whether rank 0 shows progress bars.

@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face checkpoint from a folder into a model, whole or sharded over several ranks."""
+"""Loading of a Hugging Face checkpoint from a folder into a model, which may be sharded over several ranks."""
 
 import contextlib
 import difflib
@@ -49,7 +49,7 @@ from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=Decoder)
 SAMPLES = 8
-"""Number of matrices whose first rows are compared between ranks to detect different checkpoints."""
+"""Number of matrices whose first rows the ranks compare, to detect that they read different checkpoints."""
 
 
 def load_pretrained(
@@ -69,8 +69,8 @@ def load_pretrained(
 
     The model is built on the meta device. Its parameters are then read one by one, directly to ``device`` in ``dtype``.
     If ``shard`` is given, all ranks of the process group must call this function. Rank 0 reads the headers of the files
-    for all ranks. Each rank opens only the files that have rows of its shards, and reads only these rows. An error on
-    one rank is raised on all ranks.
+    for all ranks. Each rank opens only the files that contain rows of its shards, and reads only these rows. An error
+    on one rank is raised on all ranks.
 
     Args:
         model_class: a class of ``liger_models.arch``, or a custom class.
@@ -85,9 +85,9 @@ def load_pretrained(
         shard: function that distributes the parameters of the model in place while the model is on the meta device:
             ``parallel.apply_fsdp``, or a function that calls ``apply_fsdp``.
         keep_float8: whether weights of linear layers and routed experts that the checkpoint stores in float8 with block
-            scales stay in this format. These weights are frozen, take 8 bits per number, and are dequantized during
+            scales stay in this format. These weights are frozen, take 8 bits per element, and are dequantized during
             matrix products.
-        hf_config: content that replaces that of config.json.
+        hf_config: content of a config.json that is used instead of the file in the folder.
 
     Returns:
         The model. Its ``hf_config`` is the content of config.json, its ``assets`` are the tokenizer and generation
@@ -149,7 +149,8 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
     """Run `read_headers` on rank 0, and return the result on all ranks. Every rank must call this function.
 
     Raises:
-        ValueError: a few rows of tensors differ between ranks, so a rank has another checkpoint in its folder.
+        ValueError: some rows of tensors, which are compared as a sample, differ between ranks, so a rank has another
+            checkpoint in its folder.
     """
     if world_size() == 1:
         return read_headers(folder)
@@ -219,7 +220,7 @@ def _load_whole(
     device: torch.device | str,
     progress: bool,
 ) -> None:
-    """Load the parameters of a model that is not sharded, each directly to the device."""
+    """Load all parameters of a model that is not sharded, each directly to the device."""
     # A tied parameter has several names.
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -329,7 +330,7 @@ def _keep_float8(
 
 
 def _common_scales(expression: Expression, stored: Mapping[str, StoredTensor]) -> BlockScales | None:
-    """Return the scales of a parameter's first tensor, or None unless all its tensors have such scales.
+    """Return the scales of a parameter's first tensor, or None if the scales of the parameter can't be kept.
 
     Scales can be kept only if all tensors have the same block size and the same supported dtype of scales.
     """
@@ -343,11 +344,11 @@ def _common_scales(expression: Expression, stored: Mapping[str, StoredTensor]) -
 def _fill_codes(
     parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Read this rank's part of the codes and scales of a weight that is kept in float8.
+    """Read this rank's shard of the codes and scales of a weight that is kept in float8.
 
     Args:
         parameter: the codes.
-        frozen: the other tensors of the weight.
+        frozen: the tensors of the weight besides its codes.
         expression: the expression of the parameter.
         stored: the tensors of the checkpoint.
     """
@@ -391,10 +392,10 @@ def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
 
 
 def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by the names that they have in the model with a head.
+    """Return the tensors of a checkpoint by their names in the checkpoint of a model with a head.
 
-    If a model, such as Qwen3-Embedding, was saved without its language-model head, the names of its tensors lack the
-    prefix ``model.``.
+    If a model was saved without its language-model head, as Qwen3-Embedding was, the names of its tensors lack the
+    prefix ``model.``, which this function adds.
 
     Args:
         stored: the tensors by their names in the files.
@@ -413,9 +414,10 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
 def _one_dtype(
     weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]
 ) -> torch.dtype | None:
-    """Return the dtype for all parameters if the tensors of a checkpoint have different dtypes; otherwise None.
+    """Return None if all tensors of a checkpoint have the same dtype, and otherwise one dtype for all parameters.
 
-    It is the dtype in config.json, as in transformers, or else the dtype of most numbers in the checkpoint.
+    This dtype is the one in config.json, as in transformers. If config.json has none, it is the dtype of most elements
+    in the checkpoint.
     """
     counts: Counter[torch.dtype] = Counter()
     for expression in weights.entries.values():
@@ -434,8 +436,9 @@ def _one_dtype(
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
     """Choose the layout that matches the names of the tensors in a checkpoint best.
 
-    The result is the layout for which the checkpoint has the most parameters, where a parameter counts as the fraction
-    of its tensors that exist. If layouts have the same names, the result is the one with the most matching shapes.
+    The chosen layout is the one for which the checkpoint contains the most parameters. A parameter counts as the
+    fraction of its tensors that exist. Among layouts with the same names, the chosen layout is the one with the most
+    matching shapes.
 
     Args:
         maps: the weight map of each layout.
@@ -531,7 +534,7 @@ def _check_head(weights: WeightMap, stored: Mapping[str, StoredTensor], hf_confi
 def _read(
     expression: Expression, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None, device: torch.device | str
 ) -> Tensor:
-    """Read a whole parameter."""
+    """Read all checkpoint tensors of a parameter, and return the whole parameter."""
     names = expression.names()
     # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
     with open_files() as files:

@@ -1,10 +1,11 @@
-"""MXFP4: four-bit floats in blocks of 32 that share a power of two.
+"""MXFP4: four-bit floating-point numbers in blocks of 32 elements, which share a power of two as their scale.
 
 A tensor [..., I] is stored as blocks [..., I / 32, 16] and scales [..., I / 32], both uint8. A byte of a block holds
-two codes, the first in its low half. A code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale s stands for 2^(s
-− 127), and a value is the product of code and scale. In bf16 this product is exact, so if the scales are known,
-encoding unchanged values gives the original bits. The scales can't be computed from the values: zeros match every
-scale, and the code 2 at one scale has the same value as the code 1 at the next scale.
+two codes, the first in its low half. A code has a sign and one of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A
+stored scale s means 2^(s − 127), and a value is the product of its code and this power. In bf16 this product is exact,
+so if the scales are known, encoding unchanged values reproduces the original bits. The scales can't be computed from
+the values, because a block of zeros fits every scale, and the code 2 with one scale has the same value as the code 1
+with the next scale.
 
 Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
 """
@@ -25,7 +26,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """Compute 2^e for the exponents e [..., I / 32]. Returns fp32 [..., I / 32, 1], with one number per block."""
+    """Compute 2^e for the exponents e [..., I / 32], one per block. Returns [..., I / 32, 1] fp32."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).unsqueeze(-1)
 
 
@@ -112,7 +113,7 @@ class Mxfp4(Expression):
 
 
 def with_scales(weights: WeightMap, read: Callable[[str], Tensor]) -> WeightMap:
-    """Let all MXFP4 tensors of a map get their scales from ``read``, a function of the name. Returns the map."""
+    """Set the function of a name by which a map's MXFP4 tensors read their scales, and return the map."""
     for expression in weights.entries.values():
         if isinstance(expression, Mxfp4):
             expression.read = read

@@ -59,7 +59,7 @@ def save_pretrained(
     In a process group, only rank 0 writes, and the other ranks that call this function wait for rank 0. If the model is
     sharded, all ranks must call this function. Under torchrun, the ranks on the host of rank 0 then divide the files
     among themselves. Each parameter is gathered only on the rank that writes it, which holds the tensors of about one
-    file at a time. All other ranks only send their shards.
+    file at a time. The other ranks only send their shards.
 
     Args:
         model: the model, whose ``hf_config`` and ``assets`` are saved, too.
@@ -76,7 +76,7 @@ def save_pretrained(
         hf_config: content of config.json, to which only keys about quantization and ``auto_map`` are added. By default,
             config.json is written from the model's config.
         tensors: maps names to whole tensors that are saved instead of the model's parameters. The calling rank then
-            writes, and other ranks need not call this function.
+            writes all files, and other ranks need not call this function.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, the model has adapters, ``dtype`` is a
@@ -157,7 +157,7 @@ def save_pretrained(
 
     def write_own(target: Path, file_of: Mapping[str, str], owners: Mapping[str, int]) -> None:
         def reader(name: str) -> int | None:
-            """The rank that writes all tensors of a parameter; None if several ranks do."""
+            """Return the rank that writes all tensors of a parameter; None if several ranks write them."""
             names = [theirs + end for theirs in stored.weights.entries[name].names() for end in ("", SCALES)]
             ranks = {owners[file_of[theirs]] for theirs in names if theirs in file_of}
             return ranks.pop() if len(ranks) == 1 else None
@@ -191,7 +191,7 @@ def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict
     The files are divided among the ranks on the host of rank 0. Files with kept tensors are written by rank 0, because
     only rank 0 has these tensors.
 
-    torchrun numbers the ranks of a host consecutively and sets their number in an environment variable. Ranks on other
+    torchrun numbers the ranks of a host consecutively, and an environment variable holds their number. Ranks on other
     hosts may have no access to the folder.
     """
     writers = min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), world_size())
@@ -237,7 +237,7 @@ def _write_tensors(
         target: the folder, which already contains config.json.
         file_of: maps the name of each tensor to its file.
         owned: the files to write.
-        named: the tensors, and maybe others.
+        named: the tensors to write. It may also yield other tensors, which are skipped.
     """
     counts, pending = Counter(file_of.values()), dict[str, dict[str, Tensor]]()
     for name, tensor in named:

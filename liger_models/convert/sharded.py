@@ -1,4 +1,4 @@
-"""Reading of one rank's shard of a parameter, for which only the required rows of the checkpoint are read."""
+"""Functions that read one rank's shard of a parameter, and only the rows of the checkpoint that the shard needs."""
 
 import functools
 import itertools
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 MAX_RUNS = 64
-"""Maximum number of contiguous runs of rows to read from a tensor.
+"""Maximum number of contiguous runs of rows that are read from a tensor separately.
 
-If there were more runs, all rows from the first to the last are read at once.
+If there are more runs, all rows from the first to the last are read at once.
 """
 
 
@@ -48,10 +48,10 @@ class Rows(NamedTuple):
     Attributes:
         runs: maps the name of a tensor to its contiguous runs of rows in order, each given by the first row and the
             last row + 1.
-        units: number of trailing dimensions that the expression does not change. A slice over these dimensions is only
-            moved as a whole.
-        order: [n] int64, for each slice of the shard, its index among the slices that are read; None if the order is
-            the same.
+        units: number of trailing dimensions that the expression does not change. The expression moves each slice over
+            these dimensions as a whole.
+        order: [n] int64, for each slice of the shard, its index among the slices that are read; None if the slices are
+            read in the order of the shard.
     """
 
     runs: Mapping[str, list[tuple[int, int]]]
@@ -64,7 +64,7 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
 
     Args:
         rank: the rank, in the default process group, that gets the tensor.
-        tensor: sharded or replicated over any mesh. The ranks of other meshes than that of ``rank`` send nothing.
+        tensor: sharded or replicated over any mesh. A rank whose mesh does not contain ``rank`` sends nothing.
 
     Returns:
         The whole tensor on the device of the mesh; None on the other ranks, which need no memory for it.
@@ -101,9 +101,9 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)  # layers are alike
 def _parts_to(rank: int, shape: torch.Size, mesh: Any, placements: Any) -> dict[int, Part] | None:
-    """The parts of a DTensor that make up the whole, by the ranks that send them to ``rank``: one of equal parts.
+    """Map the ranks that send parts of a DTensor to ``rank`` to these parts. Of ranks with equal parts, one sends.
 
-    None if a dimension is sharded twice and unevenly, where PyTorch computes wrong offsets.
+    Return None if a dimension is sharded twice and unevenly, because PyTorch computes wrong offsets in this case.
     """
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset  # slow to import
 
@@ -161,14 +161,14 @@ def read_part(
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> Tensor:
-    """Read a shard of a parameter. If the expression moves whole rows, only the required rows are read.
+    """Read a shard of a parameter. If the expression moves whole rows, only the rows of the shard are read.
 
     Args:
         expression: the expression of the parameter.
         part: the shard to read.
         shapes: the shape of each tensor of the expression, by name.
-        read: function of a name, the first row and the last row + 1, which returns these rows in the final dtype on the
-            final device.
+        read: function that takes the name of a tensor, the first row and the last row + 1, and returns these rows in
+            the final dtype on the final device.
         read_whole: function that returns the whole parameter. It is used if the expression splits rows.
 
     Returns:
@@ -200,9 +200,9 @@ def read_part(
 
 
 def moves_rows(expression: Expression, weight: Tensor) -> bool:
-    """Whether a weight [O, C] or [X, O, C] consists of whole rows of the checkpoint's matrices.
+    """Return whether a weight [O, C] or [X, O, C] consists of whole rows of the checkpoint's matrices.
 
-    This is False for a patch embedding, which is stored as a convolution.
+    The result is False for a patch embedding, which is stored as a convolution.
     """
     # Unpack a weight that has only one number per row. If rows stay whole, the results have one number per row, too.
     rows = weight.new_empty(len(weight)) if weight.dim() == 2 else weight.new_empty(*weight.shape[:2], 1)
@@ -214,7 +214,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Whether row i of a parameter has exactly the elements of row i of each of its tensors, in any order."""
+    """Return whether row i of a parameter consists of the elements of row i of each of its tensors, in any order."""
     if expression.by_rows:
         return True
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):
@@ -229,14 +229,14 @@ def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> tor
 
 
 def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
-    """The rows of the checkpoint that make up a shard of a parameter.
+    """Return the rows of the checkpoint that make up a shard of a parameter.
 
-    For this purpose the rows are numbered, and tensors of these numbers are packed in the same way as the weights. The
-    packed shard then contains the numbers of the rows that it consists of.
+    To find them, the rows are numbered, and tensors of these numbers are packed in the same way as the weights. The
+    shard of the packed tensor then contains the numbers of the rows that the shard of the parameter consists of.
 
     Args:
         expression: the expression of the parameter.
-        part: the shard. Its last dimension counts as whole.
+        part: the shard. Its last dimension is regarded as not sharded.
         shapes: name -> shape of each tensor of the expression.
 
     Returns:
@@ -293,7 +293,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
 def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     """Find the rows of a parameter that belong to each matrix of the checkpoint.
 
-    For this purpose the rows are numbered, and a tensor of these numbers is unpacked in the same way as the parameter.
+    To find them, the rows are numbered, and a tensor of these numbers is unpacked in the same way as the parameter.
     Each matrix then contains the numbers of its rows.
 
     Args:

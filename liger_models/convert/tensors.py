@@ -1,4 +1,4 @@
-"""Conversion between a model in memory and named Hugging Face tensors, one tensor at a time."""
+"""Conversion between a model in memory and the named tensors of a Hugging Face checkpoint, one tensor at a time."""
 
 import contextlib
 import dataclasses
@@ -33,10 +33,10 @@ def hf_tensors(
     it is tied. The iterator can be passed to ``load_weights`` of vLLM and SGLang.
 
     If the model is sharded, all ranks must call this function and read the iterator to the end, because each parameter
-    is gathered when its first tensor is read. In addition to the model, one gathered parameter (at most
-    the experts of a layer) and the last tensor are in memory. Read all tensors before the next optimizer step. A tensor
-    with the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if you
-    keep it.
+    is gathered when its first tensor is read. In addition to the model, one gathered parameter (at most the experts of
+    a layer) and the last yielded tensor are in memory. Read all tensors before the next optimizer step. A tensor with
+    the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if you keep
+    it.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -67,7 +67,7 @@ def get_hf_state_dict(
     device: torch.device | str | None = None,
     rank: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return copies of all tensors of `hf_tensors` in a dict. Further training does not change the copies.
+    """Return copies of all tensors that `hf_tensors` yields, in a dict. Further training does not change the copies.
 
     Args:
         model, dtype, merge: as in `hf_tensors`. All ranks of a sharded model must call this function.
@@ -100,9 +100,9 @@ def hf_gradients(
     """Iterate over the gradients with the names and the layout of `hf_tensors`.
 
     Call this function after the backward and before the gradients are set to None. Parameters without a gradient, such
-    as frozen ones, are skipped, and so are adapters, which have no name in a checkpoint. If the model is sharded, all
-    ranks must call this function and read the iterator to the end. The gradients are whole, and averaged over the
-    ranks in the same way as for the optimizer.
+    as frozen ones, are skipped. Adapters are skipped as well, because they have no name in a checkpoint. If the model
+    is sharded, all ranks must call this function and read the iterator to the end. The yielded gradients are not
+    sharded, and are averaged over the ranks in the same way as for the optimizer.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -139,13 +139,14 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     """Load tensors with the names and the layout of a Hugging Face checkpoint into a model, in place.
 
     Parameters keep their dtype, device and sharding, and an optimizer that holds them stays valid. Adapters are not
-    changed. The tensors may have any layout that checkpoints of the model may have. If the model is sharded, all ranks
+    changed. The tensors may have any layout in which checkpoints of the model exist. If the model is sharded, all ranks
     must call this function, each with all tensors, and an error on one rank is raised on all ranks.
 
-    An iterable is read one tensor at a time. Tensors are held until all tensors of the same parameter have been read,
-    and their buffers must not be reused before that. If the tensors are in the order of a checkpoint, only one
-    parameter is held at a time. An iterable is checked while it is read, so after an error the model may have both old
-    and new weights, and the error message says so. A mapping is checked before anything changes.
+    An iterable is read one tensor at a time. This function keeps each tensor until all tensors of the same parameter
+    have been read, so do not reuse the memory of a tensor earlier. If the tensors are in the order of a checkpoint,
+    only the tensors of one parameter are kept at a time. An iterable is checked while it is read, so after an error the
+    model may have both old and new weights, and the error message says so. A mapping is checked before anything
+    changes.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -208,7 +209,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
 
 
 class CheckpointTensors(NamedTuple):
-    """The parameters of a model, and what is needed to compute the tensors of a checkpoint from them.
+    """The parameters of a model, and the data for computing the tensors of a checkpoint from the parameters.
 
     Attributes:
         config: the config of the model, in which ``tie_word_embeddings`` says whether the weights are tied.
@@ -216,7 +217,8 @@ class CheckpointTensors(NamedTuple):
         parameters: the parameters by our names, in the order in which they are stored.
         adapted: maps the name of a parameter with adapters to the layer that has the adapters.
         merge: whether adapters are added to the weights.
-        frozen: maps the name of a parameter that holds codes to the other tensors of the weight.
+        frozen: maps the name of a parameter that holds the codes of a quantized weight to the other tensors of the
+            weight.
         height: number of rows of a block if kept float8 weights are stored unchanged; None if they are stored
             dequantized.
     """
@@ -231,7 +233,7 @@ class CheckpointTensors(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether gathering the parameters is a collective."""
+        """Whether any parameter is sharded, so that all ranks must gather the parameters together."""
         return any(is_sharded(parameter) for parameter in self.parameters.values())
 
     @property
@@ -240,7 +242,7 @@ class CheckpointTensors(NamedTuple):
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors on the meta device, in ``dtype`` or the dtype of each parameter."""
+        """Return the checkpoint's tensors on the meta device, in ``dtype`` or, if None, the dtype of each parameter."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name in self.kept if self.height is not None else ():
             tensors = self.frozen[name].tensors(self.parameters[name]).items()
@@ -252,16 +254,17 @@ class CheckpointTensors(NamedTuple):
         return shapes
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a dense parameter on the meta device, in ``dtype`` or its own; codes become the weight they encode."""
+        """Return a parameter on the meta device, in ``dtype`` or its own. Codes become the weight that they encode."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
     def gather(self, reader: int | Callable[[str], int | None] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield our name of each parameter and its value, gathered from all ranks and with merged adapters.
+        """Yield our name of each parameter and its gathered value, to which adapters are added if ``merge`` is set.
 
         Args:
-            reader: the only rank that gets the values, or a function of a parameter's name that returns this rank, the
-                same on all ranks. None for all ranks.
+            reader: the only rank that gets the values, or a function that takes a parameter's name and returns the only
+                rank that gets its value. The function must return the same rank on all ranks. With None all ranks get
+                all values.
         """
         for name, parameter in self.parameters.items():
             rank = reader(name) if callable(reader) else reader
@@ -274,7 +277,7 @@ class CheckpointTensors(NamedTuple):
                     yield values.pop(0)
 
     def _sharded_as(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """The tensors that are gathered for a parameter."""
+        """Return the tensors that must be gathered to compute the value of a parameter."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
             attribute = name.rpartition(".")[2]
@@ -286,7 +289,7 @@ class CheckpointTensors(NamedTuple):
         return {"": parameter.detach()} if weight is None else weight.tensors(parameter.detach())
 
     def _values(self, name: str, whole: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        """The value of a parameter, from its gathered tensors; codes and scales of a weight that is kept in float8."""
+        """Return the value of a parameter from its gathered tensors: for weights kept in float8, codes and scales."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
             # The layer computes the weight. Its shards are replaced by whole tensors for this call.
@@ -300,7 +303,7 @@ class CheckpointTensors(NamedTuple):
         return [(name, weight.of_gathered(whole).dense())]
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors, contiguous and in ``dtype``, from the values of `gather`."""
+        """Yield the checkpoint's tensors, contiguous and in ``dtype``, for the values that `gather` yields."""
         # No local variable may refer to a tensor longer than its reader, so that its memory can be freed.
         for ours, whole in gathered:
             tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
@@ -318,7 +321,7 @@ class CheckpointTensors(NamedTuple):
 def _contiguous(tensor: Tensor) -> Tensor:
     """Return ``tensor.contiguous()``, copied in elements of 16 bytes if possible.
 
-    PyTorch copies rows that are not adjacent in memory element by element, so larger elements are faster.
+    PyTorch copies rows that are not adjacent in memory element by element, so copying larger elements is faster.
     """
     # Rows must be aligned to 16 bytes, the size of complex128, and their length must be a multiple of it.
     wide = 16 // tensor.itemsize
@@ -329,14 +332,14 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def is_tied(head: Tensor, embedding: Tensor) -> bool:
-    """Whether the weights of a head and an embedding are the same tensor. They may be sharded."""
+    """Return whether a head and an embedding, sharded or not, are the same tensor."""
     return head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
 
 
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
-    """Collect the parameters of a model's checkpoint. Parameters that FSDP has left gathered are sharded again.
+    """Collect the parameters of a model's checkpoint. Parameters that FSDP has left gathered are resharded first.
 
     Args:
         where: name of the calling function, for error messages.
@@ -417,7 +420,7 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """Finds the layout of tensors that are read one by one. Each tensor narrows down the possible layouts."""
+    """Determines the layout of tensors that are read one by one. Each tensor reduces the set of possible layouts."""
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
         empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
@@ -454,7 +457,7 @@ class _Names:
         return fitting[0][0]
 
     def parameter_of(self, name: str) -> tuple[str, int]:
-        """Return our name of the parameter that a tensor belongs to, and the parameter's number of tensors."""
+        """Return our name of the parameter that a tensor belongs to, and the number of the parameter's tensors."""
         _, _, owners, counts = self.layouts[0]
         return owners[name], counts[owners[name]]
 
@@ -489,7 +492,7 @@ def _full(tensor: Any) -> Tensor:
 
 
 def _gather(tensor: Any, rank: int | None) -> Tensor | None:
-    """A tensor gathered on all ranks, or on one of them; None on the others."""
+    """Gather a tensor on all ranks, or on ``rank`` alone. Returns None on ranks that do not get the tensor."""
     if rank is None:
         return _full(tensor)
     if is_sharded(tensor):
@@ -528,7 +531,7 @@ def _place(
 
 
 def _check_head(name: str, head: Tensor, embedding: Any) -> None:
-    """Raise ValueError if the weights are tied but the given head differs from the embedding."""
+    """Raise ValueError if the given head differs from the embedding, to which the model ties its head."""
     local, same_shape = _local(embedding), head.shape == embedding.shape
     if same_shape and is_sharded(embedding):
         offset, shape = Part.of(embedding)

@@ -1,9 +1,9 @@
-"""Weight maps, which describe how parameters and the tensors of a Hugging Face checkpoint correspond.
+"""Weight maps, which describe how a model's parameters correspond to the tensors of a Hugging Face checkpoint.
 
 A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. The expression
-packs these tensors into our parameter, and unpacks our parameter into these tensors. It only moves elements, so a round
-trip is bitwise identical in every dtype; only the expression in `convert.mxfp4` decodes values. For meta tensors, an
-expression computes shapes.
+packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements, so
+a round trip is bitwise identical in every dtype. The only exception is the expression in `convert.mxfp4`, which decodes
+values. Applied to meta tensors, an expression computes shapes.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -11,8 +11,8 @@ expression computes shapes.
         two=2,
     )
 
-Names may contain indices (``{i}``), which are expanded over their index sets when the map is built. No patterns are
-used to match names, so a map can be printed (``print(weight_map)``) and diffed.
+Names may contain indices (``{i}``), which are expanded over their index sets when the map is built. Names are never
+matched by patterns, so a printed map (``print(weight_map)``) lists every name and can be diffed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Expression(ABC):
 
     @abstractmethod
     def expand(self, indices: Mapping[str, int]) -> Expression:
-        """Return the same expression, in whose names indices are replaced by numbers."""
+        """Return this expression with the indices in its names replaced by numbers."""
 
     @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Make our tensor from the checkpoint's tensors, which are given by name."""
+        """Compute our tensor from the checkpoint's tensors, which are passed by name."""
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Make the checkpoint's tensors, by name, from our tensor. They are views of our tensor if strides allow."""
+        """Compute the checkpoint's tensors, by name, from our tensor. They are views of it where strides allow."""
 
 
 class Name(Expression):
-    """A tensor of the checkpoint that is not changed."""
+    """A tensor of the checkpoint, which is used unchanged."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -158,7 +158,7 @@ class Stack(Expression):
 
 
 class Split(Expression):
-    """A checkpoint tensor that is a concatenation of several parts, which our tensor combines in another way.
+    """A checkpoint tensor that concatenates several parts. Our tensor combines the same parts in another way.
 
     Args:
         child: the checkpoint's tensor.
@@ -249,7 +249,7 @@ class WeightMap:
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
 
     def passes_over(self, name: str) -> bool:
-        """Whether a checkpoint tensor is skipped or kept, so that it belongs to no parameter."""
+        """Return whether a checkpoint tensor belongs to no parameter, because it matches ``skip`` or ``kept``."""
         return name in self.skip or name.startswith(self.kept)
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -280,7 +280,7 @@ def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int
 
 
 def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """A fused qkv projection. Its rows are grouped by KV head: first the query heads, then the key, then the value."""
+    """Return a fused qkv projection. Each KV head has the rows of its query heads, of its key and of its value."""
     # Concatenate [G, n, C] of q, k and v within each of the G groups.
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
     sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
@@ -288,48 +288,48 @@ def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int
 
 
 def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Like `qkv_rows`, but without values."""
+    """Return a fused projection like `qkv_rows`, but without the rows of the values."""
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k)]
     sizes = [heads // kv_heads * head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """Like `qkv_rows`, from a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
+    """Return `qkv_rows` of a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """The weight of a patch embedding as a linear layer, from a convolution whose stride equals its kernel size."""
+    """Return a patch embedding's weight for a linear layer, from a convolution with stride equal to kernel size."""
     pattern = "c channels frames height width -> c (channels frames height width)"
     return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
 
 
 def gate_up_rows(gate: str, up: str) -> Expression:
-    """A fused gate and up projection, in which row 2f is row f of gate, and row 2f + 1 is row f of up."""
+    """Return a fused gate and up projection. Its row 2f is row f of gate, and its row 2f + 1 is row f of up."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 
 def fused_qkv_rows(qkv: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Like `qkv_rows`, from a checkpoint tensor with all queries, then all keys, then all values."""
+    """Return `qkv_rows` of a checkpoint tensor with the rows of all queries, then of all keys, then of all values."""
     sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     return Split(qkv, 0, sizes, qkv_rows("q", "k", "v", heads=heads, kv_heads=kv_heads, head_dim=head_dim))
 
 
 def fused_gate_up_rows(gate_up: str) -> Expression:
-    """Like `gate_up_rows`, from a checkpoint tensor with all rows of gate, then all rows of up."""
+    """Return `gate_up_rows` of a checkpoint tensor that has all rows of gate, then all rows of up."""
     return Rearrange("(two f) ... -> (f two) ...", gate_up, two=2)
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """The stacked weights of a layer's experts: gate with up, and down. ``{x}`` in a name is the expert."""
+    """Return the stacked weights of a layer's experts: fused gate and up, and down. ``{x}`` in a name is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
 
 
 def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
-    """Like `expert_rows`, from checkpoint tensors [X, 2F, C] (rows of gate before rows of up) and [X, C, F]."""
+    """Return `expert_rows` of checkpoint tensors [X, 2F, C] (rows of gate before rows of up) and [X, C, F]."""
     return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
 
 

@@ -1,4 +1,4 @@
-"""Training on several devices in a loop of your own: thin functions over PyTorch's FSDP2, DTensor and checkpoints."""
+"""Thin functions over PyTorch's FSDP2, DTensor and checkpoints, for training on several devices in your own loop."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -1,6 +1,7 @@
-"""Comparison of the ranks' models and batches, before the first forward and on demand.
+"""Comparison of models and batches between the ranks, before the first forward and on demand.
 
-Ranks exchange digests of 8 bytes, and more only to name a difference.
+Ranks exchange digests of 8 bytes. Only if digests differ, ranks exchange more, so that the error can name the
+difference.
 """
 
 import dataclasses
@@ -21,26 +22,27 @@ from liger_models.layers.linear import is_sharded
 from liger_models.parallel.checksum import sum_bits, version_of
 
 SAMPLED = 4096
-"""Number of a weight's elements that are compared between the ranks."""
+"""Number of elements of each weight that are compared between the ranks."""
 
 
 def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError on all ranks if their models differ, or if ranks that share a batch have different ones.
+    """Raise ValueError on all ranks if the ranks' models differ, or if ranks that share a batch have different batches.
 
     A model that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep` has distributed calls this function before its first
-    forward. Your own loop may call it again, on all ranks. It waits for the device. Without a process group it does
-    nothing.
+    forward. Your own loop may call this function again, on all ranks. The function synchronizes with the device.
+    Without a process group it does nothing.
 
     Args:
         model: the model. Its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters
-            must be the same on all ranks. The weights must have been the same when `apply_fsdp`, `apply_tp`,
-            `apply_cp` or `apply_ep` was called. A sample of each weight is compared, unless it was loaded since.
+            must be the same on all ranks. The weights must have been the same when `apply_fsdp`, `apply_tp`, `apply_cp`
+            or `apply_ep` was called. A sample of each weight is compared, except for weights that were loaded after
+            that call.
         batch: keyword arguments of the model's forward. They must be the same on the ranks of a group of `apply_tp` or
             `apply_cp`. Integers are compared by value, and floating-point tensors by shape and dtype.
 
     Raises:
-        ValueError: something differs; the message names it, and two ranks. Or ``fully_shard`` has sharded only some of
-            the trained parameters, so that nothing averages the gradients of the others.
+        ValueError: something differs (the message names the difference and two ranks), or ``fully_shard`` has sharded
+            only some of the trained parameters, so that the gradients of the other parameters are not averaged.
     """
     if not is_distributed():
         return
@@ -75,7 +77,7 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
 
 
 def _refuse(groups: list[list[tuple[int, dict[str, str]]]], where: str, remedy: str) -> None:
-    """Raise ValueError for the first fact in which a rank differs from the first rank of its group."""
+    """Raise ValueError for the first property in which a rank differs from the first rank of its group."""
     for (first, expected), *others in groups:
         for other, got in others:
             for name in [*expected, *got]:
@@ -88,12 +90,14 @@ def _refuse(groups: list[list[tuple[int, dict[str, str]]]], where: str, remedy: 
 
 
 class FirstForward:
-    """Forward pre-hook of a distributed model, which checks the first forward and the first forward that trains.
+    """Forward pre-hook that checks a distributed model in its first forward and in its first training forward.
 
     Args:
-        averaged: whether the caller has said that gradients are averaged over the ranks.
-        replicas: the ranks that hold copies of this rank's weights, over which something must average gradients.
-        samples: name of each weight -> its sample before it was sharded (`weight_samples`), and its version since.
+        averaged: whether the user has declared that gradients are averaged over the ranks.
+        replicas: the ranks that hold replicas of this rank's weights, so that gradients must be averaged over these
+            ranks.
+        samples: maps the name of each weight to its sample before the weight was sharded (`weight_samples`), and to the
+            version of the weight afterwards.
     """
 
     only_checks = True
@@ -105,7 +109,7 @@ class FirstForward:
         self.averaged, self.replicas, self.samples, self.agreed = averaged, replicas, samples, False
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ValueError if the ranks differ, or nothing averages the gradients."""
+        """Raise ValueError if the ranks' models or batches differ, or if gradients are not averaged over replicas."""
         if torch.compiler.is_compiling():
             return
         if not self.agreed:
@@ -121,10 +125,10 @@ class FirstForward:
 def check_first_forward(
     model: Decoder, samples: Mapping[str, int], *, averaged: bool = False, replicas: Collection[int] = ()
 ) -> None:
-    """Register `FirstForward` once for each model, in place of the hook of an earlier call.
+    """Register a `FirstForward` hook on a model, and remove the hook that an earlier call has registered.
 
     Args:
-        model: the model, sharded by now.
+        model: the model, which is already sharded.
         samples: what `weight_samples` returned before the model was sharded.
         averaged, replicas: as in `FirstForward`.
     """
@@ -144,7 +148,7 @@ def check_first_forward(
 
 
 class _Refusal:
-    """Names of parameters for DistributedDataParallel, which raise ValueError when it reads them."""
+    """A list of parameter names that raises ValueError when DistributedDataParallel reads the list."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -158,10 +162,10 @@ class _Refusal:
 
 
 def weight_samples(model: Decoder) -> dict[str, int]:
-    """Name of each weight -> the sum of the bits of its first `SAMPLED` elements before the model was sharded.
+    """Map the name of each weight to its sample, the sum of the bits of its first `SAMPLED` elements before sharding.
 
     Samples differ if a rank has loaded another checkpoint or drawn weights from another seed. Weights on the meta
-    device are left out, as are weights that were loaded after a first `apply_tp`, `apply_cp` or `apply_ep`.
+    device and weights that were loaded after a first call of `apply_tp`, `apply_cp` or `apply_ep` have no sample.
     """
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, FirstForward):
@@ -179,16 +183,16 @@ def weight_samples(model: Decoder) -> dict[str, int]:
 
 
 def current_samples(model: Decoder, hook: FirstForward) -> dict[str, int]:
-    """The samples of the weights that have not been written to since."""
+    """Return the samples of those weights that have not been written to since the samples were taken."""
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     return {name: sample for name, (sample, version) in hook.samples.items() if versions.get(name) == version}
 
 
 def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
-    """Raise ValueError if ranks have copies of a weight and nothing averages their gradients.
+    """Raise ValueError if ranks have replicas of a weight whose gradients are not averaged over these ranks.
 
     Args:
-        model: the model, in its first forward that trains.
+        model: the model, in its first training forward.
         replicas: as in `FirstForward`.
     """
     groups = model.groups
@@ -227,7 +231,7 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
 
 
 def _check_hand_written(model: Decoder) -> None:
-    """Raise ValueError if ``fully_shard`` has left out trained parameters, whose gradients nothing averages."""
+    """Raise ValueError if ``fully_shard`` has left out trained parameters, whose gradients are then not averaged."""
     if any(isinstance(module, FSDPModule) for module in model.modules()) and not _all_in_fsdp(model):
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         left_out = next((name for name in trained if not is_sharded(model.get_parameter(name))), "some")
@@ -239,13 +243,13 @@ def _check_hand_written(model: Decoder) -> None:
 
 
 def _all_in_fsdp(module: nn.Module) -> bool:
-    """Whether all trained parameters of a module belong to modules that FSDP2 has sharded."""
+    """Return whether all trained parameters of a module belong to modules that FSDP2 has sharded."""
     has_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return isinstance(module, FSDPModule) or (not has_trained and all(map(_all_in_fsdp, module.children())))
 
 
 def _facts_of_model(model: Decoder) -> dict[str, str]:
-    """What must be the same on all ranks: names of settings and parameters -> text about them."""
+    """Return what must be the same on all ranks, as a mapping from names of settings and parameters to descriptions."""
     config = model.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     facts = {"the class": type(model).__name__, **{name: repr(value) for name, value in fields.items()}}
@@ -261,7 +265,7 @@ def _facts_of_model(model: Decoder) -> dict[str, str]:
 
 
 def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same on ranks that share a batch: names of arguments -> text about them."""
+    """Return what must be the same on ranks that share a batch, as a mapping from argument names to descriptions."""
     facts = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):
@@ -285,7 +289,7 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """The values of all ranks, ordered by rank. Each group gathers what the groups before it have gathered."""
+    """Return the values of all ranks, ordered by rank. Each group gathers the results of the previous group."""
     values = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()

@@ -1,4 +1,4 @@
-"""Checksums of weights, sharded or not, by which a run recognizes the weights under its adapters."""
+"""Checksums of sharded or unsharded weights. A resumed run uses them to recognize the base weights of its adapters."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,23 +12,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from liger_models.layers.linear import local
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Number of bytes of an element -> the dtype as which its bits are summed."""
+"""Maps the number of bytes of an element to the integer dtype as which its bits are summed."""
 _sums: Any = WeakTensorKeyDictionary()
-"""Tensor -> its version when its bits were summed, and the sum over its shard on this rank."""
+"""Maps a tensor to its version when its bits were summed, and to the sum over its shard on this rank."""
 
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A digest of the names of tensors and the sums of their bits. Every rank must call it if a tensor is sharded.
+    """Compute a digest of tensors' names and sums of bits. If a tensor is sharded, all ranks must call this function.
 
-    The digest does not depend on the number of ranks. Each rank reads its own shards, and a shard again only if it was
-    written to. Ranks exchange one number for each tensor.
+    The digest does not depend on the number of ranks. Each rank reads only its own shards, and reads a shard again only
+    if the shard was written to. Ranks exchange one number per tensor.
 
     Args:
-        tensors: pairs of a name and a tensor. All ranks pass the same ones, each with its own shards.
+        tensors: pairs of a name and a tensor. All ranks pass the same tensors, each rank with its own shards.
 
     Returns:
-        16 hexadecimal digits. If a tensor is not sharded, the digest describes the calling rank's copy of it.
+        16 hexadecimal digits. If a tensor is not sharded, the digest describes the calling rank's replica of the
+        tensor.
     """
     # Sum this rank's shards. Tensors with the same mesh and placements share one reduction below.
     groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
@@ -51,10 +52,10 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def frozen_checksum(model: nn.Module) -> str:
-    """`weight_checksum` of a model's frozen weights. It is the same however the model is sharded.
+    """Return the `weight_checksum` of a model's frozen weights. It does not depend on how the model is sharded.
 
-    For weights in fewer bits the codes and the scales count. The factors of the scales do not, because `apply_tp`
-    repeats them on each rank.
+    The checksum of a quantized weight includes its codes and its scales, but not the factors of its scales, because
+    `apply_tp` replicates these factors on each rank.
     """
     frozen = ((name, value) for name, value in model.named_parameters() if not value.requires_grad)
     return weight_checksum(
@@ -63,7 +64,7 @@ def frozen_checksum(model: nn.Module) -> str:
 
 
 def _sum_of_shard(tensor: Tensor) -> Tensor:
-    """The sum of the bits of this rank's shard, from `_sums` unless the tensor was written to since."""
+    """Return the sum of the bits of this rank's shard. `_sums` caches the sum until the tensor is written to."""
     version, total = _sums.get(tensor, (None, None))
     if version != version_of(tensor):
         version, total = _sums[tensor] = version_of(tensor), sum_bits(local(tensor))
@@ -71,10 +72,10 @@ def _sum_of_shard(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Two numbers that change when a tensor is written to, as a DTensor or through its shard on this rank."""
+    """Return two numbers that change when a tensor is written to, as a DTensor or through its shard on this rank."""
     return tensor._version, local(tensor)._version
 
 
 def sum_bits(tensor: Tensor) -> Tensor:
-    """The sum of all elements whose bits are read as integers: [] int64, which may overflow."""
+    """Return the sum of all elements, with their bits interpreted as integers: [] int64, which may overflow."""
     return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank has a share of the tokens of every sequence."""
+"""Context parallelism: each rank holds a part of the tokens of every sequence."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -18,13 +18,13 @@ Model = TypeVar("Model", bound=Decoder)
 def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model:
     """Distribute the tokens of every sequence over the ranks of a mesh, in place: each rank has T / R tokens, in order.
 
-    All ranks must be given the same full batch, and they return the same loss. Tokens of different ranks interact only
-    in attention. There each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows and
-    softcaps work as on one rank. Vision towers run in full on every rank.
+    All ranks must be given the same whole batch, and they return the same loss. Tokens of different ranks interact only
+    in attention. During attention each rank has all tokens for 1 / R of the heads, so packed documents, padding,
+    windows and softcaps work as on one rank. Vision towers run in full on every rank.
 
     Weights are replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights over all ranks and
-    averages their gradients. DistributedDataParallel over all ranks averages them, too. Without either, the first
-    training forward raises an error.
+    averages the gradients. DistributedDataParallel over all ranks averages the gradients, too. Without either of them,
+    the first training forward raises an error.
 
     Args:
         model: on the meta device, or with the same weights on every rank.

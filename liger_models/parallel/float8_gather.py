@@ -1,4 +1,4 @@
-"""FSDP2 with weights that are gathered in float8: each rank rounds its own rows, and sends one byte for each number.
+"""FSDP2 with weights that are gathered in float8: each rank rounds its own rows and sends one byte per element.
 
 A layer whose weight has one scale (`convert_to_float8`, recipe "tensorwise") multiplies float8 codes. Given the largest
 absolute value of the whole weight, each rank computes the codes of its own rows::
@@ -6,15 +6,15 @@ absolute value of the whole weight, each rank computes the codes of its own rows
     amax_l = max over the ranks of max |W_l| over the rank's rows     one all-reduce for all layers, before the forward
     q(W_l) = all-gather of float8(W_l · MAX / amax_l)                 one byte for each number
 
-The forward and the backward multiply the same codes, which the backward transposes. Losses and gradients are, bit for
-bit, those of weights that are gathered in bfloat16 and rounded by every rank. Recipes with a scale for each row round a
-weight twice: by rows for the forward, and by columns for the backward. Two codes have as many bytes as one number in
-bfloat16, so these recipes gather bfloat16.
+The forward and the backward multiply the same codes, which the backward transposes. Losses and gradients are bitwise
+identical to those with weights that are gathered in bfloat16 and then rounded by every rank. Recipes with one scale per
+row round a weight twice: by rows for the forward, and by columns for the backward. The two codes of an element have as
+many bytes as the element in bfloat16, so with these recipes the weights are gathered in bfloat16.
 
-Parameters do not change, so optimizers and checkpoints need not know of this. FSDP2 calls the methods
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a parameter's local tensor if it has them. Here they are
-attributes of an ordinary tensor. A gathered parameter has a shape and a gradient but no values: all elements are one
-NaN in memory.
+The parameters themselves do not change, so optimizers and checkpoints work as without this module. FSDP2 calls the
+methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a parameter's local tensor if it has them. Here these
+methods are attributes of an ordinary tensor. A gathered parameter has a shape and a gradient but no values: all its
+elements share the memory of a single NaN.
 """
 
 from collections.abc import Iterable
@@ -32,11 +32,11 @@ from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, ro
 
 
 class _Weight:
-    """One weight that is gathered in float8. Its methods are FSDP2's extension points.
+    """A weight that is gathered in float8. The methods `before` and `after` are FSDP2's extension points.
 
     Args:
         linear: the layer.
-        parameter: what FSDP2 knows of the layer's weight.
+        parameter: FSDP2's record of the layer's weight.
         dtype: dtype to which a weight is cast before it is rounded.
         amax: [1] fp32, the largest absolute value of the whole weight, which `Float8Gather` updates.
         inverse: [] fp32, the inverse of the scale.
@@ -52,7 +52,7 @@ class _Weight:
         parameter._unsharded_param = nn.Parameter(unknown, requires_grad=linear.weight.requires_grad)
 
     def attach(self) -> Tensor:
-        """Attach the methods to the rank's rows, unless they are attached, and return the rows.
+        """Attach FSDP2's extension methods to the rank's rows, unless they are already attached, and return the rows.
 
         Moving a module replaces its tensors by new ones without the methods.
         """
@@ -67,13 +67,13 @@ class _Weight:
     def before(
         self, mesh: DeviceMesh, size: torch.Size, stride: Any, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """The codes of the rank's rows, which FSDP2 sends. The arguments are FSDP2's."""
+        """Return the codes of the rank's rows, which FSDP2 sends. FSDP2 determines the signature."""
         rows = self.attach().detach().to(self.dtype)
         return (round_known(rows, float8_dtype(rows.device), self.amax).view(torch.uint8),), None
 
     @torch.no_grad()
     def after(self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor) -> None:
-        """Give the gathered codes to the layer. FSDP2 owns their memory, frees it and fills it again."""
+        """Set the gathered codes in the layer. FSDP2 owns the memory of the codes, frees it and fills it again."""
         # Later gathers write into the same memory, so one view of it serves all of them.
         if self.linear.gathered is None:
             codes = gathered[0].view(float8_dtype(gathered[0].device))
@@ -81,7 +81,7 @@ class _Weight:
 
 
 class Float8Gather:
-    """Forward pre-hook of a sharded model, which finds the maxima of the weights that are gathered in float8.
+    """Forward pre-hook that computes the largest absolute value of each weight of a model that is gathered in float8.
 
     Args:
         model: the model, which FSDP2 has sharded.
@@ -106,7 +106,7 @@ class Float8Gather:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Find the maxima of all weights with one all-reduce. All ranks must call this method."""
+        """Compute the largest absolute values of all weights with one all-reduce. All ranks must call this method."""
         if not self.weights:
             return
         rows = [weight.attach().detach() for weight in self.weights]
@@ -125,7 +125,7 @@ class Float8Gather:
 
 
 def _parameters(model: nn.Module) -> Iterable[Any]:
-    """FSDP2's record of each parameter that it has sharded."""
+    """Return FSDP2's record of each parameter that FSDP2 has sharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -135,7 +135,7 @@ def _parameters(model: nn.Module) -> Iterable[Any]:
 
 
 def _is_eligible(parameter: Any, ranks: int) -> bool:
-    """Whether a parameter is the weight of a layer with one scale, and all ranks have equally many rows of it."""
+    """Return whether a parameter is the weight of a layer with one scale, with equally many rows on all ranks."""
     info = parameter._module_info
     linear, weight = info.module, parameter.sharded_param
     return (

@@ -1,4 +1,4 @@
-"""FSDP2: ranks share the parameters, and gather each block only for its own forward and backward."""
+"""FSDP2: parameters are sharded over the ranks, which gather each block only for its forward and its backward."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -59,18 +59,19 @@ def apply_fsdp(
     a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
     which stays gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form
     the group of the model itself. Experts that `apply_ep` has distributed form one group per layer, which is sharded
-    over the ranks that hold the same experts. If that is one rank and the experts have ``param_dtype`` already, they do
-    not change.
+    over the ranks that hold the same experts. If only one rank holds these experts, and they have ``param_dtype``
+    already, they are not changed.
 
     Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
     `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are
     stored.
 
-    Each rank has some whole routed experts. If there are too few of them for all ranks, each rank has a part of every
-    expert instead: some of its rows or columns, whichever the number of ranks divides. If it divides neither, or if
-    ``reshard_after_forward`` is a number, some ranks have no experts and send padding.
+    Routed experts are sharded so that each rank has some whole experts. If there are too few experts for all ranks,
+    each rank has a part of every expert instead: some of its rows or, if their number is not divisible by the number of
+    ranks, some of its columns. If neither number is divisible, or if ``reshard_after_forward`` is a number, some ranks
+    have no experts and send padding.
 
-    Create the optimizer afterwards, because it must hold the sharded parameters.
+    Create the optimizer after this call, because it must hold the sharded parameters.
 
     Args:
         model: the model, on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or
@@ -78,8 +79,9 @@ def apply_fsdp(
             is a group.
         mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
             `apply_tp` is left out, and those of `apply_cp` and `apply_ep` are merged with the dimension before. The
-            mesh then has one dimension, or two named ones (HSDP): the copies, and the ranks that share a copy. After
-            `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in one dimension.
+            mesh then has one dimension, or two named ones (HSDP): the first over replicas, the second over the ranks
+            that share one replica. After `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in one
+            dimension.
         param_dtype: dtype of gathered parameters, and so of the computation. None: the dtype of the parameters.
         reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host, fp32
             gradients are sent in the narrower ``param_dtype`` in which the backward has computed them, unless several
@@ -87,14 +89,14 @@ def apply_fsdp(
         cpu_offload: whether to keep parameters, gradients and optimizer state on the CPU, where the optimizer then
             runs.
         reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2). A number reshards them over
-            that many ranks in between.
-        prefetch: number of groups that are gathered ahead of their use.
+            that many ranks between the forward and the backward.
+        prefetch: number of groups that are gathered before they are needed.
         float8_gather: whether weights that have one float8 scale (`convert_to_float8`, recipe "tensorwise") are rounded
             before they are gathered. Results are the same. If ``reshard_after_forward`` is a number, or with
             ``cpu_offload``, weights are gathered in ``param_dtype``.
         averaged: whether the dimensions of the mesh that were not passed hold other parameters (stages of a pipeline),
             or your own code averages the gradients over them. Otherwise the first training forward raises an error,
-            because copies of the weights would drift apart.
+            because replicas of the weights would diverge.
 
     Returns:
         ``model``.
@@ -218,9 +220,9 @@ def apply_fsdp(
 
 
 def _make_frozen_parameters() -> None:
-    """Let FSDP create parameters of bytes.
+    """Make FSDP2 create parameters whose dtype is uint8.
 
-    Before PyTorch 2.13 it creates parameters with requires_grad=True, which uint8 tensors reject.
+    Before PyTorch 2.13, FSDP2 creates parameters with requires_grad=True, which raises an error for uint8 tensors.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -229,12 +231,12 @@ def _make_frozen_parameters() -> None:
 
 
 def _parameter(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """As ``nn.Parameter``, but without a gradient for tensors of integers."""
+    """Return an ``nn.Parameter`` that requires no gradient if its values are integers."""
     return nn.Parameter(values, requires_grad and values.dtype.is_floating_point)
 
 
 def _all_ranks() -> DeviceMesh:
-    """A mesh of all ranks in one dimension, on the accelerator if there is one."""
+    """Return a mesh of all ranks in one dimension, on the accelerator if there is one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
 
@@ -248,7 +250,7 @@ def _options(
     reduce_dtype: torch.dtype | None,
     cpu_offload: bool,
 ) -> dict[str, Any]:
-    """The arguments of ``fully_shard`` for most groups."""
+    """Return the arguments of ``fully_shard`` that most groups share."""
     accelerated = mesh.device_type != "cpu"
     return {
         "mesh": mesh,
@@ -264,13 +266,14 @@ def _options(
 
 
 def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> Shard | None:
-    """The dimension along which a parameter is sharded; None for the first one.
+    """Return the placement that shards a parameter along another dimension than the first; None for the first one.
 
     Args:
         parameter: plain, or a DTensor that `apply_tp` or `apply_ep` has sharded.
         ranks: number of shards.
-        any_dimension: whether a dimension other than the first one may be chosen for experts. PyTorch can't gather
-            those that it has resharded over fewer ranks in between.
+        any_dimension: whether a dimension other than the first one may be chosen for experts. PyTorch can't gather a
+            parameter that is sharded along another dimension and resharded over fewer ranks between forward and
+            backward.
     """
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     rows, *others = local(parameter).shape
@@ -295,8 +298,8 @@ def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> S
 def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **options: Any) -> None:
     """Call ``fully_shard``, and let the group use `ReduceScatter` if all ranks are on one host.
 
-    Within a host `ReduceScatter` copies faster and may send fewer bytes. Between hosts PyTorch's own reduce-scatter
-    sends less, because it sums the gradients within each host first.
+    Within a host `ReduceScatter` copies faster than PyTorch's own reduce-scatter, and may send fewer bytes. Between
+    hosts PyTorch's own sends fewer bytes, because it first sums the gradients within each host.
 
     Args:
         modules: the modules of one group.
@@ -324,7 +327,7 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
 
 
 def _keep_dtype(init_dtype_attrs: Callable[[MixedPrecisionPolicy], None], _: MixedPrecisionPolicy) -> None:
-    """Let FSDP gather a parameter in its own dtype instead of the dtype in the policy of its group."""
+    """Make FSDP2 gather a parameter in the parameter's own dtype instead of the dtype in the policy of its group."""
     init_dtype_attrs(MixedPrecisionPolicy())
 
 
@@ -332,7 +335,7 @@ def _shard_medusa(
     medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int,
     float8_gather: bool, averaged: bool, **dtypes: Any,
 ) -> None:  # fmt: skip
-    """Call `apply_fsdp` on the model, unless it is sharded already, and shard each head as a group."""
+    """Call `apply_fsdp` on the model of ``medusa`` unless it is sharded already, and shard each head as a group."""
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
         apply_fsdp(
@@ -359,8 +362,8 @@ class _EmbedsCast:
 def reshard(model: nn.Module) -> None:
     """Free the gathered parameters of a model.
 
-    After a forward without a backward FSDP keeps some groups gathered, and ``model.parameters()`` returns the gathered
-    parameters of these groups.
+    After a forward without a backward, FSDP2 keeps some groups gathered. ``model.parameters()`` then returns the
+    gathered parameters of these groups.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -369,18 +372,19 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: Model) -> Iterator[Model]:
-    """Context with a model that has the gathered parameters of ``model`` and communicates with no other rank.
+    """Context manager with a model that has the gathered parameters of ``model`` and needs no communication.
 
-    Sampling between two optimizer steps then needs no collective: ranks may run different numbers of forwards, decoding
-    uses CUDA graphs as on one GPU, and `rollout` takes the model. Every rank needs memory for all parameters in the
-    ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context together.
+    With it, sampling between two optimizer steps needs no collectives. Ranks may run different numbers of forwards,
+    decoding uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs memory for all parameters
+    in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context together.
 
     Args:
         model: the model, sharded by `apply_fsdp` alone. A model that is not sharded is yielded itself.
 
     Returns:
-        A context manager. Its model shares the other attributes of the modules, and is neither compiled nor hooked. Do
-        not train it, and do not use it afterwards: leaving the context frees its parameters.
+        A context manager that yields a model. The yielded model shares all other attributes with ``model``, is not
+        compiled and has no hooks. Do not train it, and do not use it after the context, because leaving the context
+        frees its parameters.
 
     Raises:
         ValueError: the model is also sharded by `apply_tp`, `apply_cp` or `apply_ep`.
@@ -411,11 +415,11 @@ def unsharded(model: Model) -> Iterator[Model]:
 
 
 def _without_hooks(module: Any, made: dict[nn.Module, Any]) -> Any:
-    """A copy of a module and its submodules as before FSDP: with the same parameters and without hooks.
+    """Copy a module and its submodules, with the same parameters, without hooks, and with the classes before FSDP2.
 
     Args:
         module: the module.
-        made: module -> its copy, for modules that were copied already. Shared modules are copied once.
+        made: maps modules that were copied already to their copies, so that a shared module is copied once.
     """
     if module not in made:
         # FSDP2 derives a class from its own and the module's: take the module's, which comes next.
@@ -432,9 +436,9 @@ def _without_hooks(module: Any, made: dict[nn.Module, Any]) -> Any:
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
-    """Compile the forward of each block, in place, before or after `apply_fsdp`. FSDP's hooks are not compiled.
+    """Compile the forward of each block, in place, before or after `apply_fsdp`. The hooks of FSDP2 are not compiled.
 
-    Blocks of one kind share the compiled code. The names of modules and parameters do not change.
+    Blocks with the same structure share the compiled code. The names of modules and parameters do not change.
 
     Args:
         model: the model.

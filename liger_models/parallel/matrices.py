@@ -1,7 +1,8 @@
-"""Computations on whole matrices of sharded parameters: one rank gathers a matrix, computes, and sends back the result.
+"""Computations on whole matrices of sharded parameters: one rank gathers a matrix and sends the result back.
 
-Each matrix is computed once. The matrices are distributed over all ranks that hold shards of them, including the copies
-of HSDP. If a rank holds a whole matrix, such as an expert's, such a rank computes it without an exchange.
+The result of each matrix is computed once. The computation is divided by matrix among all ranks that hold shards,
+including the ranks of all HSDP replicas. If a rank holds a whole matrix, such as that of an expert, this rank or
+another rank that holds the whole matrix computes the result, without an exchange of shards between ranks.
 """
 
 import math
@@ -19,16 +20,16 @@ from liger_models.layers.linear import is_sharded
 from liger_models.parallel.mesh import group_over
 
 BUCKET = 2**26
-"""Maximum number of elements that a rank gathers at a time, unless one matrix has more."""
+"""Maximum number of elements that a rank gathers at a time, unless a single matrix has more elements."""
 
 
 class Piece(NamedTuple):
-    """The part of a unit that a rank holds.
+    """The part of a `Unit` that a rank holds.
 
     Attributes:
-        local: index of the rows in the rank's shard, whose leading dimensions are flattened.
-        rows: index of the same rows in the unit.
-        columns: the columns of the unit that the shard has. The piece has all columns of the shard.
+        local: index of the piece's rows in the rank's shard, whose leading dimensions are flattened.
+        rows: index of the piece's rows in the unit.
+        columns: the columns of the unit that are in the shard. The piece has all columns of the shard.
         shape: numbers of rows and columns.
     """
 
@@ -47,11 +48,11 @@ class Unit(NamedTuple):
     """Matrices of one parameter that have the same shape and that one rank computes together.
 
     Attributes:
-        parameter: number of the parameter.
+        parameter: index of the parameter.
         shape: numbers of matrices, rows and columns.
-        owner: the rank that computes.
-        pieces: rank -> the piece that it holds. Ranks without a piece are left out.
-        senders: the ranks that send their pieces to the owner. Of ranks with equal pieces one sends.
+        owner: the rank that computes the result.
+        pieces: maps each rank that holds a piece to this piece.
+        senders: the ranks that send their pieces to the owner. Of several ranks with equal pieces, only one sends.
     """
 
     parameter: int
@@ -64,12 +65,12 @@ class Unit(NamedTuple):
 class Exchange:
     """The units of all parameters that are sharded over the same ranks, in buckets that are computed one by one.
 
-    All ranks of the group must create it together.
+    All ranks of the group must create the exchange together.
 
     Args:
         group: the process group of these ranks; None for parameters that are not sharded.
         device: the device on which the ranks communicate and compute.
-        parameters: for each parameter its number, the parameter, and the rows of its matrices (`matrix_rows`).
+        parameters: for each parameter, its index, the parameter, and the rows of its matrices (`matrix_rows`).
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Exchange:
                     write(unit.parameter, shards.pop(unit.parameter))
 
     def _gather(self, bucket: list[Unit], shards: dict[int, Tensor]) -> list[Tensor]:
-        """Send the pieces of a bucket to their owners, and return the units of this rank, [k, n, c] each."""
+        """Send the pieces of a bucket to the owners of the units. Returns this rank's own units, [k, n, c] each."""
         sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for unit in bucket:
             if self.rank in unit.senders:
@@ -175,7 +176,7 @@ class Exchange:
             shards: tensors of the dtype and the device of the exchange.
 
         Returns:
-            For each rank the flat tensors that it has sent.
+            For each rank, the tensors that it has sent, flattened.
         """
         if self.group is None:
             return sent
@@ -192,9 +193,9 @@ class Exchange:
 
 
 class SharedMatrices:
-    """The matrices of some parameters, for each of which one rank is chosen to compute it.
+    """The matrices of a list of parameters. For each matrix, one rank is chosen to compute the result.
 
-    All ranks must create it together, with the same parameters.
+    All ranks must create this object together, with the same parameters.
 
     Args:
         parameters: plain tensors, or DTensors of any mesh and placement, [N, K] or [X, N, K].
@@ -224,18 +225,18 @@ class SharedMatrices:
         """Compute results from whole matrices, one bucket of matrices at a time. All ranks must call this method.
 
         Args:
-            active: numbers of the parameters that take part, the same on all ranks.
-            read: function of a parameter's number. It returns this rank's shard of the input, [rows, c] with flattened
-                leading dimensions, in new memory on the device of the mesh.
-            compute: function of stacks [k, n, c] of whole matrices. It returns results of the same shapes.
-            write: function that takes a parameter's number and this rank's shard of the result.
+            active: indices of the parameters to compute, the same on all ranks.
+            read: function that takes a parameter's index and returns this rank's shard of the input, [rows, c] with
+                flattened leading dimensions, in new memory on the device of the mesh.
+            compute: function that takes stacks [k, n, c] of whole matrices and returns results of the same shapes.
+            write: function that takes a parameter's index and this rank's shard of the result, and stores the result.
         """
         for exchange in self.exchanges:
             exchange.run(active, read, compute, write)
 
 
 class _Candidate(NamedTuple):
-    """A unit without an owner. ``owners`` are the ranks that may compute it."""
+    """A unit without an owner. ``owners`` are the ranks that may become its owner."""
 
     shape: tuple[int, int, int]
     owners: tuple[int, ...]
@@ -243,19 +244,19 @@ class _Candidate(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Multiplications of a step of Newton-Schulz: A = X Xᵀ, A A, and (A A) X, for the shorter side of X."""
+        """Number of multiplications in a Newton-Schulz step: A = X Xᵀ, A A and (A A) X, where X is wide."""
         k, *sizes = self.shape
         small, large = sorted(sizes)
         return k * small**2 * (2 * large + small)
 
 
 def _part(parameter: Any) -> Part:
-    """This rank's part of a parameter: its shard, or the whole."""
+    """Return this rank's part of a parameter: its shard, or the whole parameter."""
     return Part.of(parameter) if is_sharded(parameter) else Part((0,) * parameter.dim(), tuple(parameter.shape))
 
 
 def _group(mesh: Any) -> Any:
-    """A process group of all ranks of a mesh."""
+    """Return a process group of all ranks of a mesh."""
     if mesh.ndim > 1 and mesh.size() == world_size():
         return dist.group.WORLD
     return group_over(mesh).process_group
@@ -264,7 +265,7 @@ def _group(mesh: Any) -> Any:
 def _candidates(
     shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
 ) -> list[_Candidate]:
-    """The units of a parameter: enough to keep all possible owners busy, and none larger than a bucket.
+    """Divide a parameter into units: enough units to occupy all possible owners, and none larger than a bucket.
 
     Args:
         shape: shape of the parameter.
@@ -307,11 +308,11 @@ def _candidates(
 
 
 def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece | None:
-    """The piece of a unit that a shard holds, or None.
+    """Return the piece of a unit that a shard holds, or None if it holds none.
 
     Args:
-        rows: numbers of the unit's rows.
-        ids: numbers of the shard's rows, ascending.
+        rows: indices of the unit's rows in the parameter.
+        ids: indices of the shard's rows in the parameter, in ascending order.
         part: the shard.
         device: device of the indices in the piece.
     """
@@ -326,7 +327,7 @@ def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece
 
 
 def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """Row numbers as an index: a slice, which copies nothing, if they are evenly spaced."""
+    """Convert row indices to a slice if they are evenly spaced, because indexing with a slice copies nothing."""
     first, last = int(rows[0]), int(rows[-1])
     step = int(rows[1]) - first if len(rows) > 1 else 1
     if step > 0 and bool((rows.diff() == step).all()):
@@ -335,9 +336,10 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 
 
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
-    """The ranks that send their pieces: of ranks with equal pieces, which are copies, one of them.
+    """Return the ranks that send their pieces. Of several ranks with equal pieces, which are replicas, one sends.
 
-    It has the owner's position among its equals, so that pieces come from the owner's copy of the model.
+    This rank has the same position among the ranks with its piece as the owner has among the ranks with the owner's
+    piece. All pieces then come from the replica of the model to which the owner belongs.
     """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():

@@ -1,4 +1,4 @@
-"""The dimensions of a device mesh: which of them each kind of parallelism uses."""
+"""Functions that find the dimensions of a device mesh over which each kind of parallelism distributes the model."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +9,7 @@ from liger_models.distributed.ranks import world_size
 
 
 def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The dimension called ``name`` of a mesh, or the whole mesh if it has one dimension.
+    """Return the dimension called ``name`` of a mesh, or the mesh itself if it has only one dimension.
 
     Args:
         where: name of the calling function, for errors.
@@ -17,7 +17,7 @@ def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
         name: name of the dimension.
 
     Raises:
-        ValueError: the mesh has several dimensions, none with that name.
+        ValueError: the mesh has several dimensions, none of which has this name.
     """
     if mesh.ndim == 1:
         return mesh
@@ -30,7 +30,7 @@ def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh over which `apply_fsdp` shards, and the mesh over which it shards experts after `apply_ep`.
+    """Return the mesh over which `apply_fsdp` shards, and the mesh over which it shards experts after `apply_ep`.
 
     The dimension of `apply_tp` is left out, because its ranks hold different shards. The dimensions of `apply_cp` and
     `apply_ep` are merged with the data-parallel one, because their ranks hold the same weights except for the experts.
@@ -92,10 +92,10 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
 
 
 def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
-    """The ranks that hold copies of the calling rank's weights: one rank of each tensor-parallel group.
+    """Return the ranks that hold replicas of the calling rank's weights: one rank of each tensor-parallel group.
 
     Args:
-        mesh: a mesh, or some dimensions of one. All dimensions of the mesh that it is a part of count.
+        mesh: a mesh, or some dimensions of a larger mesh. The result covers all dimensions of the larger mesh.
         tensor: the group of `apply_tp`, whose ranks hold different shards, or None.
     """
     root = mesh._get_root_mesh()
@@ -110,16 +110,16 @@ def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
 
 
 def group_over(mesh: DeviceMesh) -> Group:
-    """A group of all ranks of a mesh. All of them must call this function if the mesh has several dimensions."""
+    """Return a group of all ranks of a mesh. All ranks of a mesh of several dimensions must call this function."""
     if mesh.ndim == 1:
         return group_of(mesh.get_group())
     return group_of(dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))
 
 
 def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
-    """The name of a mesh's dimension whose ranks are those of ``group``; None if there is none.
+    """Return the name of the dimension of a mesh whose ranks are those of ``group``; None if there is none.
 
-    A kind of parallelism over one rank has no group. Its dimension is then the one called ``name`` of size 1.
+    Parallelism over a single rank has no group. Its dimension is then the dimension of size 1 that is called ``name``.
     """
     for index, dimension in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
         ranks = dist.get_process_group_ranks(mesh.get_group(index))
@@ -129,6 +129,6 @@ def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
 
 
 def _without(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
-    """A mesh without the dimension called ``name``."""
+    """Return a mesh without its dimension called ``name``."""
     rest = tuple(dimension for dimension in mesh.mesh_dim_names or () if dimension != name)
     return mesh if name is None else mesh[rest]

@@ -1,4 +1,4 @@
-"""A reduce-scatter for FSDP2 that sends gradients in the dtype in which backward produces them."""
+"""A reduce-scatter for FSDP2 that sends gradients in the dtype in which the backward computes them."""
 
 import socket
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from liger_models.kernels.add_parts import add_parts
 class BackwardPasses:
     """Counts the backward passes of a model.
 
-    The count is the same on all ranks, even if one rank's loss does not depend on all groups of parameters. Ranks can
-    therefore choose the dtype that they send by it.
+    The count is the same on all ranks, even if one rank's loss does not depend on all groups of parameters. All ranks
+    can therefore use the count to choose the same dtype for sending.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class BackwardPasses:
         self.hosts: dict[Any, list[Any]] = {}
 
     def on_one_host(self, group: dist.ProcessGroup) -> bool:
-        """Whether all ranks of a group are on one host. All of them must call it, and get the same answer."""
+        """Return whether all ranks of a group are on one host. All ranks of the group must call this method."""
         if group not in self.hosts:
             self.hosts[group] = [None] * group.size()
             dist.all_gather_object(self.hosts[group], socket.gethostname(), group=group)
@@ -35,7 +35,7 @@ class BackwardPasses:
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook that counts the backward passes which reach an input or an output of a module.
 
-        A pass reaches an input even if the output is an object whose tensors are not found.
+        The inputs count as well, because the output may be an object in which no tensors are found.
         """
         for leaf in tree_leaves((args, output)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -49,7 +49,7 @@ class BackwardPasses:
 
 
 class _Buffer(Tensor):
-    """Memory of a reduce-scatter. FSDP2 fills a view of it by ``fsdp.chunk_cat``, for which it calls `_concatenate`."""
+    """The buffer of a reduce-scatter. When FSDP2 calls ``fsdp.chunk_cat`` on it, `_concatenate` fills the buffer."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,15 +61,15 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """Write the chunks of all tensors for one rank beside each other, into one row of ``out`` [ranks, size].
+    """Write the chunks that all tensors have for a rank next to each other, into the rank's row of ``out``.
 
-    PyTorch's kernel reads a table that the host makes, with an entry for every few KB of a chunk. On two ranks it takes
-    twice as long for a large layer and four times as long for a layer with many experts, and it costs the host
-    milliseconds.
+    PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
+    build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer, and four
+    times as long for a layer with many experts.
 
     Args:
         tensors: tensors, each of which is split along its first dimension and padded to ``num_chunks`` equal chunks.
-        dim: 0, as FSDP2 passes it.
+        dim: always 0 in the calls of FSDP2.
         num_chunks: number of ranks.
         out: [ranks, size].
     """
@@ -85,9 +85,9 @@ def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tenso
 class ReduceScatter:
     """A reduce-scatter for FSDP2 that sends gradients in their own dtype and sums them in the dtype of the result.
 
-    PyTorch's own computes the same sum, but sends and stores every gradient in the dtype of the result, which takes
-    twice the bytes for bf16 gradients and fp32 sums. Gradients that were accumulated over several backward passes are
-    in the dtype of the result, and are sent in that dtype.
+    PyTorch's own reduce-scatter computes the same sum, but sends and stores every gradient in the dtype of the result.
+    For bf16 gradients and fp32 sums this takes twice as many bytes. Gradients that were accumulated over several
+    backward passes are in the dtype of the result, and are sent in that dtype.
 
     Args:
         passes: the counter of the model's backward passes.
@@ -97,12 +97,12 @@ class ReduceScatter:
     def __init__(self, passes: BackwardPasses, dtype: torch.dtype | None) -> None:
         self.passes, self.dtype = passes, dtype
         self.done = 0
-        """The number of passes at the last reduce-scatter."""
+        """The number of backward passes that were counted at the last reduce-scatter."""
         self.sends = True
-        """Whether the next buffer is for sending. A failure leaves it False, so that the next buffer is not narrow."""
+        """Whether the next buffer is for sending. After a failure this is False, so the next buffer is not narrow."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer. FSDP2 asks first for the buffer that is sent, and then for the one that is received."""
+        """Allocate a buffer. FSDP2 first allocates the buffer to send, and then the buffer to receive."""
         dtype = self.dtype if self.dtype and self.sends and self.passes.count - self.done <= 1 else dtype
         memory = torch.empty(size, dtype=dtype, device=device)
         self.sends = False
@@ -116,7 +116,7 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce and scatter [ranks · size] to this rank's [size]. The arguments are FSDP2's."""
+        """Reduce and scatter [ranks · size] to [size] on this rank. FSDP2 determines the signature."""
         self.sends, self.done = True, self.passes.count
         output_tensor, input_tensor = output_tensor.as_subclass(Tensor), input_tensor.as_subclass(Tensor)
         # AVG divides the sum here. With SUM, FSDP2 divides before and after. Other ops are left to PyTorch.

@@ -1,7 +1,7 @@
-"""Checkpoints of a training run, from which it resumes bit for bit, or on another number of ranks.
+"""Checkpoints from which a training run resumes, exactly on the same number of ranks, or on another number.
 
-- ``step-00000200/`` holds model and optimizer as torch.distributed.checkpoint writes them, the state of each rank, and
-  for each rank the checksums of the files that it has written.
+- ``step-00000200/`` holds the model and the optimizer as torch.distributed.checkpoint writes them, the state of each
+  rank, and for each rank the checksums of the files that this rank has written.
 - ``latest`` holds the name of the newest complete checkpoint.
 """
 
@@ -40,16 +40,16 @@ SHARED = "shared.pt"
 MAY_DIFFER = ("dropout", "initializer_range")
 """Endings of the names of settings that may change when a run resumes, because weights mean the same."""
 FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
-"""Key of the checksum in the description of a model, and the key of the checksum of vectors that 0.1.0 wrote."""
+"""Key of the checksum in the description of a model, and the key of the checksum that version 0.1.0 wrote."""
 
 _in_flight: set[Path] = set()
-"""The folders with a save in the background."""
+"""The folders in which a save in the background is in progress."""
 _groups: dict[Any, Any] = {}
-"""The default process group -> the group for saving and loading, so that it is created once."""
+"""Maps the default process group to the group for saving and loading, so that the latter is created once."""
 
 
 class Stateful(Protocol):
-    """Anything with a state to save and load, such as a learning rate scheduler or a data loader."""
+    """An object with a state to save and load, such as a learning rate scheduler or a data loader."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -70,31 +70,34 @@ def save_state(
 ) -> "Future[None]":
     """Save the state of a training run as ``folder/step-...``. Every rank must call this function.
 
-    The checkpoint is written under another name, renamed when it is complete, and only then named in ``folder/latest``.
-    The previous checkpoint therefore remains whenever the run dies. The states of the random number generators of
-    torch, the accelerator and Python are saved for each rank.
+    The checkpoint is written under a temporary name, renamed when it is complete, and then recorded in
+    ``folder/latest``. Whenever the run is killed, the previous checkpoint therefore remains. The states of the random
+    number generators of torch, the accelerator and Python are saved for each rank.
 
     Args:
         folder: folder of the run, on storage that all ranks share.
         step: number of the step. A checkpoint of the same step is replaced.
-        model: the model, sharded or not. Its parameters and buffers are saved, and tied ones once. If it has adapters,
-            only trained parameters are saved; the others are in the checkpoint that the model was loaded from.
+        model: the model, sharded or not. Its parameters and buffers are saved, tied parameters once. If the model has
+            adapters, only trained parameters are saved; all other parameters are in the checkpoint that the model was
+            loaded from.
         optimizer: the optimizer. Its state is saved under the names of the parameters.
         scheduler: the scheduler, saved once for all ranks.
         data: the data, saved for each rank. The states of ``data`` and ``scheduler`` may hold plain values and tensors
             only.
         scaler: the loss scale of a run in float16 (``torch.amp.GradScaler``), saved once for all ranks.
         background: whether to copy the state to host memory and return. Training may continue while it is written.
-        keep: number of newest checkpoints to keep; older ones are deleted. None keeps all.
-        settings: name -> value of whatever else must be the same when the run resumes, such as the objective.
+        keep: number of newest checkpoints to keep; older checkpoints are deleted. None keeps all.
+        settings: maps names to values of all other settings that must be the same when the run resumes, such as the
+            objective.
 
     Returns:
-        A future, which is done unless ``background`` is set. With ``background`` call ``result()`` before the next save
-        and at the end of the run: it waits, and raises the error of a failed save.
+        A future, which is done unless ``background`` is set. With ``background`` call its ``result()`` before the next
+        save and at the end of the run: ``result()`` waits for the save, and raises its error if it has failed.
 
     Raises:
         ValueError: ``keep`` is below 1, or the previous save is not finished.
-        TimeoutError: a rank has not called it within the process group's timeout; a warning names it after 30 s.
+        TimeoutError: a rank has not called this function within the process group's timeout. After 30 seconds a warning
+            names this rank.
         OSError: the folder cannot be written.
     """
     if keep is not None and keep < 1:
@@ -156,9 +159,9 @@ def save_state(
 
 
 class _Writer(_FileSystemWriter):
-    """Writes the files of torch.distributed.checkpoint, and their checksums into files of their own.
+    """Writes the files of torch.distributed.checkpoint, and their checksums to separate files.
 
-    The methods are those of torch.distributed.checkpoint.
+    torch.distributed.checkpoint defines and calls the methods.
     """
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -172,19 +175,19 @@ class _Writer(_FileSystemWriter):
 
 
 def _checksums(checkpoint: Path, writer: int) -> Path:
-    """The path of the JSON file that maps the names of the files that a rank has written to their checksums."""
+    """Return the path of the JSON file with the checksums of all files that a rank has written, by their names."""
     return checkpoint / f"checksums-{writer}.json"
 
 
 def _add_checksums(checkpoint: Path, *names: str) -> None:
-    """Add files that this rank has written to its file of checksums."""
+    """Add the checksums of files that this rank has written to the rank's file of checksums."""
     path = _checksums(checkpoint, rank())
     sums = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(sums | {name: _checksum(checkpoint / name) for name in names}))
 
 
 def _checksum(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -193,11 +196,11 @@ def _checksum(path: Path) -> int:
 
 
 def _verify_files(checkpoint: Path, ranks: int) -> None:
-    """Raise OSError unless the files have the bytes that were written. The ranks share the work.
+    """Raise OSError unless the files of a checkpoint match their checksums. The files are divided among the ranks.
 
     Args:
-        checkpoint: folder of the checkpoint. Checkpoints of former versions have no checksums, and pass.
-        ranks: number of ranks that have written it.
+        checkpoint: folder of the checkpoint. Checkpoints of earlier versions have no checksums, and are accepted.
+        ranks: number of ranks that have written the checkpoint.
     """
     for writer in range(rank(), ranks, world_size()):
         path = _checksums(checkpoint, writer)
@@ -215,7 +218,7 @@ def _verify_files(checkpoint: Path, ranks: int) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Create the folder of a run, or remove unfinished and replaced checkpoints that a dead run has left."""
+    """Create the folder of a run, or remove unfinished and replaced checkpoints that a killed run has left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     # An old checkpoint is replaced only if the new one has its name.
     replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
@@ -226,7 +229,7 @@ def _remove_stale(folder: Path) -> None:
 def _save_in_background(
     tensors: dict[str, Any], temporary: Path, checkpoint: Path, keep: int | None, group: Any, finished: "Future[None]"
 ) -> None:
-    """Copy the tensors to host memory and return. A thread writes and publishes them, and sets ``finished``."""
+    """Copy the tensors to host memory and return. A thread then writes and publishes them, and sets ``finished``."""
     folder = checkpoint.parent
 
     def publish_when_written(saving: "Future[Any]") -> None:
@@ -251,11 +254,11 @@ def _save_in_background(
 
 
 def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
-    """On rank 0, give a complete checkpoint its name, and delete outdated ones.
+    """On rank 0, rename a complete checkpoint to its final name, and delete outdated checkpoints.
 
-    At each moment there is a complete checkpoint under the name in ``latest`` or under that name with ``.old``. An old
-    checkpoint of this step is moved away, the new one takes its name, and ``latest`` is replaced. Only then others are
-    deleted.
+    At each moment there is a complete checkpoint under the name in ``latest`` or under that name with ``.old``. First,
+    an old checkpoint of this step is renamed, the new checkpoint takes its name, and ``latest`` is replaced. After
+    that, outdated checkpoints are deleted.
     """
     if rank() != 0:
         return
@@ -284,19 +287,20 @@ def load_state(
     step: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Load what `save_state` has saved, in place. Every rank must call this function, with its part of the model.
+    """Load the state that `save_state` has saved, in place. Every rank must call this function.
 
-    On the same number of ranks, training continues as if it had not stopped. On another number, model, optimizer and
-    scheduler are restored in full, and random number generators on the ranks that existed before. The state of ``data``
-    must then be the same for all ranks.
+    On the same number of ranks, training continues as if it had not stopped. On another number of ranks, model,
+    optimizer and scheduler are restored in full, and random number generators are restored on the ranks that existed
+    before. The saved state of ``data`` must then be the same for all ranks.
 
     Args:
         folder: folder of the run.
-        model, optimizer, scheduler, data: created as for a new run. None skips a part.
-        scaler: created as for a new run. It does not change if the run was not in float16 and saved no loss scale.
+        model, optimizer, scheduler, data: created as for a new run. An argument that is None is not restored.
+        scaler: created as for a new run. It does not change if the checkpoint has no loss scale because the run was not
+            in float16.
         step: step of the checkpoint. Default: the checkpoint that ``latest`` names, or the newest one if ``latest`` or
             that checkpoint was deleted.
-        settings: as in `save_state`. Settings that the checkpoint has must have the same values.
+        settings: as in `save_state`. The settings in the checkpoint must have the same values.
 
     Returns:
         The step of the checkpoint; None, with nothing changed, if there is no checkpoint yet.
@@ -375,7 +379,7 @@ def load_state(
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:
-    """The tensors to save: all of them, or only trained ones if the model has adapters."""
+    """Return the tensors to save: all tensors of the model, or only trained ones if the model has adapters."""
     tensors: dict[int, tuple[str, Tensor]] = {}  # tied tensors once
     adapted = adapter_config(model) is not None
     for name, value in model.state_dict(keep_vars=True).items():
@@ -385,7 +389,7 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
-    """An optimizer state to load into, for the parameters with these names.
+    """Return an optimizer state into which a saved state can be loaded, for the parameters called ``names``.
 
     A parameter that never had a gradient has no state in the checkpoint.
     """
@@ -399,10 +403,10 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
-    """What must be the same when a run resumes, besides the saved tensors. Every rank must call this function.
+    """Describe what must be the same when a run resumes, besides the saved tensors. All ranks must call this function.
 
-    The description has the settings of the model and of its adapters, its tied tensors, and a checksum of the weights
-    under the adapters, which are not saved.
+    The description contains the settings of the model and of its adapters, the tied tensors, and a checksum of the base
+    weights under adapters, which are not saved.
     """
     # The settings.
     configs = (getattr(module, "config", None) for module in model.modules())
@@ -424,9 +428,9 @@ def _describe(model: nn.Module) -> dict[str, str]:
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
-    """The fields of a dataclass and of dataclasses in it, by their paths with dots. ``name`` itself maps to the type.
+    """Map dotted paths to the fields of a dataclass and of dataclasses in it. ``name`` itself is mapped to the type.
 
-    A value that is not a dataclass has one entry, ``name``.
+    For a value that is not a dataclass, the result has one entry, ``name``.
     """
     if not dataclasses.is_dataclass(value):
         return {name: repr(value)}
@@ -441,12 +445,12 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
 
 
 def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
-    """Raise ValueError if the model is not the saved one.
+    """Raise ValueError if the model is not the same as the saved model.
 
     Args:
         checkpoint: folder of the checkpoint.
-        now: description of the model.
-        saved: description in the checkpoint; None if a former version has written it.
+        now: description of the model, from `_describe`.
+        saved: description in the checkpoint; None if an earlier version has written the checkpoint.
     """
     saved = now if saved is None else saved
     skipped = {FROZEN, FORMER} if FORMER in saved else set()
@@ -461,7 +465,7 @@ def _check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], m
 
     Args:
         checkpoint: folder of the checkpoint.
-        state: name of each parameter with a state -> the state that is to be loaded.
+        state: maps the name of each parameter with an optimizer state to the state to load into.
         metadata: metadata of the checkpoint.
     """
     # Name of a parameter -> names of the values in its state.
@@ -480,7 +484,7 @@ def _check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], m
 
 
 def _check_settings(checkpoint: Path, now: Mapping[str, Any], saved: Mapping[str, str]) -> None:
-    """Raise ValueError if a setting that was saved has another value now."""
+    """Raise ValueError if a saved setting has another value now."""
     changes = [
         f"{name} {value} instead of {saved[name]}"
         for name, value in now.items()
@@ -491,7 +495,7 @@ def _check_settings(checkpoint: Path, now: Mapping[str, Any], saved: Mapping[str
 
 
 def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
-    """Raise ValueError unless the checkpoint has exactly these tensors, with these shapes."""
+    """Raise ValueError unless the names and shapes of the tensors in the checkpoint are those of ``tensors``."""
     saved = {
         name.removeprefix("model."): tuple(getattr(tensor, "size", ()))
         for name, tensor in metadata.state_dict_metadata.items()
@@ -516,10 +520,10 @@ _ANOTHER = "Resume with the model and the options that the run began with, or st
 
 
 def _read_metadata(checkpoint: Path) -> Metadata:
-    """The metadata of a checkpoint: its tensors and their files.
+    """Read the metadata of a checkpoint, which lists its tensors and their files.
 
     Raises:
-        OSError: the metadata cannot be read; or, on rank 0, a file is shorter than it was.
+        OSError: the metadata cannot be read; or, on rank 0, a file is shorter than when it was written.
     """
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
@@ -537,15 +541,16 @@ def _read_metadata(checkpoint: Path) -> Metadata:
 
 
 def _checkpoint(folder: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
 def _find(folder: Path, step: int | None) -> Path | None:
-    """The checkpoint of a step, or the newest one; None if there is none yet.
+    """Return the checkpoint of a step or, without ``step``, the newest one; None if there is no checkpoint yet.
 
     Raises:
-        FileNotFoundError: there is no checkpoint of ``step``, or ``latest`` names one and there is none at all.
+        FileNotFoundError: there is no checkpoint of ``step``, or ``latest`` names a checkpoint but no checkpoint
+            exists.
     """
     steps = _steps(folder)
     if step is None:
@@ -573,20 +578,20 @@ def _find(folder: Path, step: int | None) -> Path | None:
 
 
 def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in the folder of a run; None if there is none."""
+    """Return the newest complete checkpoint in the folder of a run; None if there is none."""
     steps = _steps(Path(folder))
     return steps[-1] if steps else None
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The complete checkpoints, ordered by step."""
+    """Return the complete checkpoints in a folder, ordered by step."""
     return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
 def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
-    """The state of ``data`` for another number of ranks than ``ranks``, which saved the checkpoint.
+    """Return the state of ``data`` for another number of ranks than the ``ranks`` that saved the checkpoint.
 
-    The states of all ranks must be the same. The current ranks share the reading.
+    The saved states of all ranks must be the same. The current ranks divide the files among themselves.
     """
     with raise_on_all_ranks(group):
         states = [_load(checkpoint / f"rank-{number}.pt")["data"] for number in range(rank(), ranks, world_size())]
@@ -605,7 +610,7 @@ def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two states are equal: tensors, and mappings and sequences of states, by their content."""
+    """Return whether two states are equal. Tensors, and mappings and sequences of states, are compared by content."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -616,7 +621,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """What torch.save has written to a file. Raises OSError if it cannot be read."""
+    """Load a file that torch.save has written. Raises OSError if the file cannot be read."""
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -625,7 +630,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _random_state() -> dict[str, Any]:
-    """The states of this rank's random number generators."""
+    """Return the states of this rank's random number generators."""
     state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if torch.accelerator.is_available():
         state["accelerator"] = torch.get_device_module().get_rng_state()
@@ -633,7 +638,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set the random number generators to what `_random_state` returned. An accelerator may be absent now."""
+    """Restore the states that `_random_state` has returned. A state of an accelerator that is absent now is ignored."""
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
     if "accelerator" in state and torch.accelerator.is_available():
@@ -641,7 +646,7 @@ def _restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _cpu_group() -> Any:
-    """The process group for saving and loading, on the CPU. Saves in the background don't disturb training with it."""
+    """Return a CPU process group for saving and loading, so that saves in the background don't disturb training."""
     if not is_distributed():
         return None
     world = dist.group.WORLD
@@ -653,7 +658,7 @@ def _cpu_group() -> Any:
 
 @contextmanager
 def _write_errors(folder: Path) -> Iterator[None]:
-    """Raise errors of the file system as an OSError that names the folder and what to do."""
+    """Context manager that adds the folder and a remedy to errors of the file system, and raises them as OSError."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
@@ -665,7 +670,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
-    """Raise the errors of torch.distributed.checkpoint as OSError."""
+    """Context manager that raises errors of torch.distributed.checkpoint as OSError."""
     # PyTorch warns that there is a single process.
     if not is_distributed():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -677,11 +682,11 @@ def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
 
 
 def _incomplete(checkpoint: Path, rank: int, reason: BaseException, file: str = "") -> OSError:
-    """The error of a checkpoint that could not be written or read.
+    """Return the error for a checkpoint that could not be written or read.
 
     Args:
         checkpoint: folder of the checkpoint.
-        rank: the rank on which it failed.
+        rank: the rank on which writing or reading failed.
         reason: the exception.
         file: name of the damaged file, if it is known.
     """

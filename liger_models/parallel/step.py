@@ -1,4 +1,4 @@
-"""Functions of a training step that need all ranks: number of targets, means, and the norm of the gradients."""
+"""Functions for a training step on several ranks: the number of targets, means, and gradient clipping."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,17 +18,18 @@ _compared: set[torch.device] = set()
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
-    """Number of targets in all batches of a step on all ranks, divided by the number of ranks.
+    """Return the number of targets in all batches of a step on all ranks, divided by the number of ranks.
 
-    Pass it as ``num_items_in_batch`` with each of these batches. FSDP and DistributedDataParallel average gradients
-    over the ranks. With this divisor the average is the gradient of the mean loss over all targets. Each target has the
-    same weight, however targets are distributed over ranks and accumulation steps. The mean loss itself is the sum of a
-    rank's losses, averaged over the ranks (`mean_over_ranks`).
+    Pass the result as ``num_items_in_batch`` with each of these batches. FSDP and DistributedDataParallel average
+    gradients over the ranks. With this divisor, the averaged gradient is the gradient of the mean loss over all
+    targets. Each target has the same weight, however targets are distributed over ranks and accumulation steps. To get
+    the mean loss itself, sum the losses of a rank's batches, and average the sums over the ranks (`mean_over_ranks`).
 
     Args:
         batches: keyword arguments of the model's forward, for one batch or for each accumulation step. Every rank must
-            pass the same number of batches; a batch may have no targets. On the CPU the numbers are compared in each
-            call. On an accelerator, where the host would have to wait, they are compared in the first call.
+            pass the same number of batches; a batch may have no targets. On the CPU the ranks compare their numbers of
+            batches in each call. On an accelerator, where the host must wait for this comparison, they compare the
+            numbers only in the first call.
         device: device of the all-reduce. Default: the device of the labels. NCCL needs an accelerator.
 
     Returns:
@@ -63,7 +64,7 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:
-    """Number of targets after the model's shift of the labels (`BatchLayout.shift`)."""
+    """Return the number of targets after the model's shift of the labels (`BatchLayout.shift`)."""
     labels, attention_mask = (batch.get(name) for name in ("labels", "attention_mask"))
     cu_seqlens = take_cu_seqlens(batch.get("cu_seqlens"), {**batch})
     if labels is None:
@@ -79,7 +80,7 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """A copy of a tensor, averaged over all ranks, without a gradient. Without a process group it is only copied."""
+    """Return a detached copy of a tensor, averaged over all ranks. Without a process group it is only a copy."""
     value = value.detach().clone()
     if is_distributed():
         dist.all_reduce(value)
@@ -92,19 +93,20 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that the norm of all of them together is at most ``max_norm``.
 
-    Unlike in torch's function, the norm covers the shards of all ranks, and sharded and plain parameters may be mixed.
+    Unlike the norm in torch's function, this norm covers the shards of all ranks, and sharded and plain parameters may
+    be mixed.
 
     Args:
         parameters: one or more parameters, the same on all ranks. Those without a gradient are ignored.
-        max_norm: the largest norm. ``inf`` scales nothing.
+        max_norm: the largest norm. With ``inf`` nothing is scaled.
         norm_type: p of the p-norm; ``inf`` for the maximum.
         error_if_nonfinite: whether to raise an error on all ranks if the norm is not finite.
 
     Returns:
-        [] the norm before scaling: a plain tensor, the same on all ranks.
+        The norm before scaling, [], which is a plain tensor and the same on all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters  # iterating a tensor yields its rows
     parameters = [parameter for parameter in parameters if parameter.grad is not None]

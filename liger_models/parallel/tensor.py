@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism: each rank has a shard of a layer."""
+"""Tensor and expert parallelism: each rank holds a shard of each layer."""
 
 import dataclasses
 from collections.abc import Collection
@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False, averaged: bool = False) -> Model:
-    """Shard a model's layers over the ranks of a mesh, in place. All these ranks work on the same tokens.
+    """Shard a model's layers over the ranks of a mesh, in place. All these ranks process the same tokens.
 
     Each rank has 1 / R of the attention heads, of the width of each MLP and expert, and of the vocabulary. Norms and
     routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. An adapter
@@ -31,12 +31,12 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
     replicated. Quantized weights (`quantize_base`, ``keep_float8``) are sharded as they are stored, with their scales.
 
     A vision tower is sharded in the same way, but every rank has all patches. If R does not divide the attention heads
-    or the MLP width of a layer of the tower, the layer is replicated. Everything outside the tower's layers is
-    replicated, too, and so is Gemma 4's tower.
+    or the MLP width of a layer of the tower, the layer is replicated. The parameters of the tower outside its layers
+    are replicated, too. Gemma 4's tower is replicated as a whole.
 
     All ranks must be given the same batch, and they return the same loss. Call this function before `apply_fsdp`, and
-    create the optimizer afterwards. Ranks along the other dimensions of the mesh hold copies. Without `apply_fsdp` over
-    these dimensions the first training forward raises an error.
+    create the optimizer afterwards. Ranks along the other dimensions of the mesh hold replicas. Without `apply_fsdp`
+    over these dimensions, the first training forward raises an error.
 
     Args:
         model: the model, on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or
@@ -109,7 +109,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
 
 
 def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
-    """Distribute a model's experts over the ranks of a mesh, in place. Tokens are sent to their experts and back.
+    """Distribute a model's experts over the ranks of a mesh, in place. Tokens travel to their experts' ranks and back.
 
     The ranks have different batches, as in data parallelism. The load-balancing loss covers the tokens of all ranks.
     Everything but the experts is replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights
@@ -167,7 +167,7 @@ def check_unsharded(where: str, model: Decoder) -> None:
 
 
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:
-    """Raise ValueError if no layer sums the gradients of a replicated parameter of the blocks.
+    """Raise ValueError if the blocks have a replicated parameter whose gradients no layer sums over the ranks.
 
     With sequence parallelism each rank computes such a gradient from its own tokens only.
 
@@ -190,7 +190,7 @@ def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[s
 
 
 def _with_frozen(model: nn.Module, dims: dict[str, int], ranks: int) -> dict[str, int]:
-    """``dims``, in which the parameters of each frozen weight in fewer bits replace the weight itself.
+    """Return ``dims`` with each quantized weight replaced by the parameters in which its codes and scales are stored.
 
     Args:
         model: the model.
@@ -211,7 +211,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, res
         model: the model.
         mesh: mesh of one dimension.
         dims: path of each sharded parameter -> the dimension along which it is sharded.
-        rest: whether the other parameters become replicated DTensors; otherwise they do not change.
+        rest: whether the other parameters become replicated DTensors. Otherwise they do not change.
     """
     for name, parameter in list(model.named_parameters()):
         if name not in dims and not rest:
@@ -222,7 +222,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, res
 
 
 def _as_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A whole parameter as a DTensor that holds this rank's shard of it."""
+    """Convert a whole parameter to a DTensor that holds this rank's shard."""
     local: Tensor = parameter.detach()
     if isinstance(placement, Shard):
         # Copy the shard: a view would keep the memory of the whole parameter alive.

@@ -1,4 +1,4 @@
-"""``python -m liger_models.train config.yaml``."""
+"""Entry point of ``python -m liger_models.train config.yaml``."""
 
 from liger_models.common.printable import show_warnings_as_lines
 from liger_models.train.loop import main

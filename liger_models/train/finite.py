@@ -1,4 +1,4 @@
-"""Checks that end a run with non-finite numbers at the next line of the log, and before such weights are saved."""
+"""Checks that stop a run with non-finite numbers at the next log line, and before non-finite weights are saved."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,18 +13,18 @@ from liger_models.distributed.ranks import is_distributed
 from liger_models.layers.linear import local
 
 NEVER = 2**62
-"""A step that no run reaches. It means that all losses so far were finite."""
+"""A number of a step that no run reaches. It means that all losses so far were finite."""
 
 
 class FiniteChecks:
-    """Records on the device the first step whose loss or gradients were not finite, and raises when it is checked.
+    """Records on the device the first step whose loss or gradients were not finite. `check` raises an error for it.
 
     Args:
         parameters: the trained parameters.
-        scaler: the loss scale. If gradients overflow in float16, it skips the step, which then changes no weight. If
-            gradients overflow with a scale below 1, the scale is not the cause, and the step counts.
-        files: the files of the data, for errors.
-        newest: a function that returns the newest checkpoint, for errors.
+        scaler: the loss scale. If gradients overflow in float16, the scaler skips the step, which is then not an error.
+            With a scale below 1, however, the scale can't be the cause, and the step is an error.
+        files: the files of the data, for error messages.
+        newest: a function that returns the newest checkpoint, for error messages.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FiniteChecks:
         self._first = torch.where(finite, self._first, self._first.clamp(max=step))
 
     def check(self) -> None:
-        """Raise ValueError on all ranks if a loss or a norm was not finite on any. Every rank must call it."""
+        """Raise ValueError on all ranks if a loss or a norm was not finite on any rank. Every rank must call this."""
         if self._first is None:
             return
         # Collectives work in place, and the own first step must stay.
@@ -72,7 +72,7 @@ class FiniteChecks:
 
     @torch.no_grad()
     def check_weights(self, step: int) -> None:
-        """Raise ValueError on all ranks unless all trained weights after ``step`` are finite. Every rank must call it.
+        """Raise ValueError on all ranks unless all trained weights are finite. Every rank must call this method.
 
         The check waits for the device and reads each weight once.
         """

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: only one process group at a time trains in a folder."""
+"""The lock of a run's folder, so that only one process group at a time trains in a folder."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,10 +14,10 @@ LOCK = ".lock"
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Context that no other run can enter with the same folder. Every rank must call it.
+    """Context manager that no other run can enter for the same folder. Every rank must call this function.
 
     Raises:
-        ValueError: another run is in the folder.
+        ValueError: another run is training in the folder.
         OSError: the folder cannot be written.
     """
     with ExitStack() as stack:

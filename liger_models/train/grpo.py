@@ -1,4 +1,4 @@
-"""Group-relative policy optimization: answers are sampled, a function rewards them, and better ones gain."""
+"""Group-relative policy optimization (GRPO): the model samples answers, which a reward function scores."""
 
 import importlib
 import importlib.util
@@ -34,11 +34,11 @@ from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Refe
 
 Reward = Callable[..., Any]
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments that a reward function gets besides the columns of the data."""
+"""Arguments that a reward function gets in addition to the columns of the data."""
 
 
 class GRPOObjective(Objective):
-    """Group-relative policy optimization, on answers that the model samples itself."""
+    """Group-relative policy optimization (GRPO), on answers that the trained model samples itself."""
 
     formats = ("prompt",)
     shares_rows, compares = False, True
@@ -97,7 +97,7 @@ class GRPOObjective(Objective):
         """See `Objective.dataset`.
 
         Raises:
-            ValueError: the data have a column that is the name of another argument of the reward.
+            ValueError: a column of the data has the name of another argument of the reward function.
         """
         # Prompts leave room for an answer in a row.
         data = PromptDataset(source, reader_of(model), **{**options, "length": options["length"] - self.new})
@@ -113,12 +113,12 @@ class GRPOObjective(Objective):
 
     @torch.no_grad()
     def batch(self, model: CausalLM, rows: Any) -> Batch:
-        """Sample ``num_generations`` answers to each prompt of a batch, and reward them.
+        """Sample ``num_generations`` answers to each prompt of a batch, and compute their rewards.
 
         Returns:
             Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations. With
-            ``replay_routing`` also the experts of each token, ``routed_experts`` [B, T, layers, k]. With
-            ``deterministic_rollouts`` also the log-probabilities ``old`` [B, T], if several steps need them.
+            ``replay_routing``, the batch also has the experts of each token, ``routed_experts`` [B, T, layers, k]. With
+            ``deterministic_rollouts``, it also has the log-probabilities ``old`` [B, T] if several steps need them.
         """
         # Answers, and their rewards relative to the group of answers to the same prompt.
         answers, experts, log_probs = self._answers(model, rows)
@@ -151,11 +151,11 @@ class GRPOObjective(Objective):
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
 
     def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor]]:
-        """Sample answers, up to and including their stop tokens: ``num_generations`` in a row for each prompt.
+        """Sample ``num_generations`` consecutive answers to each prompt, up to and including their stop tokens.
 
         Returns:
-            The answers; the experts of prompts and answers, if `rollout` has sampled them and routing is replayed; and
-            the log-probabilities of the answers, if `rollout` has sampled them.
+            The answers; the experts of the tokens of prompts and answers, if `rollout` has sampled the answers and
+            routing is replayed; and the log-probabilities of the answers, if `rollout` has sampled the answers.
         """
         prompts: list[list[int]] = [[*row["ids"]] for row in rows]
         longest = max(map(len, prompts))
@@ -185,7 +185,7 @@ class GRPOObjective(Objective):
         return [_until(ids, stops) for ids in sampled], [], []
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
-        """Call the reward function with the arguments of TRL's trainer, and check its result."""
+        """Call the reward function with the arguments that TRL's trainer passes, and check the rewards."""
         # All columns of the data, and completions in the form of the prompts: text or messages.
         names = dict.fromkeys(name for example in examples for name in example if name != "prompt")
         texts: list[Any] = [model.tokenizer.decode(answer) for answer in answers]
@@ -217,7 +217,7 @@ class GRPOObjective(Objective):
         return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """See `Objective.loss`. ``batch`` keeps the log-probabilities of the sampling policy and of the reference."""
+        """See `Objective.loss`. ``batch`` caches the log-probabilities of the sampling policy and of the reference."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 
@@ -252,7 +252,7 @@ class GRPOObjective(Objective):
         return loss, {**self.evaluate(model, batch), **means}
 
     def _forward(self, model: CausalLM) -> AbstractContextManager[None]:
-        """The context of the policy's forwards."""
+        """Return the context manager for the forwards of the policy."""
         return deterministic_forward(model) if self.deterministic else nullcontext()
 
     def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class GRPOObjective(Objective):
 
 
 def load_function(name: str) -> Reward:
-    """Load a function by ``file.py:function``, or by ``module:function`` with a module that may be in this folder.
+    """Load a function from ``file.py:function`` or ``module:function``. The module may be in the working directory.
 
     Raises:
         ValueError: there is no such file, module or function.
@@ -303,7 +303,7 @@ def load_function(name: str) -> Reward:
 
 
 def _has_room(model: CausalLM) -> bool:
-    """Whether all ranks have memory for the gathered parameters in half precision, and as much for the sampling."""
+    """Return whether all ranks have memory for all parameters in 16 bits, and the same amount again for sampling."""
     # All ranks must decide alike. Two bytes a parameter, twice.
     free = free_memory(model.device)
     if free is None:
@@ -316,7 +316,7 @@ def _has_room(model: CausalLM) -> bool:
 
 
 def _until(ids: list[int], stops: set[int]) -> list[int]:
-    """Ids up to and including the first one that is in ``stops``."""
+    """Return the ids up to and including the first id that is in ``stops``."""
     before = list(itertools.takewhile(lambda token: token not in stops, ids))
     return ids[: len(before) + 1]
 

@@ -1,8 +1,9 @@
 """Train or fine-tune a model on packed data with FSDP2: ``torchrun -m liger_models.train config.yaml``.
 
-This file has the whole loop, from the process group to the export, and is meant to be copied and changed. Its options
-are in ``train_options.py``. It trains all weights, or adapters (LoRA). It runs on any number of GPUs, on CPUs with
-gloo, and without torchrun in a single process. A run that is started again resumes from its last checkpoint.
+This file contains the whole loop, from the process group to the export, and is meant to be copied and changed. The
+options of the loop are in ``train_options.py``. The loop trains all weights, or adapters (LoRA). It runs on any number
+of GPUs, on CPUs with gloo, and in a single process without torchrun. A run that is started again resumes from its last
+checkpoint.
 """
 
 import json
@@ -69,15 +70,16 @@ from liger_models.train.stopping import Stop, keep_signal_handlers
 from liger_models.train.train_options import STORED, TrainOptions
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of the error messages of collectives after the end of another process."""
+"""Parts of the error messages of collectives that occur after another process has ended."""
 
 
 @keep_signal_handlers()
 def train(options: TrainOptions) -> None:
     """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
 
-    Every rank must call it. If there is no process group, it initializes that of torchrun, or one of this process only.
-    After SIGINT (Ctrl-C) or SIGTERM it saves a checkpoint and exports nothing. A second signal ends it at once.
+    Every rank must call this function. If there is no process group, the function initializes the process group of
+    torchrun or, without torchrun, of a single process. After SIGINT (Ctrl-C) or SIGTERM the run saves a checkpoint and
+    exports nothing. A second signal ends the run at once.
 
     Raises:
         KeyboardInterrupt: SIGINT has stopped the run.
@@ -104,7 +106,7 @@ def train(options: TrainOptions) -> None:
 
 
 def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
-    """Run `train` in a prepared folder and process group, and return the signals that it has received."""
+    """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals."""
     # Budget, mesh and seed: whatever can fail before a large model is loaded.
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     mesh = make_mesh(options, device)
@@ -246,7 +248,7 @@ def prepare_paths(options: TrainOptions) -> Path:
 
 
 def select_device(name: str | None) -> torch.device:
-    """The device of this process, made the current one: the one of this name, or the rank's accelerator, or the CPU.
+    """Select the current device: the device called ``name``, else the rank's accelerator, else the CPU. Returns it.
 
     Raises:
         ValueError: there is no such device, or several processes are to share one.
@@ -264,7 +266,7 @@ def select_device(name: str | None) -> torch.device:
 
 
 def start_group(device: torch.device) -> bool:
-    """Initialize the process group unless there is one, and return whether it was initialized here."""
+    """Initialize the process group unless there is one, and return whether this call initialized it."""
     if dist.is_initialized():
         return False
     # torchrun describes its group in variables. A single process needs neither a port nor a store on the network.
@@ -290,12 +292,12 @@ def make_mesh(options: TrainOptions, device: torch.device) -> DeviceMesh:
 
 
 def all_ranks(device: torch.device) -> DeviceMesh:
-    """All ranks in one dimension. Without it FSDP would shard over accelerators even if the run is on the CPU."""
+    """Return a mesh of all ranks. Without it FSDP would shard over accelerators even if the run is on the CPU."""
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def fetch_files(options: TrainOptions) -> TrainOptions:
-    """Return the options with local folders for names on ModelScope. Raises if data have no known format."""
+    """Return the options with ModelScope names replaced by local folders, after checking the format of the data."""
     if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
         data, eval_data = ([fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data))
         options = replace(options, model=fetch(options.model), data=data, eval_data=eval_data)
@@ -306,7 +308,7 @@ def fetch_files(options: TrainOptions) -> TrainOptions:
 def make_datasets(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """Make the training data of this rank, and the evaluation data if there are any."""
+    """Create the training data of this rank, and the evaluation data if the options name any."""
     packing: dict[str, Any] = {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
         "broken_media": options.broken_media, "multi_turn": options.multi_turn,
@@ -322,7 +324,7 @@ def make_datasets(
 
 
 class Progress:
-    """The number of steps of a run, and the share of the data that it has read.
+    """The number of steps of a run, and the fraction of the data that the run has read.
 
     Attributes:
         steps: number of steps of the whole run.
@@ -336,7 +338,7 @@ class Progress:
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
-        """Continue after step ``start``. Epochs end with the data, even if earlier steps had another size."""
+        """Continue after step ``start``. The last epoch ends with the data, even if the size of a step has changed."""
         read_steps = self._batches_read() / self._options.accumulate * self._repeats
         if self._options.steps is None and read_steps != start:
             self.steps = start + max(math.ceil(round(self._epoch_steps - read_steps, 6)), 0)
@@ -345,7 +347,7 @@ class Progress:
         return self._data.passed / (self._data.ranks * self._options.batch_size)
 
     def next_batches(self) -> int:
-        """Number of batches of the next step. The last step of the epochs takes the batches that are left."""
+        """Return the number of batches of the next step. The last step of all epochs takes the remaining batches."""
         if self._options.steps is not None:
             return self._options.accumulate
         left = math.ceil(round(self._batches - self._batches_read(), 6))
@@ -353,18 +355,18 @@ class Progress:
 
     @property
     def epochs(self) -> float:
-        """Number of passes through the data in all steps."""
+        """Number of passes through the data in all steps of the run."""
         if self._options.steps is None:
             return self._batches / len(self._data)
         return self.steps * self._options.accumulate / len(self._data) / self._repeats
 
     def epochs_read(self) -> float:
-        """Number of passes through the data so far."""
+        """Return the number of passes through the data so far."""
         return self._data.passed / (len(self._data) * self._data.ranks * self._data.batch_size)
 
 
 class Updates:
-    """The optimizer, with learning rate schedule, loss scale and gradient clipping.
+    """The optimizer with the learning rate schedule, the loss scale and gradient clipping.
 
     Attributes:
         trained: the trained parameters.
@@ -387,12 +389,12 @@ class Updates:
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
 
     def _share(self, step: int) -> float:
-        """Fraction of the peak learning rate after ``step`` steps."""
+        """Return the fraction of the peak learning rate after ``step`` steps."""
         steps = self._progress.steps
         return cosine(step, max(1, round(self._options.warmup * steps)), steps, self._options.min_lr)
 
     def resume(self, start: int) -> None:
-        """Restore the current options in the optimizer, because a loaded state has its own."""
+        """Set the current options in the optimizer again, because a loaded state has replaced them."""
         if self._in_backward:
             step_in_backward(self.optimizer)
         self.scheduler.base_lrs = [group["lr"] for group in self._groups]
@@ -401,13 +403,14 @@ class Updates:
             group["weight_decay"] = current["weight_decay"]
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss and add them to those of earlier batches."""
+        """Compute the gradients of a loss, and add them to the gradients of earlier batches."""
         self.scaler.scale(loss).backward()
 
     def step(self) -> tuple[float, Tensor | None]:
         """Update the parameters, and return the learning rate and the norm of the gradients before clipping.
 
-        The norm is None if the optimizer has stepped in the backward, which never sees all gradients.
+        The norm is None if the optimizer steps in the backward, because all gradients never exist at the same time
+        then.
         """
         # Clipping needs the true norm, so the scale is removed first.
         self.scaler.unscale_(self.optimizer)
@@ -426,7 +429,7 @@ class Checkpoints:
     Args:
         output: folder of the run.
         keep: number of checkpoints to keep.
-        parts: the arguments of `save_state` from the model on.
+        parts: the positional arguments of `save_state` from ``model`` on.
         settings: as for `save_state`.
     """
 
@@ -435,17 +438,17 @@ class Checkpoints:
         self._saving: Future[None] | None = None
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises its error."""
+        """Wait for the checkpoint that is being written. If writing has failed, this method raises the error."""
         if self._saving is not None:
             self._saving.result()
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, including the one that is being written."""
+        """Return the newest complete checkpoint, after waiting for a checkpoint that is being written."""
         self.finish()
         return newest_checkpoint(self._output)
 
     def save(self, step: int) -> None:
-        """Copy the state after ``step``, and start to write it."""
+        """Copy the state after ``step``, and start to write the copy."""
         options: dict[str, Any] = {"keep": self._keep, "settings": self._settings}
         self._saving = save_state(self._output, step, *self._parts, background=True, **options)
 
@@ -453,7 +456,7 @@ class Checkpoints:
 def announce(
     options: TrainOptions, model: CausalLM, data: PackedDataset, plan: MemoryPlan | None, progress: Progress, start: int
 ) -> None:
-    """Print a summary of the model, the data and the steps, and write the plan if there is one."""
+    """Print a summary of the model, the data and the steps. If there is a plan, print it and write it to a file."""
     # An estimate of the memory, where there is one, and a GPU to compare it with.
     output, is_first_rank, peak = Path(options.output), dist.get_rank() == 0, None
     can_estimate = make_objective(options).shares_rows and options.tensor_parallel == 1 and model.visual is None
@@ -477,7 +480,7 @@ def announce(
 
 
 def export(options: TrainOptions, model: CausalLM, output: Path) -> None:
-    """Write the adapters, or the model if there are none, and print the commands that use them."""
+    """Write the adapters or, if there are none, the model, and print the commands that use the result."""
     if options.lora_r:
         save_adapter(model, output / "adapter", base=options.model)
     else:
@@ -487,10 +490,10 @@ def export(options: TrainOptions, model: CausalLM, output: Path) -> None:
 
 
 def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
-    """The dtype of the computation: bfloat16, or float16 if ``options.dtype`` is float16 or a GPU has no bfloat16.
+    """Return the dtype of the computation: bfloat16, or float16 if ``options.dtype`` says so or a GPU lacks bfloat16.
 
     Raises:
-        ValueError: ``options.dtype`` is bfloat16 on such a GPU.
+        ValueError: ``options.dtype`` is bfloat16, and a GPU lacks bfloat16.
     """
     has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if not has_bfloat16 and options.dtype == "bfloat16":
@@ -501,7 +504,7 @@ def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
 
 
 def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> CausalLM:
-    """Load the model, with adapters if the options have some, sharded over the ranks. It computes in ``dtype``."""
+    """Load the model, with adapters if the options ask for them, and shard it. The model computes in ``dtype``."""
     is_quantized = any(getattr(options, name) for name in STORED)
 
     def adapt_and_shard(model: CausalLM) -> CausalLM:
@@ -568,8 +571,9 @@ def estimate_step(options: TrainOptions, model: CausalLM) -> TrainingMemory:
 def plan_step(options: TrainOptions, model: CausalLM, budget: int, dtype: torch.dtype) -> MemoryPlan:
     """Plan the fastest step within a budget in bytes, the same on all ranks.
 
-    The optimizer steps in the backward only if nothing needs all gradients: neither clipping (``max_norm`` is inf), nor
-    accumulation, nor a loss scale. Muon's momentum stays on the device, and Muon needs whole gradients.
+    The plan may put the optimizer step into the backward only if nothing needs all gradients at once: neither clipping
+    (``max_norm`` is inf), nor accumulation, nor a loss scale. With Muon, the plan keeps the momentum on the device and
+    the optimizer step after the backward, because Muon needs all gradients.
     """
     # All ranks plan with rank 0's estimate, because its shards are the largest.
     estimates = [estimate_step(options, model)]
@@ -590,10 +594,10 @@ def plan_step(options: TrainOptions, model: CausalLM, budget: int, dtype: torch.
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:
-    """Set the largest number of pixels of an image, if it is given.
+    """Set the largest number of pixels of an image, unless ``max_pixels`` is None.
 
     Raises:
-        ValueError: the model's images have no such bound.
+        ValueError: the model's processor has no such limit.
     """
     if max_pixels is None:
         return
@@ -606,9 +610,9 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
 
 
 def freeze_images(model: CausalLM) -> None:
-    """Freeze the parameters that only images use.
+    """Freeze the parameters that only images use, such as those of the vision tower.
 
-    Otherwise sharded ones would get zero gradients, and weight decay would shrink them.
+    If they were not frozen, sharded ones would get zero gradients, and weight decay would shrink them.
     """
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
@@ -616,7 +620,7 @@ def freeze_images(model: CausalLM) -> None:
 
 
 def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
-    """Make the optimizer that ``options`` name. A plan may put its moments into host memory."""
+    """Create the optimizer that ``options`` name. A plan may put the optimizer's moments into host memory."""
     rounding = options.dtype == "bfloat16"
     if options.optimizer == "muon":
         lr = options.lr if options.muon_lr is None else options.muon_lr
@@ -628,7 +632,7 @@ def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | No
 
 
 def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:
-    """Put the trained parameters into groups: with weight decay, without it, and the matrices B of LoRA+."""
+    """Group the trained parameters: with weight decay, without weight decay, and the matrices B of LoRA+."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ratio = options.lora_plus_ratio
     raised = {name: parameter for name, parameter in trained.items() if ratio and name.endswith("lora_B")}
@@ -654,7 +658,7 @@ def check_groups(model: CausalLM, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objective: Objective) -> dict[str, float]:
-    """Compute the metrics of all batches on all ranks, such as ``eval_loss``, without auxiliary losses."""
+    """Compute metrics over all batches on all ranks, such as ``eval_loss``, without auxiliary losses."""
     # Dropout is off. The order of the data is that of epoch 0.
     model.eval()
     data.set_epoch(0)
@@ -667,7 +671,7 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objecti
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:
-    """Yield the batches of one epoch after the other, without end."""
+    """Yield the batches of successive epochs, without end."""
     while True:
         yield from loader
 
@@ -688,7 +692,7 @@ def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
 
 
 def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
-    """The factor of the peak learning rate after ``step`` steps: a linear warm-up to 1, then a cosine to ``floor``."""
+    """Return the fraction of the peak learning rate at a step: a linear warm-up to 1, then a cosine to ``floor``."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
@@ -701,8 +705,8 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
     Args:
         arguments: the arguments. Default: those of the process.
         command: name of the command in messages. Default: that of the process.
-        standalone: whether an error that its message explains ends the process with code 1 and one line. False raises
-            the error.
+        standalone: whether an error with a self-explanatory message ends the process with exit code 1 and this message
+            in one line. If False, the error is raised.
     """
     options = read_options(TrainOptions, arguments, command)
     try:

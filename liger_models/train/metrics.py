@@ -1,4 +1,4 @@
-"""The log of a training run, its tokens per second, and its share of the device's peak FLOPS (MFU)."""
+"""The log of a training run, with tokens per second and the fraction of the device's peak FLOPS (MFU)."""
 
 import importlib
 import json
@@ -20,16 +20,16 @@ from liger_models.layers.layer import AttentionSpec, layers_of
 from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
-"""Part of a device's name -> its peak dense bf16 FLOPS from the vendor's datasheet, the divisor of MFU."""
+"""Maps part of a device's name to its peak dense bf16 FLOPS in the vendor's datasheet, by which MFU is defined."""
 
 
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     """Count the floating-point operations of a forward and backward on this rank.
 
-    Matrix products and attention of all kinds count. Each element of a weight counts 2 operations per token for the
-    forward, 2 for the gradient of its input if anything before it is trained, and 2 for its own gradient if it is
-    trained. Recomputation and vision towers do not count. Experts count only for the tokens that are routed to them,
-    and the head only for tokens with a target.
+    The count includes matrix products and all kinds of attention. Each element of a weight counts 2 operations per
+    token for the forward, 2 for the gradient of the layer's input if anything before the layer is trained, and 2 for
+    its own gradient if it is trained. Neither recomputation nor vision towers are included. Experts count only for the
+    tokens that are routed to them, and the head only for tokens with a target.
 
     Args:
         model: the model, sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the
@@ -75,16 +75,16 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
 
 class Log:
-    """The log on the screen, in log.jsonl, in TensorBoard and in W&B. It counts tokens and time between its lines.
+    """The log on the screen, in log.jsonl, TensorBoard and W&B. It counts tokens and time between its lines.
 
-    Only rank 0 writes.
+    Only rank 0 writes the log.
 
     Args:
         folder: folder of log.jsonl. Lines of steps after ``start`` are removed, because those steps run again.
         start: number of finished steps.
         steps: number of all steps of the run.
-        device: the device whose memory and share of the peak are reported.
-        ranks: number of ranks with different batches. Default: all.
+        device: the device whose memory and MFU are reported.
+        ranks: number of ranks with different batches. Default: all ranks.
         report_to: "tensorboard" also writes ``folder/tensorboard``. "wandb" also writes a run of Weights & Biases, with
             its files in ``folder/wandb`` and its id in ``folder/wandb.id``. A resumed run keeps its id.
         options: the options of the run, for W&B.
@@ -131,12 +131,12 @@ class Log:
         self.since, self.tokens, self.operations = time.perf_counter(), 0, 0.0
 
     def count(self, batches: Sequence[Batch], operations: float) -> None:
-        """Add the tokens and operations of this rank's part of a step."""
+        """Add the tokens and the operations of this rank's part of a step to the counts."""
         self.tokens += sum(batch["input_ids"].numel() for batch in batches)
         self.operations += operations
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second of all ranks, and MFU and peak memory in GiB of this rank, since the last `restart`."""
+        """Return tokens per second of all ranks, and MFU and peak memory of this rank in GiB, since `restart`."""
         # Without a step since then, as after an evaluation, there are no rates.
         if not self.tokens:
             return {}
@@ -154,7 +154,7 @@ class Log:
 
         Args:
             step: number of the step.
-            epochs: passes through the data so far. The screen shows them instead of the whole number ``epoch``.
+            epochs: passes through the data so far. The screen shows this number instead of the integer ``epoch``.
             values: name -> value.
         """
         if self.first:
@@ -172,7 +172,7 @@ class Log:
 
 
 class _TensorBoard:
-    """Writes a file for TensorBoard, which hides earlier values from step ``start`` on: those steps run again."""
+    """Writes a TensorBoard file. Earlier values from step ``start`` on are hidden, because these steps run again."""
 
     def __init__(self, folder: Path, start: int) -> None:
         try:
@@ -213,7 +213,7 @@ class _WandB:
 
 
 def _step(line: bytes) -> float:
-    """The step of a line of log.jsonl; infinity if a killed run has left only a part of the line."""
+    """Return the step of a line of log.jsonl; infinity if a killed run has left an incomplete line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Downloads of models and data sets from ModelScope, named ``modelscope:owner/name``, by ModelScope's own client."""
+"""Downloads of models and data sets called ``modelscope:owner/name`` with ModelScope's own client."""
 
 import importlib
 import os
@@ -10,10 +10,10 @@ PREFIX = "modelscope:"
 
 
 def fetch(name: str, *, dataset: bool = False) -> str:
-    """Return the folder of ``modelscope:owner/name``, which is downloaded unless it is in ModelScope's cache.
+    """Return the local folder of ``modelscope:owner/name``, which is downloaded unless it is in ModelScope's cache.
 
-    Other names are returned unchanged. Every rank must call it. The first rank of each host downloads, and the others
-    wait for it.
+    Other names are returned unchanged. Every rank must call this function. The first rank of each host downloads, and
+    the other ranks of the host wait for it.
 
     Args:
         name: ``modelscope:owner/name``, or anything else.

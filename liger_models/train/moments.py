@@ -1,6 +1,6 @@
-"""AdamW's moments in an optimizer's state: tensors like the parameter, or 8-bit codes with their scales.
+"""AdamW's moments in an optimizer state: tensors with the shape of the parameter, or 8-bit codes with scales.
 
-Codes and scales have names of their own, so that no other optimizer mistakes codes for moments.
+In the state, codes and scales have other names than moments, so that no other optimizer mistakes codes for moments.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,11 @@ NAMES = (*MOMENTS, *(f"{name}_codes" for name in MOMENTS), *(f"{name}_scale" for
 
 
 def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's moments if ``wanted`` is requested; int8 means 8-bit codes.
+    """Return the dtype of a parameter's moments if ``wanted`` is requested. int8 means 8-bit codes.
 
-    Each block of 128 elements of the last dimension has one scale. Parameters without whole blocks on every rank have
-    moments in fp32 instead: vectors, narrow matrices, and matrices whose last dimension is sharded within a block.
+    With 8-bit codes, each block of 128 elements of the last dimension has one scale. Parameters that do not have whole
+    blocks on every rank get moments in fp32 instead. These are vectors, narrow matrices, and matrices whose last
+    dimension is sharded within a block.
     """
     if wanted != torch.int8:
         return wanted or param.dtype
@@ -37,7 +38,7 @@ def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, Tensor]:
-    """The moments of a parameter before its first step; ``memory`` is passed to ``torch.zeros_like``."""
+    """Return the moments of a parameter before its first step; ``memory`` is passed to ``torch.zeros_like``."""
     if dtype != torch.int8:
         return {name: torch.zeros_like(param, dtype=dtype, **memory) for name in MOMENTS}
     # Codes have the shape of the parameter [..., C], and scales [..., C / 128].
@@ -47,7 +48,7 @@ def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, 
 
 
 def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state with its moments in the format of ``dtype``. Conversions round to nearest."""
+    """Return a saved state with its moments converted to the format of ``dtype``, rounded to nearest."""
     # Everything that is no moment, such as the step, is kept.
     state = {name: value for name, value in saved.items() if name not in NAMES}
     for name, code_dtype in MOMENTS.items():
@@ -66,7 +67,7 @@ def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> di
 
 
 def moments(state: Mapping[str, Any]) -> list[Tensor]:
-    """This rank's shards of the moments in a parameter's state: both moments, or both codes and then both scales."""
+    """Return this rank's shards of a parameter's two moments, or of their two tensors of codes and two of scales."""
     return [local(state[name]) for name in NAMES if name in state]
 
 

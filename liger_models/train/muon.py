@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model, and AdamW for everything else."""
+"""Muon for the matrices of a model, and AdamW for all other parameters."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,26 +20,26 @@ SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""Factors of an orthogonal update, besides the learning rate."""
+"""Maps ``adjust_lr_fn`` to the factor of an orthogonal update besides the learning rate."""
 
 
 class LigerMuon(LigerAdamW):
     """Muon for the weights of linear layers and experts, AdamW for embeddings, the head, norms, biases and adapters.
 
-    Muon moves a weight along its averaged gradient, whose singular values it makes about equal::
+    Muon updates a weight by its averaged gradient, after making the singular values of this gradient about equal::
 
         M = μ M + (1 - μ) G
         U = orthogonal factor of (1 - μ) G + μ M, or of M without ``nesterov``
         W = W - lr λ W - lr s U         s = 0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))
 
     The matrices are those of the Hugging Face checkpoint: q, k and v are three matrices, each with all of its heads.
-    Gate and up are two, unless the checkpoint has them in one tensor (Phi-3). Each expert has its own. A step therefore
-    equals a step of ``torch.optim.Muon`` on the weights in transformers' layout. `newton_schulz` multiplies in bfloat16
-    on accelerators, and in at least fp32 on the CPU.
+    Gate and up are two matrices, unless the checkpoint has them in one tensor (Phi-3). Each expert has its own
+    matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers' layout.
+    `newton_schulz` multiplies in bfloat16 on accelerators, and in at least fp32 on the CPU.
 
-    The matrices of DTensors (FSDP2, HSDP, tensor and expert parallelism) are distributed over all ranks that hold
-    shards. One rank gathers a matrix, computes its update, and sends the shards back (`SharedMatrices`). All ranks must
-    call ``step``, and a parameter must have a gradient on all ranks or on none.
+    For DTensors (FSDP2, HSDP, tensor and expert parallelism) the computation is divided by matrix among all ranks that
+    hold shards. One rank gathers a matrix, computes its update, and sends the shards of the update back
+    (`SharedMatrices`). All ranks must call ``step``, and a parameter must have a gradient on all ranks or on none.
 
     Args:
         model: the model, already sharded if it should be. Its trainable parameters are optimized in three groups: the
@@ -47,8 +47,8 @@ class LigerMuon(LigerAdamW):
         lr: learning rate of the matrices. With "match_rms_adamw", a learning rate that suits AdamW.
         weight_decay: λ of everything except vectors and biases.
         momentum: μ.
-        nesterov: look one step of the momentum ahead.
-        adjust_lr_fn: the formula of s under torch's names, "match_rms_adamw" or "original".
+        nesterov: whether to use Nesterov momentum, which looks one step ahead.
+        adjust_lr_fn: the formula of s by its name in torch, "match_rms_adamw" or "original".
         adamw_lr: learning rate of all other parameters. Default: ``lr``.
         betas, eps: as for AdamW.
         stochastic_rounding: as for `LigerAdamW`; Muon's momentum is rounded to nearest.
@@ -58,14 +58,14 @@ class LigerMuon(LigerAdamW):
     Raises:
         TypeError: the model is not one of this package.
         ValueError: an option is out of range, or no matrix of the model is trained. The matrices of adapters do not
-            count, because the model computes with their product. AdamW suits these factors.
+            count: the model computes with the product of two such matrices, for which AdamW is better suited.
 
     Source: https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 ("match_rms_adamw").
     """
 
     _separable = False
     _shared: SharedMatrices | None = None
-    """The matrices and the ranks that compute them; the first step creates it."""
+    """The matrices with the ranks that compute their updates; the first step creates this object."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class LigerMuon(LigerAdamW):
         torch.autograd.graph.increment_version([matrices[number] for number in active if is_sharded(matrices[number])])
 
     def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
-        """The scaled updates of stacks of matrices [k, n, c]. Stacks of one shape, or its transpose, are one batch."""
+        """Return the scaled updates of stacks of matrices [k, n, c]. Equal or transposed shapes form one batch."""
         batches: dict[tuple[int, ...], list[int]] = {}
         for index, stack in enumerate(stacks):
             batches.setdefault(tuple(sorted(stack.shape[1:])), []).append(index)

@@ -30,7 +30,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def _of(objectives: str, help: str, **checks: Any) -> Any:
-    """An option that only the listed objectives read."""
+    """Return an option that only the listed objectives read."""
     return option(f"{objectives}: {help}", None, read_by=("objective", objectives.split(", ")), **checks)
 
 
@@ -80,7 +80,7 @@ class ObjectiveOptions:
 
 
 def make_objective(options: Any) -> Objective:
-    """Make the objective of a run from its checked options.
+    """Create the objective of a run from the run's checked options.
 
     Raises:
         ValueError: an option is out of the objective's range.

@@ -1,4 +1,4 @@
-"""Training objectives, which share one loop. Each defines how data are read and how a batch's loss is computed."""
+"""Training objectives. An objective defines how the loop reads the data and computes the loss of a batch."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -32,9 +32,9 @@ from liger_models.parallel.step import mean_over_ranks, targets_per_rank
 from liger_models.text.tokenizer import Tokenizer
 
 Metrics: TypeAlias = dict[str, Tensor]
-"""Name -> [2]: a sum on this rank and its number of summands. A metric is the quotient of both over all ranks."""
+"""Maps a metric's name to a tensor [2]: a sum on this rank, and its number of summands. The metric is their ratio."""
 Load = Callable[[str], CausalLM]
-"""Loads a frozen model by its folder or name, sharded like the trained model."""
+"""A function that loads a frozen model by its folder or name, sharded like the trained model."""
 DIVERGENCES: dict[str, type[Any]] = {
     "jsd": LigerFusedLinearJSDLoss,
     "forward_kl": LigerFusedLinearForwardKLLoss,
@@ -45,7 +45,7 @@ DIVERGENCES: dict[str, type[Any]] = {
 
 
 def reader_of(model: CausalLM) -> Tokenizer | Processor:
-    """The processor of a model with images whose checkpoint has image settings; otherwise the tokenizer."""
+    """Return the processor of a vision-language model if its checkpoint has image settings; otherwise the tokenizer."""
     if isinstance(model, VisionLanguageModel) and settings_of(model.assets, "image_processor"):
         processor: Processor = model.processor
         return processor
@@ -53,7 +53,7 @@ def reader_of(model: CausalLM) -> Tokenizer | Processor:
 
 
 class Reference:
-    """The reference model: a frozen model, or in a run with adapters the model without its adapters.
+    """The reference model: a frozen model or, in a run with adapters, the trained model without its adapters.
 
     Args:
         options: all options of the run.
@@ -67,7 +67,7 @@ class Reference:
         self.model: CausalLM | None = None
 
     def prepare(self, load: Load) -> None:
-        """Load the model if a second one is needed."""
+        """Load the reference model, unless it is the trained model without adapters."""
         if not self.by_adapters:
             self.model = load(self.name)
 
@@ -87,15 +87,15 @@ class Reference:
 
 
 INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", *PromptInputs.__annotations__})
-"""The parts of a batch that are arguments of a model's forward."""
+"""The keys of a batch that are arguments of a model's forward."""
 
 
 class Objective:
-    """Learn texts: the loss is the mean cross entropy of all tokens that have a label.
+    """Supervised fine-tuning. The loss is the mean cross entropy of all tokens that have a label.
 
     Args:
         options: all options of the run.
-        settings: those options of the objective that are not None.
+        settings: the options of the objective that are not None.
 
     Raises:
         ValueError: an option is out of range.
@@ -104,9 +104,9 @@ class Objective:
     formats: tuple[str, ...] = DOCUMENTS
     """Allowed formats of examples."""
     shares_rows = True
-    """Whether ranks may share a row (tensor and context parallelism)."""
+    """Whether several ranks may share a row (tensor and context parallelism)."""
     repeats = 1
-    """Number of steps on the same batches."""
+    """Number of optimizer steps on the same batches."""
     compares = False
     """Whether examples are answers to compare. They are not packed into rows."""
 
@@ -117,47 +117,47 @@ class Objective:
         """Load the models that the loss needs besides the trained one."""
 
     def frozen_models(self) -> dict[str, str]:
-        """Name of each model that the loss needs besides the trained one -> checksum of its weights.
+        """Map the name of each model that the loss needs besides the trained one to the checksum of its weights.
 
         Every rank must call it.
         """
         return {}
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
-        """The data of the run. Every rank must call it."""
+        """Return the training data of the run. Every rank must call this method."""
         return PackedDataset(source, reader_of(model), overflow=overflow or "split", formats=self.formats, **options)
 
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
-        """The data of the evaluations. Every rank must call it."""
+        """Return the evaluation data. Every rank must call this method."""
         return self.dataset(source, model, shuffle=False, **options)
 
     def batch(self, model: CausalLM, batch: Any) -> Batch:
-        """Make the batch to train on from a batch of the data. Every rank must call it."""
+        """Convert a batch of the data to the batch to train on. Every rank must call this method."""
         return batch  # type: ignore[no-any-return]
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """The common divisor of the losses of all batches of a step; None if each loss has its own."""
+        """Return the common divisor of the losses of all batches of a step; None if each loss has its own divisor."""
         return targets_per_rank(batches)
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """The part of a step's loss that comes from a batch, and metrics."""
+        """Return the part of a step's loss that comes from a batch, and the metrics of the batch."""
         return model(**batch, num_items_in_batch=num_items).loss, {}
 
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
-        """The metrics of a batch, including its "loss", without gradients and auxiliary losses."""
+        """Compute the metrics of a batch, including "loss", without gradients and auxiliary losses."""
         out = model(**batch, num_items_in_batch=1)  # the sum of the losses
         loss = out.loss - (0 if out.aux_loss is None else out.aux_loss)
         return {"loss": pair(loss, (batch["labels"] != -100).sum())}
 
 
 class PretrainObjective(Objective):
-    """Learn texts or token ids. Chats and other formats are refused, so that none is trained on by mistake."""
+    """Pretraining on texts or token ids. Chats and other formats are refused, so that none is used by mistake."""
 
     formats = ("text", "input_ids")
 
 
 class Compared(Objective):
-    """The base of objectives that compare whole answers of a batch, with a loss of `liger_models.losses`."""
+    """The base class of objectives that compare whole answers of a batch by a loss in `liger_models.losses`."""
 
     formats = ("preference",)
     shares_rows, compares = False, True
@@ -175,7 +175,7 @@ class Compared(Objective):
         self.function = type(self).make(**self.settings)  # refuses options before a model is loaded
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Translate options into arguments of the loss."""
+        """Translate options of the objective into arguments of the loss."""
         return options
 
     def prepare(self, model: CausalLM, load: Load) -> None:
@@ -199,7 +199,7 @@ class Compared(Objective):
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """None, because each batch has the same number of examples."""
+        """Return None, because each batch has the same number of examples."""
         return None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -216,7 +216,7 @@ class Compared(Objective):
         return {"loss": pair(out.loss[0] * number, number), **metrics}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """Return the output of the model, whose ``loss`` is a pair of loss and values, and the metrics."""
+        """Run the model. Returns its output, whose ``loss`` is a pair of the loss and other values, and the metrics."""
         reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
         # The loss runs inside the head, where FSDP has gathered its weight.
         out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))
@@ -237,7 +237,7 @@ class Compared(Objective):
         return out, {name: pair((mean * counted).float().sum(), counted.sum()) for name, mean in means.items()}
 
     def _counted(self, batch: Batch) -> Tensor:
-        """Whether each example of a batch has labels and counts in metrics, [examples] bool."""
+        """Return whether each example of a batch has labels and counts in metrics, [examples] bool."""
         # [rows, T] -> [rows] -> [rows of an example, examples]: all chosen answers come before all rejected ones.
         return (batch["labels"] != -100).any(1).view(-1, len(batch["labels"]) // self.rows_of_example).any(0)
 
@@ -269,7 +269,7 @@ class CPOObjective(Compared):
 
 
 class SimPOObjective(CPOObjective):
-    """SimPO: `CPOObjective` of mean log-probabilities with a margin, and by default without NLL."""
+    """SimPO, which is `CPOObjective` with mean log-probabilities and a margin, by default without the NLL term."""
 
     make = LigerFusedLinearSimPOLoss
     alpha = 0.0
@@ -322,7 +322,7 @@ class KTOObjective(Compared):
 
 
 class DistillObjective(Objective):
-    """Learn the distributions of a larger model besides the tokens themselves."""
+    """Distillation. The model learns the distributions of a larger model in addition to the tokens themselves."""
 
     shares_rows = False
 
@@ -368,7 +368,7 @@ class DistillObjective(Objective):
         return self._run(model, batch)[1]
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """Return the model's output, whose ``loss`` is a pair of mean losses and number of targets, and the metrics."""
+        """Run the model. Returns its output, with ``loss`` a pair of mean losses and target count, and the metrics."""
         # The teacher's hidden states [N, C] and its head. Its logits are computed in chunks, by the loss.
         with torch.no_grad():
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
@@ -386,7 +386,7 @@ class DistillObjective(Objective):
 
 
 def _log_probs(batch: Batch) -> Callable[[CausalLM], Tensor]:
-    """Make a function that takes a model and returns the log-probabilities [rows, T] of a batch's targets."""
+    """Return a function that takes a model and returns the log-probabilities [rows, T] of a batch's targets."""
 
     def run(model: CausalLM) -> Tensor:
         log_probs: Tensor = model(**batch, return_log_probs=True).log_probs
@@ -402,7 +402,7 @@ def add_metrics(total: Metrics, metrics: Metrics) -> None:
 
 
 def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """The means of metrics over all ranks. Metrics without summands are left out. Every rank must call it."""
+    """Return the means of metrics over all ranks, without metrics that have no summands. Every rank must call this."""
     if not total:
         return {}
     # One collective for all metrics: [metrics, 2]. Sums and counts are both divided by the number of ranks.
@@ -415,6 +415,6 @@ def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, flo
 
 
 def pair(total: Tensor, number: Tensor | float) -> Tensor:
-    """Make a metric of `Metrics` [2] from a sum [] and its number of summands, without waiting for the device."""
+    """Return an entry [2] of `Metrics` for a sum [] and its number of summands, without waiting for the device."""
     total = total.detach().float()
     return torch.stack([total, number.float() if isinstance(number, Tensor) else torch.full_like(total, number)])

@@ -24,9 +24,9 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, tor
 class LigerAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` in one kernel launch, whatever the number of parameters and groups.
 
-    The kernel computes in fp32 and rounds once, to each tensor's dtype. The state has torch's names, so either
-    optimizer loads the other's ``state_dict``. DTensors (FSDP2, tensor parallelism) are updated shard by shard, and
-    their moments are DTensors too.
+    The kernel computes in fp32 and rounds each result once, to the dtype of its tensor. The state has the names of
+    torch's AdamW, so either optimizer loads the ``state_dict`` of the other one. DTensors (FSDP2, tensor parallelism)
+    are updated shard by shard, and their moments are DTensors, too.
 
     Args:
         params: parameters, or dicts with the options of a group, as for every optimizer of torch.
@@ -36,9 +36,9 @@ class LigerAdamW(torch.optim.Optimizer):
         state_dtype: dtype of the moments. Default: the parameter's. With ``torch.int8`` both moments of an element take
             2.06 bytes: codes that are rounded at random, and a scale for each 128 elements of the last dimension.
             Vectors, and matrices with fewer than 128 columns on a rank, then have moments in float32.
-        offload: parameters on a GPU whose moments are in page-locked host memory. These moments are on the GPU only
-            during their update, in a buffer for twice the moments of the largest parameter. The copies overlap with
-            computation, best with `step_in_backward`. ``state_dict()`` waits for them.
+        offload: parameters on a GPU whose moments are kept in page-locked host memory. These moments are on the GPU
+            only during their update, in a buffer for twice the moments of the largest parameter. The copies overlap
+            with computation, best with `step_in_backward`. ``state_dict()`` waits for them.
         seed: seed of the stochastic rounding. The rounding depends only on the seed, the step and the position of an
             element, so runs are reproducible and replicas stay equal.
 
@@ -53,10 +53,10 @@ class LigerAdamW(torch.optim.Optimizer):
     """Number of backward passes that updated each parameter since the last `step`; None without `step_in_backward`."""
 
     _staging: dict[torch.device, Staging] | None = None
-    """Device -> the copies of its parameters' moments; None before the first one."""
+    """Maps a device to the `Staging` of its parameters' moments; None before the first step with ``offload``."""
 
     _separable = True
-    """Whether each parameter can be updated by itself."""
+    """Whether each parameter can be updated independently of all others."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class LigerAdamW(torch.optim.Optimizer):
                     self.state[param] = self._loaded(param, {name: value() for name, value in saved.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch's AdamW returns it. With ``offload`` the host waits for copies in flight."""
+        """Return the state as torch's AdamW does. With ``offload`` the host waits for copies in flight."""
         self._settle()
         return super().state_dict()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False: ``torch.amp.GradScaler.step``, which reads this first, must unscale the gradients itself."""
+        """False, so that ``torch.amp.GradScaler.step``, which reads this first, unscales the gradients itself."""
         if self._backwards is not None:
             raise RuntimeError(
                 "LigerAdamW: a loss scale (GradScaler) needs all gradients before the step, got step_in_backward, "
@@ -199,13 +199,13 @@ class LigerAdamW(torch.optim.Optimizer):
         return loss
 
     def _parameters(self) -> Iterator[tuple[int, Tensor, int]]:
-        """(index of the group, parameter, index of the parameter)."""
+        """Iterate over (index of the group, parameter, index of the parameter)."""
         owners = ((number, param) for number, group in enumerate(self.param_groups) for param in group["params"])
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
 
     @torch.no_grad()
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
-        """One step of those parameters that have a gradient."""
+        """Update those of the parameters that have a gradient."""
         # Updates of parameters whose moments are on the device run in one launch at the end.
         updates, steps, wrappers = [], [], []
         run = partial(adamw_, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
@@ -267,7 +267,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
 
 def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Wrap each value of the state in a function. PyTorch would cast tensors to the parameter's dtype."""
+    """Wrap each value of the state in a function, because PyTorch would cast tensors to the parameter's dtype."""
     state = {
         key: {name: lambda value=value: value for name, value in values.items()}
         for key, values in state_dict["state"].items()
@@ -276,12 +276,12 @@ def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Split parameters into those with weight decay, and vectors, scalars, and biases of any shape without it.
+    """Split parameters into those with weight decay, and those without it: vectors, scalars, and biases of any shape.
 
     The biases of experts are matrices [X, O], in which each row is the bias of one expert.
 
     Args:
-        parameters: name -> parameter.
+        parameters: maps names to parameters.
     """
     decayed, others = list[Tensor](), list[Tensor]()
     for name, parameter in parameters.items():
@@ -292,11 +292,11 @@ def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list
 def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     """Make every backward apply each gradient as soon as it is computed and free it, so that few gradients exist.
 
-    The result equals ``backward(); optimizer.step(); optimizer.zero_grad()``, bit for bit. The last two calls may stay
-    in the loop, as learning rate schedulers expect, although they have nothing left to do. Anything that needs all
-    gradients at once is impossible: clipping by their norm (which sees no gradients and does nothing), loss scaling,
-    and gradient accumulation (`step` raises an error). This works with FSDP2, but not with DistributedDataParallel,
-    which averages gradients too late.
+    The results are bitwise identical to those of ``backward(); optimizer.step(); optimizer.zero_grad()``. The last two
+    calls may stay in the loop, as learning rate schedulers expect, although they have nothing left to do. Anything that
+    needs all gradients at once is impossible: clipping by the norm of the gradients (which finds no gradients and does
+    nothing), loss scaling, and gradient accumulation (`step` raises an error). This works with FSDP2, but not with
+    DistributedDataParallel, which averages gradients too late.
 
     Args:
         optimizer: the optimizer of an ordinary loop. Under FSDP2 it must hold the parameters that ``fully_shard`` has
@@ -306,7 +306,7 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
         The handles of the hooks. Call ``remove()`` on each to return to ordinary steps.
 
     Raises:
-        TypeError: another optimizer, whose step updates all parameters together.
+        TypeError: the optimizer is a different one, whose step updates all parameters together.
         RuntimeError: a parameter already has a gradient, or only DistributedDataParallel could average its gradient.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.

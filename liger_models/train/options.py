@@ -1,4 +1,4 @@
-"""Options of a command: a dataclass whose fields carry help and checks, read from a command line and from files."""
+"""Options of a command: dataclasses whose fields have help texts and checks, read from a command line and files."""
 
 import argparse
 import dataclasses
@@ -30,17 +30,18 @@ def option(
     needs: str | None = None,
     read_by: tuple[str, Sequence[str]] | None = None,
 ) -> Any:
-    """A field of a dataclass of options, with the checks of `check_options`.
+    """Return a field of a dataclass of options, with a help text and the constraints for `check_options`.
 
     Args:
-        help: its help text.
-        default: its default; ``[]`` for a list. Without one the option must be given.
+        help: help text of the option.
+        default: default value; ``[]`` for an empty list. Without a default the option is required.
         at_least, more_than: bounds of a number.
         is_share: whether the number must be from 0 to 1.
         may_be_infinite: whether a float may be infinite, which limits nothing.
-        choices: the allowed values, of each item if it is a list.
+        choices: the allowed values of the option or, if it is a list, of each item.
         needs: name of an option without which this one has no effect.
-        read_by: name of an option, and those of its values that read this one: ("optimizer", ["muon"]).
+        read_by: name of another option, and the values of that option with which this option has an effect, such as
+            ("optimizer", ["muon"]).
     """
     checks = {
         "at_least": at_least, "more_than": more_than, "is_share": is_share, "may_be_infinite": may_be_infinite,
@@ -53,7 +54,7 @@ def option(
 
 
 def check_options(options: Any) -> None:
-    """Check each field by its metadata (see `option`). A path or str in place of a list becomes a list of one.
+    """Check each field against its metadata (see `option`). A path or str instead of a list becomes a list of one item.
 
     Raises:
         ValueError: a value is not allowed.
@@ -68,7 +69,7 @@ def check_options(options: Any) -> None:
 
 
 def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
-    """The error of a field's value, as the rest of a sentence that begins with the field's name; None without one."""
+    """Return the error of a field's value, a sentence without its first word, the field's name; None if valid."""
     # None means the default, and is always allowed.
     value, checks = getattr(options, field.name), field.metadata
     if value is None:
@@ -105,14 +106,14 @@ def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
 
 
 def read_options(cls: type[Options], arguments: Sequence[str] | None = None, command: str | None = None) -> Options:
-    """Read the options of a command line. If it names a YAML or JSON file, its other arguments override the file.
+    """Read options from a command line. If it names a YAML or JSON file, other arguments override those in the file.
 
     The process exits with a message if an option is unknown or invalid, or the file cannot be read.
 
     Args:
         cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list of these.
-            ``metadata["help"]`` of a field is its help text. The help has a group for each base class, with the first
-            line of its docstring as the title.
+            ``metadata["help"]`` of a field is its help text. The help text has one group per base class, whose title is
+            the first line of the base class's docstring.
         arguments: the arguments. Default: those of the process.
         command: name of the command in messages. Default: that of the process.
     """
@@ -158,7 +159,7 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
 
 
 def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
-    """Make options from names and values, for example from those of a file.
+    """Create options from names and values, for example from the content of a file.
 
     Raises:
         ValueError: a name is unknown, a value has the wrong type, or an option without a default is missing.
@@ -192,11 +193,11 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
-    """The error of an unknown option. It suggests the nearest spelling, or the option whose help has its words.
+    """Return the error for an unknown option. It suggests a similar name, or an option whose help contains its words.
 
     Args:
         cls: the dataclass.
-        name: the option.
+        name: the unknown option.
         names: the name of each field, spelled in the style of ``name``.
     """
     # A close spelling, then words of the help, then any similar spelling, and finally all names.
@@ -213,17 +214,17 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _title(cls: type) -> str:
-    """The first line of the docstring."""
+    """Return the first line of a class's docstring."""
     return (cls.__doc__ or "").partition("\n")[0]
 
 
 def _flag(name: str) -> str:
-    """The command-line option of a field."""
+    """Return the command-line option for the name of a field."""
     return "--" + name.replace("_", "-")
 
 
 def _value_type(hint: Any) -> type:
-    """The type of an option's value, or of its items if it is a list."""
+    """Return the type of an option's value or, if it is a list, of its items."""
     value_type: type = next(part for part in (*typing.get_args(hint), hint) if part is not type(None))
     return value_type
 
@@ -244,7 +245,7 @@ def _scalar(value: Any, value_type: type) -> Any:
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-"""The package's own option files, a folder for each model."""
+"""The folder of the option files in this package. Each model has a subfolder."""
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def _read(file: Path) -> dict[str, Any]:
         file = RECIPES.joinpath(*file.parts[1:])
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that occurs twice; YAML would take the last."""
+        """A YAML loader that raises an error for a key that occurs twice, of which PyYAML would use the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             _unique((key.value, None) for key, _ in node.value if isinstance(key.value, str))
@@ -275,7 +276,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _unique(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Make a dict of keys and values. Raises ValueError if a key occurs twice."""
+    """Return a dict of pairs of keys and values. Raises ValueError if a key occurs twice."""
     content: dict[Any, Any] = {}
     for key, value in items:
         if key in content:

@@ -1,4 +1,4 @@
-"""Options of the training command with which a model fits into one GPU, chosen by the estimate of a step's memory."""
+"""Selection of training options with which a model fits into one GPU, by the estimated memory of a step."""
 
 import math
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from liger_models.train.report import estimate
 from liger_models.train.train_options import LEARNING_RATES
 
 METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights"}
-"""Method -> what it trains. The method that trains the most comes first."""
+"""Maps each method to a text about what it trains. The method that trains the most weights comes first."""
 LENGTHS = (4096, 2048, 1024)
-"""Numbers of tokens of a row; the preferred one comes first."""
+"""Possible numbers of tokens per row, the preferred number first."""
 STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
-"""Tokens of an optimizer step, the most tokens of a batch, and the number beyond which batches are hardly faster."""
+"""Tokens per optimizer step, maximum tokens per batch, and the batch size in tokens above which speed hardly grows."""
 RANK = 16
 """Rank of the adapters."""
 
 
 class Recipe(NamedTuple):
-    """Options with which a model fits into a GPU.
+    """Training options with which a model fits into a GPU.
 
     Attributes:
         method: a key of `METHODS`.
@@ -42,7 +42,7 @@ class Recipe(NamedTuple):
     memory: int
 
     def yaml(self, model: str, output: str) -> str:
-        """The content of an options file for the training command.
+        """Return the content of an options file for the training command.
 
         Args:
             model: folder of a checkpoint, or its name on the hub.
@@ -71,12 +71,12 @@ class Recipe(NamedTuple):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of an optimizer step."""
+        """Number of tokens of an optimizer step."""
         return int(self.options["length"] * self.options["batch_size"] * self.options["accumulate"])
 
 
 class Planner:
-    """Finds the options with which a model trains in a given memory. It keeps the estimates for later calls.
+    """Finds options with which a model can be trained in a given memory. Estimates are cached for later calls.
 
     Args:
         config: the model's configuration.
@@ -88,7 +88,7 @@ class Planner:
         self._steps: dict[tuple[str, torch.dtype, int], TrainingMemory] = {}
 
     def model(self, method: str, dtype: torch.dtype) -> CausalLM:
-        """The model on the meta device, as the method trains it."""
+        """Return the model on the meta device, with LoRA adapters unless the method is "full"."""
         if (method, dtype) not in self._models:
             model = AutoLigerModel.from_config(self.config, dtype=dtype, device="meta")
             if method != "full":
@@ -98,7 +98,7 @@ class Planner:
         return self._models[method, dtype]
 
     def step(self, method: str, dtype: torch.dtype, tokens: int) -> TrainingMemory:
-        """The memory of a step with batches of so many tokens."""
+        """Estimate the memory of a step with batches of ``tokens`` tokens."""
         if (method, dtype, tokens) not in self._steps:
             step = estimate(self.model(method, dtype), tokens, four_bit=method == "4bit")
             self._steps[method, dtype, tokens] = step
@@ -107,14 +107,14 @@ class Planner:
     def plan(self, memory: int, method: str = "auto", length: int | None = None) -> Recipe:
         """Choose the options that fit.
 
-        The choice prefers, in this order: more trained weights (with method "auto"), more tokens of a row, more tokens
-        of a step, less recomputation, and more rows of a batch. If all weights are trained, they are in float32 where
-        this fits, and otherwise in bfloat16 with stochastic rounding.
+        The choice prefers, in this order: more trained weights (with method "auto"), more tokens per row, more tokens
+        per step, less recomputation, and more rows per batch. If all weights are trained, they are in float32 if they
+        fit, and otherwise in bfloat16 with stochastic rounding.
 
         Args:
             memory: memory of the GPU in bytes.
             method: "full", "lora", "4bit" or "auto".
-            length: tokens of a row. Default: 4096, or fewer if no method fits with more.
+            length: tokens per row. Default: 4096, or fewer if no method fits with 4096.
 
         Raises:
             ValueError: nothing fits, or an argument is out of range.
@@ -144,7 +144,7 @@ class Planner:
 
     @property
     def share(self) -> float:
-        """Fraction of the memory that the estimate may take."""
+        """Fraction of the GPU's memory that the estimated memory of a step may be."""
         return usable_share(self.model("full", torch.bfloat16))
 
     def _plan(self, memory: int, method: str, lengths: Sequence[int]) -> Recipe | None:

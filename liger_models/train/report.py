@@ -1,4 +1,4 @@
-"""The output of a training run on the screen: banner, lines of the log, samples of text, and the final hints."""
+"""The screen output of a training run: the banner, log lines, generated samples, and the final hints."""
 
 import math
 import shlex
@@ -31,16 +31,16 @@ from liger_models.train.objective_options import make_objective
 from liger_models.train.train_options import TrainOptions
 
 WIDTH = 100
-"""Columns of the screen."""
+"""Maximum number of columns of a line."""
 FEW_STEPS = 30
-"""Steps of a run below which smaller steps are advised."""
+"""Number of steps of a run below which the run prints advice to use fewer batches per step."""
 HEADER_EVERY = 25
-"""Lines after which the names of the columns are repeated."""
+"""Number of lines after which the names of the columns are repeated."""
 SAMPLE_TOKENS = 64
 """Length of a sample of text."""
 COLUMNS = {"epoch": 6, "loss": 8, "lr": 8, "norm": 8, "loss_scale": 8, "tokens_per_s": 9, "mfu": 5, "memory_gib": 9}
 COLUMNS |= {"eta": 10}
-"""Value of the log that has a column -> width of the column."""
+"""Maps each value of the log that has a column to the width of the column."""
 HEADERS = {"loss_scale": "scale", "tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "eta": "ETA"}
 
 
@@ -57,7 +57,7 @@ def say(*lines: str) -> None:
 class Lines:
     """Formats the lines of the log for the screen.
 
-    Each line is at most `WIDTH` columns wide. Values without a column follow on separate lines, with their names.
+    Each line is at most `WIDTH` columns wide. Values that have no column follow on separate lines, with their names.
 
     Args:
         start: number of finished steps.
@@ -70,7 +70,7 @@ class Lines:
         self._printed = 0
 
     def make(self, step: int, values: Mapping[str, float | str]) -> list[str]:
-        """The lines of the screen for a line of the log."""
+        """Return the lines on the screen for one line of the log."""
         position = f"{step}/{self.steps}".rjust(2 * len(str(self.steps)) + 1)
         lines = []
 
@@ -114,7 +114,7 @@ def _text(name: str, value: float | str) -> str:
 
 
 def _fold(parts: Iterator[str], width: int) -> list[str]:
-    """Put parts on lines of at most this width. A part that is longer or has several lines is wrapped."""
+    """Join parts to lines of at most ``width`` columns. A part that is longer or has several lines is wrapped."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -127,14 +127,14 @@ def _fold(parts: Iterator[str], width: int) -> list[str]:
 def banner(
     model: CausalLM, options: TrainOptions, *, ranks: int, memory: float | None, start: int, steps: int, epochs: float
 ) -> list[str]:
-    """The first lines of a run.
+    """Return the first lines that a run prints.
 
     Args:
         model: the model as it is trained.
         options: the options of the run.
         ranks: number of processes.
         memory: estimated memory on each device in bytes; None without an estimate.
-        start, steps: number of finished and of all steps.
+        start, steps: number of finished steps, and of all steps.
         epochs: passes through the data in ``steps``.
     """
     # Parameters, rows of a step, and the name and memory of the device.
@@ -170,17 +170,17 @@ def estimate(
 ) -> TrainingMemory:
     """Estimate the memory of a step on this rank's device, for a model that FSDP shards.
 
-    Parameters, gradients and the optimizer's moments count with the sizes that they have on this rank. Activations, the
-    head, and the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the
-    computation. Quantized weights count as they are stored, plus the temporary tensors of a product: dense weights for
-    4-bit weights, experts, and weights with block scales (``keep_float8``); the transposed weight and the multiplied
-    rows for float8. On one device nothing is gathered.
+    Parameters, gradients and the optimizer's moments count with their sizes on this rank. Activations, the head, and
+    the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the computation.
+    Quantized weights count as they are stored, plus the temporary tensors of a matrix product. These tensors are the
+    dense weight for 4-bit weights, experts, and weights with block scales (``keep_float8``), and the transposed weight
+    and the multiplied rows for other float8 weights. On one device nothing is gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.
         tokens: number of tokens of a batch on this rank.
-        four_bit: whether weights under adapters, and experts, count in 4 bits, as after `quantize_base`.
-        float8: whether they count in float8, as after ``quantize_base(model, dtype="float8")``.
+        four_bit: whether the weights with adapters and the experts count in 4 bits, as after `quantize_base`.
+        float8: whether these weights count in float8, as after ``quantize_base(model, dtype="float8")``.
         moments_8bit: whether moments count in 8 bits, as with ``LigerAdamW(state_dtype=torch.int8)``.
         muon: whether the moments are those of `LigerMuon`, which has one momentum for each matrix.
     """
@@ -248,7 +248,7 @@ def estimate(
 
 
 def warn_of_few_steps(options: TrainOptions, steps: int, ranks: int) -> str | None:
-    """A warning if the epochs have few steps because each step takes many batches; None otherwise."""
+    """Return a warning if the epochs have few steps because each step takes many batches; None otherwise."""
     sequences = options.batch_size * options.accumulate * (ranks // options.sharing)
     if options.steps is not None or steps >= FEW_STEPS or options.batch_size * options.accumulate == 1:
         return None
@@ -260,7 +260,7 @@ def warn_of_few_steps(options: TrainOptions, steps: int, ranks: int) -> str | No
 
 
 def check_turn_end(model: CausalLM) -> str | None:
-    """A warning if generation does not stop where the chat template ends an answer; None if it stops there."""
+    """Return a warning if generation does not stop where the chat template ends an answer; None if it stops there."""
     # The last token of an answer, if it is a special token, must be a stop token.
     tokenizer = model.tokenizer
     if not tokenizer.chat_template:
@@ -285,10 +285,10 @@ def check_turn_end(model: CausalLM) -> str | None:
 
 
 def sample(model: CausalLM, prompt: str) -> str:
-    """The most probable continuation of a prompt, or the answer to it if there is a chat template.
+    """Generate greedily: the continuation of a prompt or, if there is a chat template, the answer to it.
 
-    Every rank of a sharded model must call it. All ranks generate the same number of tokens, so that no rank waits for
-    one that has stopped. Tokens after a stop token are cut off.
+    If the model is sharded, every rank must call this function. All ranks generate the same number of tokens, so that
+    no rank waits for a rank that has stopped. Tokens after a stop token are removed from the result.
     """
     tokenizer: Any = model.tokenizer
     if tokenizer.chat_template:
@@ -306,7 +306,7 @@ def sample(model: CausalLM, prompt: str) -> str:
 
 
 def next_steps(output: Path, *, model: str, adapters: bool, chat: bool) -> list[str]:
-    """The last lines of a finished run, which name the result and the commands that use it."""
+    """Return the last lines of a finished run, which name the result and the commands that use the result."""
     folder = output / ("adapter" if adapters else "model")
     result = [model, "--adapter", str(folder)] if adapters else [str(folder)]
     commands = {"generate": ["liger-models", "generate", *result, *["--chat"] * chat, "Hello"]}

@@ -1,4 +1,4 @@
-"""The settings that must stay the same when a run resumes, and the options that have changed since its last start."""
+"""The settings that must not change when a run resumes, and the options that have changed since its last start."""
 
 import json
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from liger_models.train.objectives import Objective
 from liger_models.train.train_options import STORED, TrainOptions
 
 OPTIONS = "options.json"
-"""The options with which a run was last started."""
+"""Name of the file with the options with which a run was last started."""
 COMPARED_BY_WEIGHTS = ("ref_model", "teacher")
 """Options that name models, whose weights are compared instead of their names."""
 UNREPORTED = ("model", "data", "eval_data", "output", "log_every", "eval_every", "save_every", "keep", "report_to")
-"""Options whose changes are not worth a line: paths, whose content is compared, and logging."""
+"""Options whose changes are not reported: paths, whose content is compared instead, and options for logging."""
 
 
 def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any]:
-    """The settings that must not change when a run resumes, for `save_state` and `load_state`.
+    """Return the settings that must not change when a run resumes, for `save_state` and `load_state`.
 
     Model, adapters and data are not included, because `load_state` compares these itself.
     """
@@ -32,7 +32,7 @@ def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any
 
 
 def changed_options(options: TrainOptions, start: int) -> list[str]:
-    """List the options that differ from those of the last start, and write the options of this start.
+    """List the options that differ from those of the last start, and write the options of this start to a file.
 
     Args:
         options: the options of this start.

@@ -1,4 +1,4 @@
-"""One seed for all random number generators, and runs that are reproducible bit for bit."""
+"""Functions for seeding all random number generators and for bitwise reproducible runs."""
 
 import os
 import random
@@ -12,12 +12,12 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     """Seed the generators of Python, NumPy and PyTorch, including those of all devices.
 
     Args:
-        seed: 0 ≤ seed < 2³². Ranks that must draw different numbers (dropout) take different seeds, ``seed + rank``.
-            Ranks that must draw the same weights or adapters take the same seed.
-        deterministic: whether two runs must give the same bits on the same machine, with the same versions and number
-            of threads. PyTorch then uses algorithms that sum in a fixed order, some of which are slower, and raises
-            RuntimeError for operations without such an algorithm. This package's kernels always sum in a fixed order.
-            Call `seed_all` before the first matrix product on a GPU.
+        seed: 0 ≤ seed < 2³². Use different seeds, such as ``seed + rank``, on ranks that must draw different random
+            numbers (dropout). Use the same seed on ranks that must draw the same weights or adapters.
+        deterministic: whether two runs must be bitwise identical on the same machine, with the same versions and the
+            same number of threads. PyTorch then uses algorithms that sum in a fixed order, some of which are slower,
+            and raises RuntimeError for operations without such an algorithm. This package's kernels always sum in a
+            fixed order. Call `seed_all` before the first matrix product on a GPU.
 
     Raises:
         ValueError: ``seed`` is out of range.

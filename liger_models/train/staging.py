@@ -1,4 +1,4 @@
-"""Copies of optimizer moments from host memory to a GPU for an update, and back to host memory."""
+"""Functions that copy optimizer moments from host memory to a GPU for an update, and back afterwards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Visit:
         host: the moments in host memory.
         versions: the version counters of ``host`` when they were copied.
         staged: the moments on the GPU.
-        start, end: first byte of the moments in the buffer, and the byte after the last one.
-        arrived: event after the copies to the GPU.
-        left: event after the copies back; None until they are queued.
+        start, end: first byte of the moments in the ring buffer, and the byte after the last one.
+        arrived: CUDA event after the copies to the GPU.
+        left: CUDA event after the copies back to the host; None until these copies are queued.
     """
 
     host: list[Tensor]
@@ -33,32 +33,33 @@ class Visit:
     left: torch.Event | None = None
 
     def overlaps(self, start: int, end: int) -> bool:
-        """Whether the visit uses any of these bytes of the buffer."""
+        """Return whether the moments overlap bytes ``start`` to ``end`` of the ring buffer."""
         return self.start < end and start < self.end
 
 
 class Staging:
-    """Copies moments from host memory to a GPU before their update, and back after it.
+    """Copies optimizer moments from host memory to a GPU before each update, and back to host memory afterwards.
 
-    The moments pass through a ring buffer on the GPU. They are fetched ahead of the updates, in the order of the last
-    step. The copies run on streams of their own, and the host never waits.
+    The moments pass through a ring buffer on the GPU. They are prefetched in the order in which the last step updated
+    the parameters. The copies run on separate CUDA streams, and the host never waits for them.
 
     Args:
         device: the GPU.
         size: bytes of the ring buffer.
-        left: parameter -> event after the last copy of its moments back to the host, from any device.
+        left: maps each parameter to the CUDA event after the last copy of its moments back to the host, from any
+            device.
     """
 
     def __init__(self, device: torch.device, size: int, left: dict[Tensor, torch.Event]) -> None:
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._at = 0
         self._coming: dict[Tensor, Visit] = {}
-        """Parameter -> moments that were fetched ahead, in the order in which they are expected."""
+        """Maps parameters to their prefetched moments, in the order in which `take` is expected to be called."""
         self._gone: list[Visit] = []
-        """Moments that were copied back, whose bytes in the buffer are not reused yet."""
+        """Moments that were copied back to the host, whose bytes in the buffer have not been reused yet."""
         self.left = left
         self._next: dict[Tensor, Tensor] = {}
-        """The parameter that followed each one in the last step."""
+        """Maps each parameter to the parameter that followed it in the last step."""
         self._last: Tensor | None = None
         self._into, self._out = Inbound(device), torch.Stream(device)
         # The allocator may hand out memory that earlier kernels still use, and must not reuse it before the copies end.
@@ -106,7 +107,7 @@ class Staging:
             ahead = self._next.get(ahead)
 
     def _fetch(self, param: Tensor, host: list[Tensor]) -> Visit | None:
-        """Queue the copies of moments to the GPU; None if the buffer has no room for them."""
+        """Queue the copies of moments to the GPU. Returns None if the ring buffer has no room for them."""
         # Take the next bytes of the ring, or its first ones, unless moments that are still expected are there.
         buffers, end = [], self._at
         if end + sum(aligned(moment.nbytes) for moment in host) > len(self._buffer):
@@ -141,5 +142,5 @@ class Staging:
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to a multiple of 256."""
+    """Return ``nbytes`` rounded up to a multiple of 256."""
     return -(-nbytes // 256) * 256

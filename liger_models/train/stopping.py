@@ -1,4 +1,4 @@
-"""Stopping a run by a signal, after a step that all ranks agree on, so that the step can be saved."""
+"""Handling of signals that stop a run. All ranks stop after the same step, so that its state can be saved."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ APART = 1.0
 
 @contextlib.contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of `SIGNALS` on exit; also a decorator."""
+    """Context manager or decorator that restores the handlers of `SIGNALS` on exit."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -32,7 +32,7 @@ def keep_signal_handlers() -> Iterator[None]:
 
 
 class Stop:
-    """Turns the first SIGINT or SIGTERM into a request to stop, which all ranks receive. A second signal acts at once.
+    """Converts the first SIGINT or SIGTERM to a request to stop, which all ranks receive. A second signal acts at once.
 
     Every rank must create a `Stop` and call `check` once per step. Outside of the main thread no handler is installed,
     and the rank only receives the signals of other ranks.
@@ -68,7 +68,7 @@ class Stop:
             signal.raise_signal(number)
 
     def check(self) -> bool:
-        """Whether to stop after this step, which is the same on all ranks.
+        """Return whether to stop after this step. The result is the same on all ranks.
 
         Ranks exchange their signals in the background and read the result one step later, so that neither the host nor
         the device waits.
@@ -92,7 +92,7 @@ class Stop:
             self.signal, self._sent = int(signals), None
 
     def close(self) -> None:
-        """End the exchange, and restore the signal handlers. Every rank must call it after its last step."""
+        """End the exchange, and restore the signal handlers. Every rank must call this method after its last step."""
         self._restore()
         if self._group is not None:
             stopped = self.signal
@@ -101,7 +101,7 @@ class Stop:
             dist.destroy_process_group(self._group)
 
     def leave(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit, as the signal requests, if the run was stopped."""
+        """If the run was stopped, raise KeyboardInterrupt for SIGINT or SystemExit for SIGTERM."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal:

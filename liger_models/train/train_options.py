@@ -1,4 +1,4 @@
-"""The options of the training command, in groups. Each one is a command-line option and a key of an options file."""
+"""The options of the training command, in groups. Each is a command-line option and a key of an options file."""
 
 # ruff: noqa: RUF009 (`option` returns a field)
 
@@ -20,11 +20,11 @@ from liger_models.train.objective_options import ObjectiveOptions, make_objectiv
 from liger_models.train.options import check_options, option
 
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
-"""The allowed dtypes of options."""
+"""Maps options that are dtypes to their allowed values."""
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
-"""Method -> highest learning rate. Adapters start at zero and need the larger one."""
+"""Maps each method to its peak learning rate. Adapters start at zero and need a larger one."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_float8"
-"""Options that store the weights under adapters in fewer bits."""
+"""Options with which the weights under adapters are quantized."""
 
 _adapter_option = partial(option, needs="lora_r")
 
@@ -138,7 +138,7 @@ class ParallelOptions:
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that share a batch."""
+        """Number of ranks that share each batch."""
         return self.tensor_parallel * self.context_parallel
 
 

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of a training step ahead of time and in parallel."""
+"""Compilation of a training step's Triton kernels ahead of time and in parallel."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +12,11 @@ from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
-    """Compile the kernels of this package that ``model(**batch)`` and its backward launch, unless they are compiled.
+    """Compile the kernels of this package that ``model(**batch)`` and its backward launch, unless already compiled.
 
     Triton compiles each kernel at its first launch, one after the other, while the GPU waits. `warm_up` first runs the
     model and records the kernels without launching them. Then threads compile them in parallel. Triton's cache on disk
-    keeps them for later processes. Kernels of other packages run as usual.
+    keeps the compiled kernels for later processes. Kernels of other packages run as usual.
 
     Args:
         model: the model in the mode, precision, compilation and sharding of the training. Its weights and the random
