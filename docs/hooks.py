@@ -122,14 +122,14 @@ def formulas(heading: re.Match[str]) -> str:
 
 
 def reference() -> dict[str, str]:
-    """Page -> its text, for mkdocstrings: the public names, and one page for each room."""
+    """Page -> its text, for mkdocstrings: the public names, and one page for each folder."""
     package = ROOT / "liger_models"
-    rooms = [init.parent for init in package.glob("*/__init__.py")]
-    return {"reference/index.md": public_names()} | {f"reference/{room.name}.md": members(room) for room in rooms}
+    folders = [init.parent for init in package.glob("*/__init__.py")]
+    return {"reference/index.md": public_names()} | {f"reference/{each.name}.md": members(each) for each in folders}
 
 
 def members(folder: Path) -> str:
-    """A room and all modules in it."""
+    """A folder and all modules in it."""
     package = ".".join(folder.relative_to(ROOT).parts)
     files = sorted(path.relative_to(ROOT).with_suffix("") for path in folder.rglob("*.py"))
     entries = [f"::: {'.'.join(file.parts)}" for file in files if not file.name.startswith("_")]

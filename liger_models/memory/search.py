@@ -105,7 +105,7 @@ class Search:
         self.first = [self.type_of.index(block_type) for block_type in range(len(types))]
         """Type -> its first block, which stands for all blocks of the type."""
 
-        # Many cases ask for the same sums.
+        # Cases that differ in one bound have equal sums over the blocks that stay, or equal bytes of moments.
         self._sums, self._freed = functools.cache(self._best_sums), functools.cache(self._freed_bytes)
 
         # What the search has found so far.
@@ -138,7 +138,8 @@ class Search:
 
         # The sums worth comparing, [S, columns] and [A, columns]. After the flip the first row of `stay` has the fewest
         # bytes and the most seconds, the last row the most bytes and the fewest seconds.
-        stay, away = (self._sums(is_away, self._count_types(offloaded, is_away), case) for is_away in (False, True))
+        stay = self._sums(self._count_types(offloaded, False), case.ceiling, None)
+        away = self._sums(self._count_types(offloaded, True), case.ceiling, case.largest)
         if not len(stay) or not len(away):
             return
         stay = stay.flip(0)
@@ -219,15 +220,15 @@ class Search:
         counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
         return tuple(sorted(counts.items()))
 
-    def _best_sums(self, is_away: bool, counts: tuple[tuple[int, int], ...], case: Case) -> Tensor:
+    def _best_sums(self, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int | None) -> Tensor:
         """Compute the sums [N, columns] over some blocks for all choices of their policies, the fastest first.
 
         Sums that are worse than other sums are left out.
 
         Args:
-            is_away: whether the blocks are offloaded.
             counts: pairs of a type and a number of blocks of this type.
-            case: holds the bounds that every block must observe.
+            ceiling: the bound of `Case`, which every block must observe.
+            largest: the bound of `Case` for offloaded blocks; None if the blocks stay.
         """
         policies = len(CHECKPOINTING_POLICIES)
         sums = torch.zeros(1, COUNTS + len(self.first) * policies, dtype=torch.float64)
@@ -236,10 +237,10 @@ class Search:
             index, rows = self.first[block_type], []
             for policy in self.allowed[index]:
                 saved = self.memory.blocks[policy][index]
-                if self.memory.excess(policy, index) > case.ceiling or (is_away and saved.largest > case.largest):
+                if self.memory.excess(policy, index) > ceiling or (largest is not None and saved.largest > largest):
                     continue
                 row = torch.zeros_like(sums[0])
-                row[MOVED] = saved.movable if is_away else 0
+                row[MOVED] = 0 if largest is None else saved.movable
                 row[KEPT] = saved.total - row[MOVED]
                 row[SECONDS] = self.times.recomputed[policy][index]
                 row[COUNTS + block_type * policies + CHECKPOINTING_POLICIES.index(policy)] = 1

@@ -30,7 +30,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted(PACKAGE.glob("recipes/*/*.yaml"))
 STUBS = sorted(PACKAGE.rglob("*.pyi"))
 HEAVY = {"torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy", "einops"}
-FLOORS = (
+LEVELS = (
     ("common",),
     ("distributed",),
     ("kernels", "text"),
@@ -46,11 +46,11 @@ FLOORS = (
     ("",),
     ("cli", "__main__"),
 )
-"""The floors of the house, lowest first: a module imports from its own floor and from those below it.
+"""The levels of the package, lowest first: a module imports from its own level and from the levels below it.
 
-An entry is a module, or a room for all its modules that have no entry of their own.
+An entry is a module, or a folder, which stands for all modules of the folder that have no entry of their own.
 """
-PLACES = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
+PLACES = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 
 
 def run(code: str) -> str:
@@ -199,15 +199,15 @@ def imported_modules(module: str) -> set[str]:
 
 
 FACES = sorted(module for module, file in MODULES.items() if "import lazy_exports" in file.read_text())
-"""Rooms' `__init__`, which export names that other files define."""
+"""The `__init__` of folders, which export names that other files define."""
 
 
-def floor_of(module: str) -> int:
-    """The floor in `FLOORS` of a module, by the longest entry that is the module or a room or folder around it."""
+def level_of(module: str) -> int:
+    """The level in `LEVELS` of a module, by the longest entry that is the module or a folder around it."""
     part = module
     while part and part not in PLACES:
         part = part.rpartition(".")[0]
-    assert part in PLACES, f"{module}: give it a floor in FLOORS"
+    assert part in PLACES, f"{module}: give it a level in LEVELS"
     return PLACES[part]
 
 
@@ -217,7 +217,7 @@ def test_imports_point_down(module):
         taken = ("liger_kernel",) if module.startswith("hf.") else ("transformers", "liger_kernel")
         assert name.partition(".")[0] not in taken, f"{module} imports {name}"
     for other in imported_modules(module):
-        assert floor_of(other) <= floor_of(module), f"{module} imports {other}, which lies above it"
+        assert level_of(other) <= level_of(module), f"{module} imports {other}, which is on a higher level"
         assert other not in FACES or other == "", f"{module} imports a face: name {other}'s file"
 
 
@@ -239,9 +239,9 @@ def test_families_do_not_import_each_other():
         assert {each for each in others if not each.startswith("_")} <= {own}, f"{module} imports {others}"
 
 
-def test_every_entry_of_the_table_is_a_module_or_a_room():
+def test_every_entry_of_the_table_is_a_module_or_a_folder():
     assert {""} | PLACES.keys() <= MODULES.keys()
-    assert len(PLACES) == sum(map(len, FLOORS)), "a module has two floors"
+    assert len(PLACES) == sum(map(len, LEVELS)), "a module has two levels"
 
 
 @pytest.mark.parametrize("module", FACES)
