@@ -304,7 +304,7 @@ class Verification:
         return not self.differences and (self.logits_error is None or self.logits_error <= LIMIT)
 
     def as_json(self) -> dict[str, Any]:
-        """The result for scripts: kind of difference -> names of tensors. JSON has no NaN, so NaN is a string."""
+        """Return the result for scripts, with tensor names by kind of difference. NaN becomes a string in JSON."""
         error = self.logits_error
         return {
             "tensors": self.tensors,
