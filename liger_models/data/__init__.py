@@ -1,6 +1,6 @@
 """Training data: texts, chats and token ids into packed batches, tokenized once, resumable after every batch.
 
-An example has one name at each stage::
+At each stage of processing, an example has another name::
 
     record      a line of a file, or a row of a table: a dict by column, or a text      sources
     example     a record with messages, a text or token ids                             formats

@@ -1,4 +1,4 @@
-"""Answers to learn from by comparison: pairs of a chosen and a rejected one, or single ones marked good or bad."""
+"""Answers for preference training: pairs of a chosen and a rejected answer, or single answers labeled good or bad."""
 
 import warnings
 from array import array
@@ -21,13 +21,14 @@ from liger_models.data.sources import Record
 from liger_models.data.tokens import TokenFile, tokenize
 
 MULTIPLE = 64
-"""Rows are padded to a multiple of this many tokens, so that few shapes occur."""
+"""Rows are padded to a multiple of this number of tokens, so that few shapes occur."""
 
 
 class AnswerEncoder(Encoder):
-    """Turns each record into two documents: the chosen and the rejected answer, or an answer and its label as a number.
+    """Encodes each record as two documents: the chosen and the rejected answer, or an answer and its label as a number.
 
-    A document is the prompt, without labels, and the answer. The first document of a pair has the prompt's images.
+    The document of an answer consists of the prompt, without labels, and the answer. The first document of a pair has
+    the prompt's images.
     """
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
@@ -58,10 +59,11 @@ class AnswerEncoder(Encoder):
 
 
 class AnswerRows(PackedRows):
-    """The examples of an epoch by their number. `AnswerDataset` makes them.
+    """The examples of an epoch by their index. `AnswerDataset` creates this sequence.
 
     An example has two documents, ``first`` and ``second``, [n] int32 each, and pixels under the names of the forward's
-    arguments. With ``broken_media="skip"`` the next example of the source replaces one whose images cannot be decoded.
+    arguments. With ``broken_media="skip"``, an example whose images cannot be decoded is replaced by the next example
+    of the source.
     """
 
     def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:
@@ -70,7 +72,7 @@ class AnswerRows(PackedRows):
         self.kept = self._with_answers()
 
     def _with_answers(self) -> list[int]:
-        """Return the numbers of the examples whose answers begin within ``length`` tokens."""
+        """Return the indices of the examples whose answers begin within ``length`` tokens."""
         sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2)  # [examples, 2]
         is_long = (sizes > self.length).any(1).tolist()
         return [
@@ -80,20 +82,20 @@ class AnswerRows(PackedRows):
         ]
 
     def has_targets(self) -> bool:
-        """Return whether there is an example."""
+        """Return whether there is at least one example."""
         return bool(self.kept)
 
     def plan(self, epoch: int) -> None:
-        """Make these the examples of ``epoch``."""
+        """Select ``epoch``: indexing then returns the examples of this epoch."""
         self._order = self._order if epoch == self.epoch else None
         self.epoch = epoch
 
     def number(self, index: int) -> int:
-        """Return the number of an example in the source, given its number in the epoch."""
+        """Return the index of an example in the source, given its index in the epoch."""
         return self.kept[self._place(index)]
 
     def _place(self, index: int) -> int:
-        """Return the place of an example among those that are kept, given its number in the epoch."""
+        """Return the index of an example among those that are kept, given its index in the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"{type(self).__name__}: index must be 0 to {len(self) - 1}, got {index}.")
         # The order of an epoch depends on its number alone, so that any process can resume it.
@@ -130,19 +132,20 @@ class AnswerRows(PackedRows):
 
 
 class AnswerDataset(PackedDataset):
-    """Batches of answers to learn from by comparison: this rank's share of the examples, epoch after epoch.
+    """Batches of answers for preference training: this rank's share of the examples, epoch after epoch.
 
     An example is a pair (``chosen``, ``rejected`` and ``prompt``, or both with the prompt) or a labeled answer
     (``prompt``, ``completion``, ``label``), each as texts or messages, as TRL's trainers take them. With the model's
-    processor the messages of a prompt may have images, spelled as for `PackedDataset`. A batch is the arguments of a
-    forward: all chosen sequences, then all rejected ones, a row each, padded on the right; only answers have labels,
-    and both have the pixels of their prompt. Of labeled answers it also has ``preference_labels`` [rows] bool, and
-    under names with ``kl_`` the same prompts, each with the answer to the next one, from which KTO estimates its
-    divergence; they have the pixels of the answers. Sequences are cut at ``length``, or before an image that does not
-    fit. Examples whose prompt leaves no token of an answer are left out; a warning counts them.
+    processor, the messages of a prompt may have images, in the forms that `PackedDataset` accepts. A batch holds the
+    arguments of a forward. Its rows are all chosen sequences, followed by all rejected sequences, padded on the right.
+    Only answers have labels, and both sequences of a pair have the pixels of their prompt. A batch of labeled answers
+    also has ``preference_labels`` [rows] bool. Its keys with the prefix ``kl_`` hold the same prompts, each with the
+    answer to the next prompt, from which KTO estimates its KL divergence; these rows have the same pixels as the
+    answers. Sequences are cut at ``length``, or before an image that does not fit. Examples whose prompt leaves no room
+    for an answer are left out, and a warning reports their number.
 
-    Order, ranks, position and cache are as in `PackedDataset`, with examples for rows. The last step of an epoch is
-    completed with its first examples, unless ``complete`` is False.
+    Order, distribution over ranks, position and cache are as in `PackedDataset`, with examples instead of rows. The
+    last step of an epoch is completed with the first examples of the epoch, unless ``complete`` is False.
 
     Args:
         source: files or another source with a length, as for `PackedDataset`.
@@ -175,7 +178,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def describe(self) -> str:
-        """Return the text of `PackedDataset.describe`, and the numbers of examples left out and of sequences cut."""
+        """Return the text of `PackedDataset.describe`, with the numbers of examples left out and of sequences cut."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
@@ -237,10 +240,10 @@ class AnswerDataset(PackedDataset):
 
 
 def padded(documents: Sequence[Tensor], length: int, filler: int, pixels: Sequence[Batch] = ()) -> Batch:
-    """Return a batch with a row for each document, which is cut at ``length`` and padded to a multiple of `MULTIPLE`.
+    """Return a batch with one row per document, cut at ``length`` and padded to a multiple of `MULTIPLE` tokens.
 
     Args:
-        documents: the token ids of each, [n]; ``~id`` instead of ``id`` for a token without a label.
+        documents: the token ids of each document, [n]; ``~id`` instead of ``id`` for a token without a label.
         length: the largest number of tokens of a row.
         filler: the token id of padding.
         pixels: the inputs of each row besides text, if any row has some.

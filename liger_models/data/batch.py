@@ -1,4 +1,4 @@
-"""Batches: rows of packed documents as the tensors that a model's forward takes."""
+"""Construction of batches: rows of packed documents as the tensors that a model's forward takes."""
 
 import itertools
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
 
 
 def collate(rows: Sequence[Batch]) -> Batch:
-    """Concatenate batches whose rows have the same length; a ``collate_fn`` for a DataLoader.
+    """Concatenate batches whose rows have the same length. This function can be the ``collate_fn`` of a DataLoader.
 
     Args:
         rows: at least one batch.
@@ -49,16 +49,16 @@ def collate(rows: Sequence[Batch]) -> Batch:
 
 
 def join_rows(rows: Sequence[Batch]) -> Batch:
-    """Concatenate tokens or pixels of rows. Tensors without elements are left out."""
+    """Concatenate the tokens or the pixels of rows. Tensors without elements are left out."""
     names = dict.fromkeys(name for row in rows for name in row)
     joined = {name: _join([row[name] for row in rows if name in row]) for name in names}
     return {name: tensor for name, tensor in joined.items() if tensor.numel()}
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the first dimension, after the second one is padded with zeros to the largest.
+    """Concatenate tensors along the first dimension, after padding their second dimensions with zeros to the largest.
 
-    The second dimensions differ only with Llama 3.2 Vision, which has one for the images of a row.
+    The second dimensions differ only for Llama 3.2 Vision, where the second dimension is over the images of a row.
     """
     longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
     return torch.cat(

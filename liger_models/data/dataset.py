@@ -1,4 +1,4 @@
-"""`PackedDataset`: a rank's share of the packed batches, epoch after epoch. It can resume after every batch."""
+"""`PackedDataset`, which yields a rank's share of packed batches, epoch after epoch, and resumes after any batch."""
 
 import itertools
 import warnings
@@ -32,21 +32,21 @@ _NO_TARGETS = (
 
 
 class PackedDataset(IterableDataset[Batch]):
-    """Packed batches for a model's forward: this rank's share of the rows, epoch after epoch.
+    """Packed batches of this rank's share of the rows, as arguments of a model's forward, epoch after epoch.
 
-    A row holds whole documents and ends with padding, which has no labels. ``cu_seqlens`` holds the bounds of all
-    documents. Packing and order of the rows depend only on the data, ``seed`` and the epoch. Ranks take turns: in each
-    step the first ``batch_size`` rows go to rank 0, the next to rank 1, and so on. Every row is therefore seen by
-    exactly one rank, all ranks have the same number of batches, and a run may resume on another number of ranks. The
-    last step of an epoch is completed with rows of padding.
+    A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of all
+    documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each step the
+    first ``batch_size`` rows go to rank 0, the next ``batch_size`` rows to rank 1, and so on. Every row is therefore
+    seen by exactly one rank, all ranks have the same number of batches, and a run may resume on another number of
+    ranks. The last step of an epoch is completed with rows of padding.
 
-    A source with a length, such as files, is tokenized in the constructor, into a cache that later runs reuse. Every
-    rank must then construct the data set; the first rank of each host does the work. An iterable without a length is a
-    stream: each rank (and each worker) reads all of it, tokenizes `WINDOW` examples ahead, and shuffles only those.
+    The constructor tokenizes a source with a length, such as files, into a cache that later runs reuse. Every rank must
+    then call the constructor; the first rank of each host does the work. An iterable without a length is a stream: each
+    rank (and each worker) reads the whole stream, tokenizes `WINDOW` examples ahead, and shuffles only these examples.
 
-    An iteration starts at the beginning of the epoch, or where `load_state_dict` says, and moves to the next epoch when
-    it ends. An engine that knows the length may stop it right after the last batch; the next iteration then starts the
-    next epoch.
+    An iteration starts at the beginning of the epoch, or at the position that `load_state_dict` has set. When it ends,
+    the data set moves to the next epoch. An engine that knows the length may stop an iteration right after the last
+    batch; the next iteration then starts the next epoch.
 
     Args:
         source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
@@ -175,7 +175,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     @property
     def rows(self) -> PackedRows:
-        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` joins them.
+        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` batches rows.
 
         Raises:
             ValueError: the source is a stream.
@@ -230,7 +230,9 @@ class PackedDataset(IterableDataset[Batch]):
         self.set_epoch(self.epoch + 1)
 
     def describe(self) -> str:
-        """Return files, formats and number of the documents, and the first document with its learned parts marked.
+        """Return a text with the files, their formats, the number of documents, and the first document.
+
+        The learned parts of the document are marked.
 
         Raises:
             ValueError: the source is a stream.
@@ -258,7 +260,7 @@ class PackedDataset(IterableDataset[Batch]):
         return f"{documents // self.per_example:,} examples, {listed}\n{shown}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Start ``epoch`` with the next iteration. A loaded position remains if it is in this epoch."""
+        """Start ``epoch`` with the next iteration. A loaded position within this epoch is kept."""
         if epoch != self.epoch or self._is_finished():
             self.epoch, self._loaded = epoch, False
             self._rewind()
@@ -266,17 +268,17 @@ class PackedDataset(IterableDataset[Batch]):
                 self._rows.plan(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position, counted over all ranks.
+        """Return the epoch and the position, which is counted over all ranks.
 
-        Every rank returns the same after the same number of batches.
+        After the same number of batches, every rank returns the same state.
         """
         return {"epoch": self.epoch, **self._position(), "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batches of a saved state. ``batch_size`` and the number of ranks may differ from it.
+        """Continue after the batches of a saved state. ``batch_size`` and the number of ranks may have changed.
 
         Raises:
-            ValueError: the state is of other data, or of rows made with other options.
+            ValueError: the state belongs to other data, or to rows packed with other options.
         """
         saved, current = state["data"], self._identity()
         differing = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
@@ -307,26 +309,26 @@ class PackedDataset(IterableDataset[Batch]):
         return mark_learned(self.encoder.tokenizer, documents[0])
 
     def _completed(self, rows: list[Any]) -> list[Any]:
-        """Return this rank's rows of a step. The first rows of the epoch complete its last step."""
+        """Return this rank's rows of a step. The last step of an epoch is completed with the epoch's first rows."""
         first = self.rank * self.batch_size
         return rows + [self.rows[(first + i) % len(self.rows)] for i in range(len(rows), self.batch_size)]
 
     def _batch(self, rows: list[Batch]) -> Batch:
-        """Return this rank's rows of a step as a batch. Rows of padding complete the last step of the epoch."""
+        """Return this rank's rows of a step as a batch. The last step of an epoch is completed with rows of padding."""
         return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
-        """Return options and checksum of the data. If they are equal, a position means the same row."""
+        """Return the options and the checksum that must be equal for a saved position to mean the same row."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
         return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 
     def _named(self) -> str:
-        """Return the name of the source, for errors."""
+        """Return the name of the source, for error messages."""
         files = self.source if isinstance(self.source, tuple) else ()
         return ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3) or f"the {type(self.source).__name__}"
 
     def _begin(self) -> None:
-        """Move to the start of an iteration: a loaded position, or the beginning of this or the next epoch."""
+        """Move to where an iteration starts: a loaded position, or the beginning of the current or the next epoch."""
         if self._is_finished():
             self.set_epoch(self.epoch + 1)
         elif not self._loaded:
@@ -336,7 +338,7 @@ class PackedDataset(IterableDataset[Batch]):
             len(self._rows)
 
     def _is_finished(self) -> bool:
-        """Return whether an iteration has taken the last batch and did not ask for one more."""
+        """Return whether an iteration has taken the last batch of the epoch without asking for one more."""
         return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
 
     def _rewind(self) -> None:
@@ -348,12 +350,12 @@ class PackedDataset(IterableDataset[Batch]):
         return {"passed": self.passed, **position}
 
     def _follow(self, position: Mapping[str, Any]) -> None:
-        """Move to a position, as `_position` returns it."""
+        """Move to a position that `_position` has returned."""
         self.passed, self._start, self._row = (position[key] for key in ("passed", "start", "row"))
         self._read, self._first = position["read"], position["first"]
 
     def _warn(self, skipped: int, why: str, truncated: int) -> None:
-        """Warn of examples that were left out or truncated because of their images."""
+        """Warn about examples that were left out or truncated because of their images."""
         if skipped:
             warnings.warn(
                 f"PackedDataset: {skipped} examples have broken images or videos and are left out. {why}", stacklevel=3

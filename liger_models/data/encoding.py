@@ -1,4 +1,4 @@
-"""Examples as token ids. Of texts and ids all tokens are learned, of chats only the answers."""
+"""Encoding of examples as token ids. All tokens of texts and token ids get labels, but only the answers of chats."""
 
 import contextlib
 import itertools
@@ -19,20 +19,20 @@ from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
 READING = 5
-"""Part of the name of a token cache. It is raised whenever examples are read in another way than before."""
+"""Part of the name of a token cache. This number increases whenever the reading of examples changes."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenized in groups, on all cores. A group is full at this number of examples or of characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
 """Texts of more characters are tokenized in windows, which overlap: the library needs over 100 bytes a character."""
 MEDIA = ("image", "video", "audio")
-"""Words in the names of special tokens, and in the types of message parts, that stand for something else than text."""
+"""Words in the names of special tokens, and in the types of message parts, that denote media and not text."""
 
 ON_UNRENDERED = ("error", "warn", "drop")
 """The choices for an example with a field that the chat template leaves out."""
 
 WEIGHTS = ("weight", "loss", "train")
-"""Keys of a message that say whether it is learned."""
+"""Keys of a message that determine whether the message is learned."""
 MASKS = ("completion_mask", "assistant_masks", "attention_mask")
 POSITIONS = "position_ids"
 """Columns beside token ids with a value for each token. Masks are 1 on tokens that are learned, or are no padding."""
@@ -42,7 +42,7 @@ SPEAKERS = ("system", "user", "assistant")
 
 
 class Document(NamedTuple):
-    """An example as tokens.
+    """An example as token ids.
 
     Attributes:
         ids: ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
@@ -59,9 +59,9 @@ class Text(NamedTuple):
     Attributes:
         where: where the example is, for errors.
         text: the text, with the tokens of its images.
-        spans: the characters that are learned; None for all.
+        spans: the parts of the text that get labels; None for the whole text.
         special: whether the tokenizer adds its special tokens.
-        media, counts: the images of the text, and the number of tokens of each.
+        media, counts: the images of the text, and the number of tokens of each image.
     """
 
     where: str
@@ -79,7 +79,7 @@ class Skipped:
     Attributes:
         count: the number of these examples.
         why: the first error.
-        files: path of each broken file -> the state in which it was; None if it was missing.
+        files: maps the path of each broken file to the file's state; None if the file was missing.
     """
 
     count: int = 0
@@ -94,7 +94,7 @@ class Skipped:
 
 
 class Encoder:
-    """Turns records into token ids: a record becomes an example by its format, then a text, then a document.
+    """Converts records to token ids: by its format, a record becomes an example, then a text, then a document.
 
     Args:
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
@@ -197,7 +197,7 @@ class Encoder:
         return self._read_ids(where, field, value, example, columns)
 
     def _read_text(self, where: str, field: str, prompt: Any, answer: str, columns: Columns) -> Text:
-        """Return a text, or a prompt and its answer as one text."""
+        """Return a text, which may consist of a prompt and its answer."""
         if prompt is not None and not isinstance(prompt, str):
             raise ValueError(f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
         if self.field is None and field == "messages":
@@ -212,7 +212,7 @@ class Encoder:
     def _read_chat(
         self, where: str, field: str, prompt: Any, answer: Any, example: Mapping[str, Any], columns: Columns
     ) -> list[Text]:
-        """Return the texts of a conversation, which the chat template renders as one example or several."""
+        """Return the texts of a conversation, which the chat template renders as one or more examples."""
         if prompt is not None and not is_messages(prompt):
             raise ValueError(f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.")
         prompt = prompt or ()
@@ -243,7 +243,7 @@ class Encoder:
     def _read_ids(
         self, where: str, field: str, ids: Any, example: Mapping[str, Any], columns: Columns
     ) -> list[Document]:
-        """Return the documents of token ids, which are taken as they are; several if the ids are packed."""
+        """Return the documents of a record of token ids, unchanged. Packed ids have several documents."""
         if not isinstance(ids, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise ValueError(
                 f"{where}: {field} must be a text, messages, or token ids, got {str(ids)[:60]!r}. Correct it."
@@ -295,7 +295,7 @@ class Encoder:
     # A text to tokens
 
     def _tokenize(self, group: Sequence[Text | Document]) -> Iterator[Document]:
-        """Yield the documents of a group, in its order. Items that are documents already stay as they are."""
+        """Yield the documents of a group, in order. Items that are documents already are yielded unchanged."""
         backend, eos = self.tokenizer.backend, self.tokenizer.eos_token_id
         texts = {i: text for i, text in enumerate(group) if isinstance(text, Text)}
         encoded: dict[int, array[int]] = {}
@@ -333,16 +333,17 @@ class Encoder:
             yield self._with_media(ids, item) if item.media else Document(ids)
 
     def _with_media(self, ids: "array[int]", text: Text) -> Document:
-        """Return a document without labels on the tokens of its images."""
+        """Return the document of a text, without labels on the tokens of its images."""
         media = self.media.locate(text.where, ids, text.media, text.counts)
         return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 
     def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """Return the token ids of a long text, in bounded memory; None if its windows cannot be joined exactly.
 
-        Tokens are the BPE of their text if each pair of neighbors is the BPE of its own text, and pre-tokenizers read
-        from left to right. So two windows may be joined at a token of their overlap at which both have the tokens that
-        the overlap has alone. Only the tokens at its ends may differ, because they depend on what is outside.
+        A sequence of tokens is the BPE of its text if each pair of neighboring tokens is the BPE of its own text, and
+        pre-tokenizers read from left to right. Two windows may therefore be joined at a token of their overlap at which
+        both windows have the same tokens as the overlap tokenized alone. Only the tokens at the ends of the overlap may
+        differ, because they depend on the text outside.
         """
         backend = self.tokenizer.backend
         if type(backend.model).__name__ != "BPE" or backend.model.dropout:
@@ -381,14 +382,14 @@ class Encoder:
         return joined
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens that the tokenizer puts before and after a text."""
+        """Return the special tokens that the tokenizer adds before and after a text."""
         backend = self.tokenizer.backend
         plain, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
         start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
 
     def _check_text(self, where: str, text: str) -> str:
-        """Return the text. A placeholder in it raises ValueError, because its image is missing."""
+        """Return the text unchanged. Raises ValueError for a placeholder in it, because there is no image for it."""
         placeholders = [name for name in self._placeholders if name in text]
         if placeholders:
             raise ValueError(f"{where}: a text must be without images, got {', '.join(placeholders)}. {self._advice}")
@@ -420,14 +421,14 @@ def check_media_columns(
     advice: str,
     names: Sequence[str] = MEDIA_COLUMNS,
 ) -> None:
-    """Raise ValueError if an example has images in fields of their own that the model does not take.
+    """Raise ValueError if an example has columns of images that the model does not accept.
 
     Args:
         where: where the example is.
         example: the columns.
         media: reader of the model's images.
-        must: how the error begins, before what the model takes.
-        advice: how it ends, with ``{}`` for the names of the fields.
+        must: the beginning of the error message, before the kinds of media that the model takes.
+        advice: the end of the error message, with ``{}`` for the names of the fields.
         names: the fields.
     """
     unread = [name for name in names if name.rstrip("s") not in media.kinds and not is_empty(example.get(name))]
@@ -445,7 +446,7 @@ def render_examples(
     multi_turn: str = "all",
     on_unrendered: str = "error",
 ) -> list[Rendering]:
-    """`Tokenizer.render_examples` with the variables of an example; errors begin with ``where``."""
+    """Call `Tokenizer.render_examples` with the variables of an example. Error messages begin with ``where``."""
     try:
         # A TypeError is raised for variables that the template does not read.
         options = {**read_variables(example), "learned": learned, "multi_turn": multi_turn}
@@ -476,7 +477,7 @@ def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> Non
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a message that `read_messages` returned is learned: none of its `WEIGHTS` is 0."""
+    """Return whether a message from `read_messages` is learned, which is the case if none of its `WEIGHTS` is 0."""
     return all(message.get(name, True) for name in WEIGHTS)
 
 
@@ -500,7 +501,7 @@ def _document_bounds(
     positions: Sequence[Any] | None,
     seen: Sequence[int],
 ) -> list[Span]:
-    """Return where the documents of packed token ids begin and end, by ``seq_lengths`` or ``position_ids``."""
+    """Return the bounds of the documents in packed token ids, according to ``seq_lengths`` or ``position_ids``."""
     bounds = [0, size]
 
     # Lengths, which add up to the number of tokens.
@@ -533,7 +534,7 @@ def _document_bounds(
 
 
 def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return messages for a chat template, without the nulls that a column of a table adds to them.
+    """Return messages for a chat template, without the null values that a table adds for missing keys.
 
     Args:
         where: where the messages are, for errors.
@@ -613,7 +614,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
 
 
 def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
-    """Return the calls of a message with arguments as objects. OpenAI writes them as JSON text."""
+    """Return the tool calls of a message with arguments as objects. In OpenAI's format, arguments are JSON texts."""
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
             calls = json.loads(calls)
@@ -631,7 +632,7 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object if they are the JSON text of one, or if they are missing."""
+    """Return a tool call with its arguments as an object, if they are the JSON text of an object or missing."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if arguments is None and "name" in function and "parameters" not in function:
@@ -650,7 +651,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _media_in(part: Mapping[str, Any]) -> list[str]:
-    """Return the type and the keys of a part of a message that show that it is no text."""
+    """Return the type and those keys of a part of a message by which the part is not a text."""
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
 
@@ -674,9 +675,9 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
 
 
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template: the tools of an example, and its ``chat_template_kwargs``.
+    """Return an example's variables for the chat template: its tools, and its ``chat_template_kwargs``.
 
-    Both may be JSON text, because a column cannot hold values of different types.
+    Both columns may contain JSON texts, because a column cannot hold values of different types.
 
     Raises:
         ValueError: such a text is not JSON, or ``chat_template_kwargs`` is not an object.
@@ -696,7 +697,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_characters(where: str, text: str) -> None:
-    """Raise ValueError for a text with half of a surrogate pair, which a broken escape in JSON becomes."""
+    """Raise ValueError for a text with half of a surrogate pair, as a broken escape in JSON produces."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Formats of records: which columns each has, how it is recognized, and the example that it becomes for the encoder.
+"""Formats of records: the columns of each format, how it is recognized, and how its records become examples.
 
 An example has one of the columns ``messages``, ``text`` and ``input_ids``, or ``prompt`` and ``completion``.
 """
@@ -19,13 +19,13 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "call"),
     "system": "system",
 }
-"""The speaker in ShareGPT's data -> the role of a message. "call" is an assistant's message that calls a tool."""
+"""Maps speakers in ShareGPT data to roles of messages. "call" is an assistant's message that calls a tool."""
 _OF_TURN = ("tool_calls", "tool_call_id", "name", "weight", "loss", "train", "reasoning_content")
 ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 ALPACA_INPUT = ", paired with an input that provides further context"
 
 SHOWN = 4096
-"""The number of tokens of a document that are read to show it."""
+"""The number of tokens that are read of a document to show it."""
 
 Columns = Mapping[str, Any]
 """A record, or the example that it becomes: values by column."""
@@ -38,9 +38,9 @@ class Format(NamedTuple):
 
     Attributes:
         columns: the columns that a record must have. Of names joined by "|" it must have one.
-        optional: other columns that are read.
+        optional: other columns that are read if they exist.
         convert: makes an example with ``messages``, or ``prompt`` and ``completion``. None if a record is one already.
-        todo: advice for a record of this format where the format cannot be used.
+        todo: advice in the error for a record of this format when the format is not allowed.
     """
 
     columns: tuple[str, ...]
@@ -49,7 +49,7 @@ class Format(NamedTuple):
     todo: str = "It trains with objective sft."
 
     def fits(self, record: Columns) -> bool:
-        """Return whether a record has the columns."""
+        """Return whether a record has the columns of this format."""
         return all(any(record.get(name) is not None for name in names.split("|")) for names in self.columns)
 
     @property
@@ -155,7 +155,7 @@ FORMATS = {
     "input_ids": Format(("input_ids",), TOKEN_COLUMNS),
     "prompt": Format(("prompt",), todo="Prompts without answers train with objective grpo."),
 }
-"""The formats in the order in which a record is compared with them."""
+"""The formats, in the order in which they are compared with a record."""
 _COLUMNS = {column for format in FORMATS.values() for column in format.names}
 DOCUMENTS = ("chat", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text", "input_ids")
 """The formats of records that become documents."""
@@ -170,7 +170,7 @@ class Formats:
             format of the first one.
 
     Attributes:
-        of_file: path of a file -> the format of its first record.
+        of_file: maps the path of a file to the format of its first record.
 
     Raises:
         ValueError: ``format`` is not allowed.
@@ -252,12 +252,12 @@ class Formats:
 
 
 def mark_learned(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> str:
-    """Return a document as indented text, with the learned parts between « and ».
+    """Return a document as indented text, with the parts that have labels between « and ».
 
     Args:
         tokenizer: the tokenizer that decodes the ids.
         ids: token ids, ``~id`` for a token without a label. The first `SHOWN` are read.
-        lines: the largest number of lines of each part that are shown. Long lines are cut, too.
+        lines: the maximum number of lines that are shown of each part. Long lines are cut, too.
     """
     text = ""
     for learned, run in itertools.groupby(ids[:SHOWN], lambda token: token >= 0):

@@ -13,10 +13,11 @@ from liger_models.data.dataset import PackedDataset
 
 
 class PackedLoader(DataLoader[Batch]):
-    """A DataLoader whose state counts the batches taken from it, and not those that workers have prepared ahead.
+    """A DataLoader whose state counts the batches taken from the loader, not those that workers have prepared ahead.
 
     Args:
-        data: the data set. It resumes from its own position and advances with the batches that are taken.
+        data: the data set. The loader starts from the data set's position, which advances with the batches that are
+            taken.
         options: arguments of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory``.
 
     Raises:
@@ -67,16 +68,17 @@ class PackedLoader(DataLoader[Batch]):
 
 
 def _leave_signals(_: int) -> None:
-    """Ignore Ctrl-C and SIGTERM in a worker, so that the main process decides what happens.
+    """Ignore Ctrl-C and SIGTERM in a worker, so that the main process alone handles these signals.
 
-    The terminal, timeout, SLURM and systemd send these signals to all processes. Workers end with the main process.
+    The terminal, the command timeout, SLURM and systemd send these signals to all processes. Workers end when the main
+    process ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _WithPosition(IterableDataset[Any]):
-    """The batches of a data set, each with the position after it."""
+    """Iterates over the batches of a data set, each with the position after the batch."""
 
     def __init__(self, data: PackedDataset) -> None:
         self.data = data

@@ -1,4 +1,4 @@
-"""Images and videos of examples: how examples spell them, their sizes from headers, and their pixels."""
+"""Images and videos of examples: how examples refer to them, their sizes from headers, and their pixels."""
 
 import io
 import os
@@ -24,11 +24,11 @@ NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 Sampled = Callable[[int, float, float | None], list[int]]
 """`Processor.sampled`."""
 Columns = Mapping[str, Sequence[Any]]
-"""Kind -> the images of an example in fields of their own, such as ``images``."""
+"""Maps each kind to the images of an example in separate columns, such as ``images``."""
 
 
 class BrokenMediaError(ValueError):
-    """A file that is missing or cannot be decoded.
+    """Raised for an image or a video that is missing or cannot be decoded.
 
     Args:
         message: the error.
@@ -41,15 +41,15 @@ class BrokenMediaError(ValueError):
 
 
 SAMPLED = 1 << 16
-"""The checksum of a file covers this many bytes at its beginning and end: videos are large, and images many."""
+"""The checksum of a file covers only this many bytes at its beginning and at its end, because media are large."""
 
 
 class FileState(NamedTuple):
-    """The state of a file, which tells it from another one that replaces it.
+    """The state of a file, by which a replacement of the file is detected.
 
     Attributes:
-        bytes, time: its size, and the time of its last change in nanoseconds.
-        checksum: the checksum of its first and its last `SAMPLED` bytes.
+        bytes, time: size of the file, and time of its last change in nanoseconds.
+        checksum: checksum of the first and the last `SAMPLED` bytes of the file.
     """
 
     bytes: int
@@ -69,7 +69,7 @@ class FileState(NamedTuple):
             return None
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a file is still in this state. A file with another time, such as a copy, is read."""
+        """Return whether a file is still in this state. If the time differs, as for a copy, checksums are compared."""
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
             return False
@@ -77,11 +77,11 @@ class FileState(NamedTuple):
 
 
 class MediaSource(NamedTuple):
-    """An image or a video as an example spells it.
+    """A reference to an image or a video, as an example contains it.
 
     Attributes:
-        kind: "image" or "video"; "" for neither.
-        source: any spelling that `locate_image` takes; None for the next image of a column.
+        kind: "image" or "video"; "" if the example refers to neither.
+        source: any source that `locate_image` takes; None for the next image of a column.
         settings: the ``min_pixels`` and ``max_pixels`` of an image, or the ``fps`` of a video, if the example has them.
     """
 
@@ -98,7 +98,7 @@ class Medium:
         where: where its example is, for errors.
         source: the absolute path of the file, its content, or a PIL image in RGB.
         size: its size, which determines its number of tokens.
-        first, end: the index of its first token in the document, and of the one after its last.
+        first, end: the index of its first token in the document, and the index after its last token.
     """
 
     where: str
@@ -115,7 +115,7 @@ class Medium:
 
         Args:
             where: where its example is. Relative paths start from its ``folder``, if it has one.
-            source: any spelling that `locate_image` takes.
+            source: any source that `locate_image` takes.
             settings: the settings of this image or video.
             sampled: the function that chooses the frames of a video; None for an image.
 
@@ -172,7 +172,7 @@ class Medium:
 
     @property
     def content(self) -> bytes:
-        """The bytes that are stored: none for a file, and PNG for a PIL image."""
+        """The bytes to store: none for a file, and a PNG for a PIL image."""
         if isinstance(self.source, Path):
             return b""
         if isinstance(self.source, bytes):
@@ -183,7 +183,7 @@ class Medium:
 
     @property
     def checksum(self) -> int | None:
-        """The checksum of its content, or of its file's first and last bytes; None if the file is missing."""
+        """The checksum of the content, or of the first and last bytes of the file; None if the file is missing."""
         if isinstance(self.source, Path):
             state = FileState.of(self.source)
             return None if state is None else state.checksum
@@ -191,14 +191,14 @@ class Medium:
 
     @property
     def memory(self) -> int:
-        """The number of bytes of memory that its source takes."""
+        """The number of bytes of memory that the source takes."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return 0 if isinstance(self.source, Path) else 3 * self.size.width * self.size.height
 
 
 def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> MediaSize:
-    """Return the size and the number of the frames that are sampled from a video, by its header."""
+    """Return the size and the number of the frames that are sampled from a video, according to its header."""
     if not isinstance(file, Path | bytes):
         raise ValueError("an image. Pass images as images.")
     # The rate of the sampled frames, by which the model tells their times.
@@ -209,7 +209,7 @@ def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> Med
 
 
 class MediaReader:
-    """Finds the images and videos of examples, and writes the tokens that stand for them.
+    """Finds the images and videos of examples, and inserts the tokens that represent them into texts.
 
     In the methods "image" also means a video.
 
@@ -217,8 +217,8 @@ class MediaReader:
         processor: the processor of the model. None for a model of texts, whose examples have no images.
 
     Attributes:
-        kinds: the kinds that the model takes, such as "image".
-        token_ids: the ids of the tokens that stand for parts of images.
+        kinds: the kinds of media that the model takes, such as "image".
+        token_ids: the ids of the tokens that represent parts of images.
     """
 
     def __init__(self, processor: Processor | None) -> None:
@@ -227,7 +227,7 @@ class MediaReader:
         self.token_ids: set[int] = set() if processor is None else processor.media_ids
 
     def columns(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the images in fields of their own, such as ``images``, by kind."""
+        """Return the images in separate columns, such as ``images``, by kind."""
         # An example may have both names of a column. The singular comes first.
         columns: dict[str, list[Any]] = {kind: [] for kind in self.kinds}
         for kind, column in columns.items():
@@ -238,7 +238,7 @@ class MediaReader:
         return columns
 
     def sources_in_text(self, where: str, text: str, columns: Columns) -> list[MediaSource]:
-        """Return the images for which the model's placeholders in a text stand, in order.
+        """Return the images that the model's placeholders in a text represent, in order.
 
         Raises:
             ValueError: there are more placeholders than images, or fewer.
@@ -248,22 +248,22 @@ class MediaReader:
         return [MediaSource(kind, image) for kind, image in zip(kinds, take(where, kinds, columns), strict=True)]
 
     def count(self, text: str) -> int:
-        """Return the number of placeholders in a text."""
+        """Return the number of image placeholders in a text."""
         return 0 if self.processor is None else len(self.processor.placeholder.findall(text))
 
     def place(
         self, where: str, messages: Sequence[Mapping[str, Any]], columns: Columns
     ) -> tuple[list[dict[str, Any]], list[MediaSource]]:
-        """Return messages as a chat template reads them, and their images.
+        """Return messages in the form that a chat template reads, and the images of the messages.
 
-        A part of a message holds an image, or stands for the next image of a column. In a message that is a text,
-        ``<image>`` stands for the next image of the column. If nothing stands for the images of a column, they come
-        before the text of the user's first message.
+        A part of a message contains an image, or represents the next image of a column. In a message that is a text,
+        ``<image>`` represents the next image of the column. If nothing in the messages represents the images of a
+        column, the images come before the text of the user's first message.
 
         Args:
             where: where the example is, for errors.
             messages: dicts with ``role`` and ``content``.
-            columns: kind -> the images in fields of their own.
+            columns: maps each kind to the images in its column.
 
         Returns:
             The messages with parts ``{"type": "image"}``, and the images in order.
@@ -303,7 +303,7 @@ class MediaReader:
         return placed, [source._replace(source=next(images)) if source.source is None else source for source in sources]
 
     def _read_part(self, where: str, part: Any, kinds: Columns) -> MediaSource:
-        """Return the image in a part of a message; one of kind "" if the part has none."""
+        """Return the image in a part of a message; a `MediaSource` of kind "" if the part has no image."""
         if not isinstance(part, Mapping):
             return MediaSource("")
         # The type is "image" or "image_url"; without a type, a key of this name decides.
@@ -327,14 +327,14 @@ class MediaReader:
         return MediaSource(kind, spellings[0] if spellings else None, settings)
 
     def open(self, where: str, sources: Sequence[MediaSource]) -> list[Medium]:
-        """Return the images with their sizes from the headers; see `Medium.open`."""
+        """Return the images with the sizes in their headers; see `Medium.open`."""
         sampled = {} if self.processor is None else {"video": self.processor.sampled}
         return [Medium.open(where, source, settings, sampled.get(kind)) for kind, source, settings in sources]
 
     def write(
         self, where: str, text: str, spans: Sequence[Span] | None, media: Sequence[Medium]
     ) -> tuple[str, list[Span] | None, list[int]]:
-        """Return a text in which the tokens of its images replace their placeholders.
+        """Return a text in which the placeholders of images are replaced by the tokens of the images.
 
         Args:
             where: where the example is, for errors.
@@ -369,7 +369,7 @@ class MediaReader:
         return text, None if spans is None else moved, [count for _, count in written]
 
     def locate(self, where: str, ids: Sequence[int], media: Sequence[Medium], counts: Sequence[int]) -> list[Medium]:
-        """Return the images with their first and last tokens in a document.
+        """Return the images with the positions of their first and last tokens in a document.
 
         Args:
             where: where the example is, for errors.
@@ -377,7 +377,7 @@ class MediaReader:
             media, counts: the images of the document, and the number of tokens of each.
 
         Raises:
-            ValueError: the document has another number of these tokens.
+            ValueError: the number of image tokens in the document differs from the sum of ``counts``.
         """
         # Tokens with and without a label.
         tokens = self.token_ids | {~token for token in self.token_ids}
@@ -395,12 +395,12 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """Return for each place in an example the next image of its column.
+    """Return the next image of the right column for each place of an image in an example.
 
     Args:
         where: where the example is, for errors.
-        kinds: the kind of each place.
-        columns: kind -> the images.
+        kinds: for each place, the kind of its image, such as "image".
+        columns: maps each kind to the images in its column.
 
     Raises:
         ValueError: there are more places than images, or fewer.
@@ -430,10 +430,10 @@ def _split_marks(text: str, columns: Columns) -> list[dict[str, Any]]:
 
 
 def keep_whole(media: Sequence[tuple[int, int]], length: int) -> int:
-    """Return how many of the first ``length`` tokens of a document come before an image that does not end in them.
+    """Return the position at which to cut a document: ``length``, or the start of an image that would be cut there.
 
     Args:
-        media: for each image, the index of its first token and of the one after its last.
-        length: the number of tokens.
+        media: for each image, the index of its first token and the index after its last token.
+        length: the maximum number of tokens.
     """
     return next((first for first, end in media if first < length < end), length)

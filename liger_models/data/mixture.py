@@ -1,4 +1,4 @@
-"""Several data sets in given shares: the rows that each provides in an epoch, and their order."""
+"""Mixtures of data sets in given shares: the rows that each data set provides in an epoch, and their order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from liger_models.data.tokens import TokenFile
 
 
 class MixedRows(PackedRows):
-    """Rows of several data sets, each with its share of an epoch.
+    """The rows of several data sets. Each data set provides its share of the rows of an epoch.
 
-    An epoch ends when the first data set, relative to its share, has been used up. In the next epoch the others
-    continue with rows that were not used yet. A data set whose rows were all used begins again, in another order.
+    An epoch ends when the first data set, relative to its share, has been used up. In the next epoch the other data
+    sets continue with rows that were not used yet. A data set whose rows were all used begins again, in another order.
 
     Args:
         parts: the rows of each data set. Their own epochs are not used.
@@ -44,15 +44,15 @@ class MixedRows(PackedRows):
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:
-        """Return size and checksum of all documents. If they are equal, a number means the same row."""
+        """Return the sizes, checksums and shares that must be equal for an index to mean the same row."""
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:
-        """Return whether any token has a label and is predicted."""
+        """Return whether any piece of a document has a target, which is a token with a label after the first token."""
         return any(part.has_targets() for part in self.parts)
 
     def plan(self, epoch: int) -> None:
-        """Make these the rows of ``epoch``."""
+        """Select ``epoch``: indexing then returns the rows of this epoch."""
         self._chosen = self._chosen if epoch == self.epoch else None
         self.epoch = epoch
 
@@ -68,7 +68,7 @@ class MixedRows(PackedRows):
         return self.parts[int(parts[index])][int(rows[index])]
 
     def _choose(self) -> tuple[Tensor, Tensor]:
-        """Return the part of each row of the epoch, and its number in that part: two tensors [rows] int64."""
+        """Return, for each row of the epoch, its part, and its index in this part: two tensors [rows] int64."""
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
             # The rows that the part has provided since the first epoch, counted through all its cycles.

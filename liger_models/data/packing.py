@@ -1,4 +1,4 @@
-"""Packing: which pieces of documents share a row, and the rows of an epoch."""
+"""Packing of pieces of documents into rows, and the rows of an epoch."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ WINDOW = 4096
 
 
 def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the first token and the size of each piece of documents that are stored one after another.
+    """Split documents, which are stored consecutively, into pieces. Returns each piece's first token and size.
 
     Args:
         sizes: [n] int64, the number of tokens of each document, at least 1.
@@ -44,15 +44,15 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
 
 
 def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Best-fit decreasing bin packing: the longest piece first, each into the fullest row that has room for it.
+    """Pack pieces into rows by best-fit decreasing: longest piece first, each into the fullest row with room for it.
 
     Args:
         sizes: [n] int32 or int64, the number of tokens of each piece, at most ``capacity``.
         capacity: the number of tokens of a row.
 
     Returns:
-        The indices of the pieces, row after row, [n] int64, and where each row ends among them, [rows] int64. The
-        indices ascend in a row. Rows are ordered by the index of their longest piece.
+        The indices of the pieces, row after row, [n] int64, and the position after each row's last index, [rows] int64.
+        Within a row the indices ascend. Rows are ordered by the index of their longest piece.
     """
     # Ties keep the order of the indices, in which the packing of a saved run was made. (`index_select` and `scatter`
     # run in one thread. Indexing starts several, which for a window of pieces takes a hundred times as long.)
@@ -68,9 +68,9 @@ def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
-    """The row of each piece, and the first piece of each row, for pieces in descending order of their sizes.
+    """Return the row of each piece, and the first piece of each row, for pieces in descending order of size.
 
-    Among rows with equal room the one that came to this room last is taken.
+    Among rows with equal room, the row that reached this room last is used.
     """
     smallest = min(sizes, default=0)  # a row with less room is full
     row_of: list[int] = []
@@ -117,16 +117,16 @@ def seeded_generator(*seeds: int) -> torch.Generator:
 
 
 def _index_dtype(count: int) -> torch.dtype:
-    """The dtype of numbers up to ``count``; a rank holds one for each document."""
+    """Return the smallest dtype for numbers up to ``count``, because a rank holds one such number per document."""
     return torch.int32 if count < 2**31 else torch.int64
 
 
 class PackedRows(Dataset[Batch]):
-    """The rows of an epoch by their number, each as a batch of one row. `PackedDataset` makes them.
+    """The rows of an epoch by their index, each as a batch of one row. `PackedDataset` creates this sequence.
 
     Args:
         tokens: the documents.
-        make_row: makes a row of pieces of documents.
+        make_row: function that makes a row from pieces of documents.
         overflow, shuffle, seed: as for `PackedDataset`.
 
     Attributes:
@@ -151,12 +151,12 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens]
 
     def identity(self) -> Any:
-        """Return size and checksum of the documents. If they are equal, a number means the same row."""
+        """Return the sizes and the checksums that must be equal for an index to mean the same row."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 
     def _keep_whole(self, sizes: Tensor) -> Tensor:
-        """Return the number of tokens that are used of each document, [documents] int64.
+        """Return how many tokens of each document are used, [documents] int64.
 
         A document with images is cut at the end of a row, or before an image that does not fit. It is left out if no
         target remains.
@@ -173,23 +173,27 @@ class PackedRows(Dataset[Batch]):
         return kept
 
     def has_targets(self) -> bool:
-        """Return whether any token has a label and a token before it in its piece, from which it is predicted."""
+        """Return whether any token that has a label is preceded by another token of its piece.
+
+        The first token of a piece cannot be predicted.
+        """
         # Nearly always the first piece has one, so pieces are read block by block.
         blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)
         spans = (span for starts, sizes in blocks for span in zip(starts.tolist(), sizes.tolist(), strict=True))
         return any(has_target(self.tokens.ids[start : start + size]) for start, size in spans)
 
     def plan(self, epoch: int) -> None:
-        """Make these the rows of ``epoch``.
+        """Select ``epoch``: indexing then returns the rows of this epoch.
 
-        Not named ``set_epoch``: Accelerate would call that, but not for an epoch that it resumes.
+        The method is not called ``set_epoch``, because Accelerate would call it then, but not for an epoch that it
+        resumes.
         """
         if epoch != self.epoch and self.shuffle:
             self._packed = None
         self.epoch = epoch
 
     def _pack(self) -> tuple[Tensor, Tensor]:
-        """Return the pieces in the order of the rows, and where each row ends among them; computed once an epoch."""
+        """Return the pieces in the order of the rows, and the end of each row among them; computed once per epoch."""
         if self._packed is None:
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)

@@ -1,4 +1,4 @@
-"""Rows with the pixels of their images. Images are decoded when a row is made, in the loader's workers."""
+"""Rows with the pixels of their images. The loader's workers decode the images when they make a row."""
 
 import warnings
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ Piece = tuple[Tensor, Sequence[Medium]]
 
 
 class RowMaker:
-    """Makes a row of pieces of documents.
+    """Makes a row from pieces of documents.
 
     Args:
         length: the number of tokens in a row.
         filler: the token id of padding.
-        processor: turns images into pixels; None for texts.
+        processor: converts images to pixels; None if there are only texts.
         broken_media: what happens to an image that cannot be decoded: "error", or "skip", which makes it black and
             removes the labels of its document.
 
@@ -50,7 +50,7 @@ class RowMaker:
         """Return a batch of one row.
 
         Raises:
-            ValueError: an image cannot be decoded, with ``broken_media="error"``.
+            ValueError: an image cannot be decoded, and ``broken_media`` is "error".
         """
         documents, decoded = [], []
         for ids, media in pieces:
@@ -66,10 +66,10 @@ class RowMaker:
         return row | make_pixels([medium for _, media in pieces for medium in media], self.processor, decoded)
 
     def count(self, error: BrokenMediaError, done: str) -> None:
-        """Count a document with a broken image or video. A warning names the first one, and says what is ``done``.
+        """Count a document with a broken image or video. For the first one, a warning has the error and ``done``.
 
         Raises:
-            BrokenMediaError: with ``broken_media="error"``.
+            BrokenMediaError: ``broken_media`` is "error".
         """
         if self.broken_media == "error":
             raise error
@@ -82,12 +82,12 @@ class RowMaker:
 def make_pixels(
     media: Sequence[Medium], processor: Processor | None, decoded: "Sequence[Sequence[Image]] | None" = None
 ) -> dict[str, Tensor]:
-    """Return the inputs of a model's forward for the images and videos of one row; none without a processor.
+    """Return the inputs of a model's forward for the images and videos of a row. Without a processor there are none.
 
     Args:
         media: the images and videos.
         processor: the processor of the model.
-        decoded: the image or the frames of each of them. Default: they are decoded now.
+        decoded: the image or the frames of each medium. Default: this function decodes them.
 
     Raises:
         BrokenMediaError: an image or a video cannot be decoded.

@@ -1,4 +1,4 @@
-"""Preference pairs as batches. A pair holds texts, chats or token ids, or comes from one of TRL's collators."""
+"""Batches of preference pairs. A pair holds texts, chats or token ids, or comes from one of TRL's collators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def preference_batch(
     *,
     processor: Processor | None = None,
 ) -> Batch:
-    """Return pairs of a chosen and a rejected answer as one batch: all chosen sequences, then all rejected ones.
+    """Return preference pairs as one batch, in which all chosen sequences are followed by all rejected sequences.
 
     The pairs may have any form that TRL's trainers take, before or after their collators. A row is a prompt and its
     answer, without padding before or between them. Only the answer has labels.
@@ -130,7 +130,7 @@ def _from_collated(batch: Mapping[str, Any]) -> Batch:
 
 
 def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return a dict for each pair, made of columns by name. ``fields`` are read besides the columns of pairs."""
+    """Return a dict for each pair, given columns by name. ``fields`` are read in addition to the columns of pairs."""
     prefixes = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
     columns = {name: column for name, column in pairs.items() if name.startswith(prefixes)}
     sizes = {name: len(column) for name, column in columns.items()}
@@ -159,7 +159,7 @@ def encode_pair(
     answers: Sequence[str] = ANSWERS,
     on_unrendered: str = "error",
 ) -> list[Answer]:
-    """Return the chosen and the rejected answer to one prompt, or other ``answers``, as tokens.
+    """Return the chosen and the rejected answer to a prompt as tokens, or the answers called ``answers``.
 
     Args:
         where: where the pair is, for errors.
@@ -265,7 +265,7 @@ def _encode_chats(
     answers: Sequence[str],
     on_unrendered: str,
 ) -> list[Answer]:
-    """Return the answers of a pair of lists of messages: the tokens before each answer, and those of the answer.
+    """Return the answers of a pair of lists of messages, each with its tokens and the prompt's tokens before it.
 
     Args:
         media: reader of the prompt's images.

@@ -1,4 +1,4 @@
-"""Prompts that are answered by sampling. Each keeps the other columns of its record, which a reward reads."""
+"""Prompts to which answers are sampled. A prompt keeps the other columns of its record, for a reward function."""
 
 import itertools
 import json
@@ -31,17 +31,17 @@ from liger_models.text.tokenizer import Tokenizer
 
 
 class PromptRows(AnswerRows):
-    """The prompts of an epoch by their number, in memory. Each has its record, token ids and pixels."""
+    """The prompts of an epoch by their index, in memory. Each prompt has its record, token ids and pixels."""
 
     records: list[Any]
     media: list[list[Medium]]
 
     def _with_answers(self) -> list[int]:
-        """Return the numbers of all prompts, because their answers are sampled."""
+        """Return the indices of all prompts, because their answers are sampled."""
         return [*range(len(self.tokens.ends))]
 
     def has_targets(self) -> bool:
-        """Return True, because the targets are sampled."""
+        """Return True, because the targets are sampled later."""
         return True
 
     def _read(self, number: int) -> Any:
@@ -52,10 +52,10 @@ class PromptRows(AnswerRows):
 
 
 class PromptDataset(PackedDataset):
-    """Batches of prompts for sampling: this rank's share of them, epoch after epoch.
+    """Batches of prompts for sampling: this rank's share of the prompts, epoch after epoch.
 
     A batch is a list of rows of `PromptRows`. Order, ranks and position are as in `PackedDataset`, with prompts instead
-    of rows. The last step of an epoch is completed with its first prompts.
+    of rows. The last step of an epoch is completed with the first prompts of the epoch.
 
     Args:
         source: files or another source with a length, as for `PackedDataset`. An example has ``prompt``, a text or
@@ -65,7 +65,7 @@ class PromptDataset(PackedDataset):
         options: as for `PackedDataset`.
 
     Raises:
-        ValueError: as for `PackedDataset`, the source is a stream, or a prompt is longer.
+        ValueError: as for `PackedDataset`, the source is a stream, or a prompt is longer than ``length``.
     """
 
     def __init__(self, source: Any, tokenizer: Tokenizer | Processor, *, length: int, **options: Any) -> None:

@@ -15,14 +15,14 @@ PARQUET_ROWS = 1024
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of a record with images, videos or sound."""
 TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "attention_mask", "position_ids", "seq_lengths")
-"""Fields of a record beside its token ids."""
+"""Fields that a record of token ids may have besides its token ids."""
 
 Record = tuple[str, Any]
 """Where a record is, such as "train.jsonl, line 7", and the record: a dict by column, or a text."""
 
 
 class Location(str):
-    """Where a record is in a file.
+    """The location of a record in a file.
 
     Attributes:
         folder: the folder of the file. Relative paths in the record start there.
@@ -32,7 +32,7 @@ class Location(str):
 
     @classmethod
     def of(cls, path: Path, position: str) -> "Location":
-        """Return a position, such as "line 7", in a file."""
+        """Return the location of a position, such as "line 7", in a file."""
         location = cls(f"{path}, {position}")
         location.folder = path.parent
         return location
@@ -116,7 +116,7 @@ def _format(source: Any) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a list for a tensor or an array, the size and bytes of a PIL image, and the repr of anything else."""
+    """Convert a tensor or an array to a list, a PIL image to its size and bytes, and anything else to its repr."""
     if hasattr(value, "getbands"):
         return repr([value.mode, value.size, value.tobytes()])
     return value.tolist() if hasattr(value, "tolist") else repr(value)
@@ -189,7 +189,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Record]:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Remove keys without a value: a column gives every row the keys of all rows, and templates test for them."""
+    """Remove keys whose value is None: a column gives each row the keys of all rows, and templates test for keys."""
     if isinstance(value, Mapping):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     holds_mappings = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)

@@ -1,7 +1,7 @@
-"""Tokens on disk: each source is tokenized once, by one rank of each host, and found again by later runs.
+"""Token caches on disk: one rank of each host tokenizes a source once, and later runs reuse the tokens.
 
-A tokenization is written in parts, each of about a minute of work. A run that was killed leaves its finished parts, and
-the next one goes on after them.
+Tokens are written in parts, each after about a minute of work. If a run is killed, the next run continues after the
+finished parts.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from liger_models.distributed.ranks import is_distributed, long_work, raise_on_a
 FORMAT = 8
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
 TEMPORARY, PARTS, LOCK = ".tmp", ".parts", ".lock"
-"""Suffixes of a folder that is being written, of a folder of parts, and of the file that is locked meanwhile."""
+"""Suffixes of a folder that is being written, of a folder of parts, and of the file that is locked during writing."""
 PART = "part.json"
 """File in the folder of a part: its number of records, and the formats of the files that they are from."""
 PART_SECONDS = 60.0
-"""A part is finished when it has taken this long."""
+"""Time in seconds after which a part is finished."""
 KEPT_SECONDS = 7 * 24 * 3600.0
-"""Time for which parts are kept that no run continues."""
+"""Time in seconds for which parts that no run continues are kept."""
 SIZES, IDS, ENDS = "sizes.json", "ids.bin", "ends.bin"
 VERIFIED = "verified.json"
 """File with the times and sizes of the other files when they were last verified."""
@@ -49,7 +49,7 @@ of its header and its content. The second holds headers as lines of JSON, the th
 
 
 class TokenFile:
-    """Documents as token ids on disk, memory-mapped: ``id`` for a token with a label, ``~id`` for one without.
+    """Memory-mapped token ids of documents: ``id`` for a token with a label, ``~id`` for a token without a label.
 
     Args:
         folder: a folder that `TokenFile.write` has written.
@@ -58,8 +58,8 @@ class TokenFile:
         documents: the number of documents.
         ids: [tokens] int32, the token ids of all documents.
         ends: [documents] int64, the index in ``ids`` at which each document ends.
-        media: [images, 2] int64, the index of the first token of each image, and of the one after its last.
-        checksum, media_checksum: checksums of the tokens, and of the images' places, sizes and contents.
+        media: [images, 2] int64, the index of the first token of each image, and the index after its last token.
+        checksum, media_checksum: checksums of the tokens, and of the images' positions, sizes and contents.
         skipped: the number of examples with broken images or videos that were left out, and the first error.
 
     Raises:
@@ -95,8 +95,8 @@ class TokenFile:
     def verify(self) -> None:
         """Read the files, except the contents of images, and compare their checksums.
 
-        Files that have the times and sizes with which they were last verified are not read again: hosts that share the
-        cache, and later runs, need not read all of it.
+        Files whose times and sizes are the same as when they were last verified are not read again, so hosts that share
+        the cache, and later runs, need not read the whole cache.
 
         Raises:
             ValueError: a file was changed after it was written.
@@ -122,10 +122,10 @@ class TokenFile:
         return [status.st_size, status.st_mtime_ns, status.st_ino]
 
     def verify_images(self) -> None:
-        """Check that the files of the images are those whose headers were read.
+        """Check that the files of the images have not changed since their headers were read.
 
         Raises:
-            ValueError: an image is missing, or was replaced by another.
+            ValueError: an image is missing, or was replaced by another image.
         """
         for where, path in self._changed_images():
             actual = f"another of {os.stat(path).st_size} bytes" if os.path.isfile(path) else "none"
@@ -135,14 +135,14 @@ class TokenFile:
             )
 
     def _changed_images(self) -> Iterator[tuple[str, str]]:
-        """Yield for each image that was replaced or removed where its example is, and its path."""
+        """Yield the location of the example and the path of each image that was replaced or removed."""
         with (self.folder / HEADERS).open(encoding="utf-8") as lines:
             for header in map(json.loads, lines):
                 if header["path"] is not None and not FileState(*header["state"]).holds(header["path"]):
                     yield header["where"], header["path"]
 
     def is_outdated(self) -> bool:
-        """Return whether an image was replaced or removed, or a broken one was repaired."""
+        """Return whether an image was replaced or removed, or a broken image was repaired."""
         broken = self._broken.items()
         mended = (FileState.of(path) if state is None else not FileState(*state).holds(path) for path, state in broken)
         return any(mended) or any(self._changed_images())
@@ -226,7 +226,7 @@ class TokenFile:
 
 
 class _Counted:
-    """A file that is being written, with its size and checksum so far."""
+    """A file that is being written, with the size and the checksum of what has been written so far."""
 
     def __init__(self, stack: contextlib.ExitStack, path: Path) -> None:
         self.file = stack.enter_context(path.open("wb"))
@@ -239,17 +239,18 @@ class _Counted:
 
 
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
-    """Return the tokens of a source, from the cache or written into it now by the first rank of each host.
+    """Return the tokens of a source from the cache. If they are missing, each host's first rank tokenizes the source.
 
-    Every rank must call it; an error on one of them is raised on all. Ranks that have nothing to do wait without limit
-    for the ranks that work. Hosts that share the cache, and other runs, wait for the one that tokenizes. A run that was
-    killed is continued after its last finished part. Tokens from the cache are verified. Where broken images are
-    skipped and files of images have changed, the source is tokenized again, into a folder beside the old one, which a
-    running process may be reading. Tokenization first deletes what killed processes left half written.
+    Every rank must call this function; an error on one rank is raised on all ranks. Ranks that have nothing to do wait
+    without a time limit for the ranks that tokenize. Hosts that share the cache, and other runs, wait for the host that
+    tokenizes. The tokenization of a killed run is continued after its last finished part. Tokens from the cache are
+    verified. If broken images are skipped and files of images have changed, the source is tokenized again, into a new
+    folder next to the old one, because a running process may be reading the old folder. Tokenization first deletes
+    unfinished files of killed processes.
 
     Args:
         source: as `find_files` returns it; not a stream.
-        encoder: turns examples into documents.
+        encoder: converts examples to documents.
         cache_dir: folder of the cache; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
         progress: show a progress bar, on rank 0.
 
@@ -285,7 +286,7 @@ def _newest(first: Path) -> Path:
 
 
 def _following(folder: Path) -> Path:
-    """Return the folder beside ``folder`` for the next tokenization of the same source: NAME.1, NAME.2, ..."""
+    """Return the folder next to ``folder`` for the next tokenization of the same source: NAME.1, NAME.2, ..."""
     return folder.with_suffix(f".{int(folder.suffix[1:] or 0) + 1}")
 
 
@@ -317,7 +318,7 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
 
 
 def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> None:
-    """Tokenize a source into the folder ``parts``, from where the finished parts in it end."""
+    """Tokenize a source into the folder ``parts``, starting after the finished parts in this folder."""
     bar: Any = tqdm  # not typed
     records = itertools.islice(read_records(source, encoder.fields), encoder.max_samples)
     records = bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0))
@@ -347,7 +348,7 @@ class _Timed:
     """Yields records until `PART_SECONDS` have passed.
 
     Attributes:
-        count: the number of records so far.
+        count: the number of records that were yielded so far.
     """
 
     def __init__(self, records: Iterator[Record]) -> None:
@@ -363,7 +364,7 @@ class _Timed:
 
 
 def _finished_parts(parts: Path) -> list[Path]:
-    """Return the finished parts in order. The name of each is the number of records before it."""
+    """Return the finished parts in order. The name of a part is the number of records before the part."""
     finished, start = [], 0
     while (part := parts / str(start)).is_dir():
         finished.append(part)
@@ -377,7 +378,7 @@ def _join_parts(parts: Path, folder: Path, named: str) -> None:
     Args:
         parts: the folder of the parts.
         folder: the folder to make.
-        named: where the documents are from, for errors.
+        named: name of the source of the documents, for error messages.
 
     Raises:
         ValueError: there are no documents, or a part was changed after it was written.
@@ -407,7 +408,7 @@ def _join_parts(parts: Path, folder: Path, named: str) -> None:
 
 
 def _documents(part: Path) -> Iterator[Document]:
-    """Yield the documents of a part, after it is verified."""
+    """Verify a part, and yield its documents."""
     tokens = TokenFile(part)
     tokens.verify()
     start = 0
@@ -417,7 +418,7 @@ def _documents(part: Path) -> Iterator[Document]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete what killed processes left half written, and old parts: those whose lock nobody holds."""
+    """Delete unfinished folders of killed processes and old parts, if no process holds their lock."""
     for lock in cache.glob(f".*{LOCK}"):
         # A lock that another process holds raises TimeoutError, which is an OSError.
         with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):
@@ -429,7 +430,7 @@ def _remove_leftovers(cache: Path) -> None:
 
 
 def _remove_unfinished(parts: Path, lock: Path) -> None:
-    """Delete parts that are half written, and if none is finished, their folder and its lock."""
+    """Delete unfinished parts. If no part is finished, delete the folder of the parts and its lock as well."""
     for temporary in parts.glob(f"*{TEMPORARY}"):
         shutil.rmtree(temporary, ignore_errors=True)
     if not (parts / "0").is_dir():
@@ -438,7 +439,7 @@ def _remove_unfinished(parts: Path, lock: Path) -> None:
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:
-    """Return a digest of the encoder, and of the paths, sizes and times of files or the content of another source."""
+    """Return a digest of the encoder and the source: of files their paths, sizes and times, else the content."""
     tokenizer = encoder.tokenizer
     made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     if encoder.processor is not None:
