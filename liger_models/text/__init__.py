@@ -1,4 +1,4 @@
-"""Text in and out of a model: tokenizers and chat templates."""
+"""Conversion between texts and token ids: tokenizers and chat templates."""
 
 from liger_models.common.lazy import lazy_exports
 

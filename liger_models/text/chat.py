@@ -1,7 +1,8 @@
-"""Conversations as text: which template renders them, and which parts of the text the assistant writes.
+"""Rendering of conversations as text, and detection of the parts of the text that the assistant writes.
 
-Each conversation is rendered twice, the second time with marks in the texts of its messages. The second text without
-its marks must equal the first. The marks then show where each message is and what the template leaves out.
+Each conversation is rendered twice, the second time with marks in the texts of its messages. Without the marks, the
+second text must be equal to the first. The marks then show where each message is, and which fields the template leaves
+out.
 """
 
 import functools
@@ -16,30 +17,30 @@ from typing import Any, NamedTuple
 from liger_models.text.templates import BEGIN, END, THOUGHTS, render, without_nulls
 
 Span = tuple[int, int]
-"""The index of the first character, and of the one after the last."""
+"""The index of the first character, and the index after the last character."""
 Messages = Sequence[Mapping[str, Any]]
 MULTI_TURN = ("split", "last", "all")
 """How the answers of a conversation become examples; see `Tokenizer.render_examples`."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = re.compile("\ufdd2([\ufde0-\ufdef]+)\ufdd3")
-"""A mark is a number in hexadecimal digits. All its code points are ones to which Unicode assigns no character."""
+"""A mark is a hexadecimal number. Unicode assigns no character to any of its code points."""
 _DIGITS = {0xFDE0 + digit: f"{digit:x}" for digit in range(16)}
 _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
-"""Templates look for tags in a text, such as ``</think>``. Marks stand between tags, where they hide none."""
+"""Templates look for tags in a text, such as ``</think>``. Marks are placed between tags, where they hide no tag."""
 _TAGS = 8
-"""Marks are set around at most this many tags of a text."""
+"""Marks are placed around at most this many tags of a text."""
 _TOOLS = -1
 """The owner of the marks in tools. The owner of other marks is the index of their message."""
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
 """Fields that an answer may have instead of content."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
-"""Where the marks of a field stand. The first place shows most; in the last one the field has no marks."""
+"""Where the marks of a field are placed. The first place shows most. With the last, the field has no marks."""
 
 _headers: dict[tuple[Any, ...], int] = {}
 """Template, variables, fields of messages, and text before an answer -> the characters of it that are the prompt."""
 _HEADERS, _HEADER_CHARACTERS = 4096, 1000
-"""The cache keeps at most this many headers, of texts of at most this many characters."""
+"""The cache keeps at most this many headers, for texts of at most this many characters."""
 
 
 class Rendering(NamedTuple):
@@ -47,9 +48,9 @@ class Rendering(NamedTuple):
 
     Attributes:
         text: the output of the template. Some templates write the token that ends an answer only before the next
-            message; then this token is added to the last answer.
-        spans: the parts that the assistant writes.
-        unrendered: the fields that the text lacks, such as "message 2: tool_calls".
+            message. In this case the token is added to the last answer.
+        spans: the parts of the text that the assistant writes.
+        unrendered: the fields of messages that the text lacks, such as "message 2: tool_calls".
     """
 
     text: str
@@ -58,7 +59,7 @@ class Rendering(NamedTuple):
 
 
 class Style(NamedTuple):
-    """Everything besides the messages that determines how a conversation is rendered.
+    """Everything that determines how a conversation is rendered, except its messages.
 
     Attributes:
         template: the source of the chat template.
@@ -132,7 +133,7 @@ def render_prompt(style: Style, messages: Messages) -> Rendering:
 
 
 def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it contains a character that the assistant writes.
+    """Return whether each token contains a character that the assistant writes.
 
     Args:
         offsets: the span of characters of each token: tokenizers' ``Encoding.offsets``.
@@ -150,7 +151,7 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in all spellings that templates expect of calls: their content, and their arguments."""
+    """Yield the messages in each form that templates expect of tool calls. Content and arguments differ."""
     plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
     yield plain
     calling = [bool(message.get("tool_calls")) for message in plain]
@@ -171,7 +172,7 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 def _in_best_spelling(
     messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
 ) -> list[Rendering]:
-    """Return the examples of the spelling of which the template leaves out least; of equal ones, the first."""
+    """Return the examples for the form of the messages of which the template leaves out least, or the first of such."""
     refusal: ValueError | None = None
     best: tuple[int, list[Rendering]] | None = None
     for spelling in _spellings(messages):
@@ -202,7 +203,7 @@ def _call_as_text(call: Any) -> Any:
 def _examples(
     style: Style, messages: Sequence[dict[str, Any]], needed: Sequence[int], multi_turn: str
 ) -> list[Rendering]:
-    """Return the examples of messages in one spelling, in the order of their answers."""
+    """Return the examples of messages in one form, in the order of their answers."""
     conversation = _Conversation(style, messages)
     if multi_turn != "split":
         return [conversation.example({index: conversation.answer(index) for index in needed})]
@@ -222,18 +223,19 @@ def _examples(
 
 
 class _Marks:
-    """Messages and tools with marks in their texts.
+    """Copies of messages and tools with marks in their texts.
 
     Args:
         messages, tools: the originals, which are not changed.
-        placing: owner and field -> where the marks stand. Default: around each piece between tags.
+        placing: maps an owner and a field to where the marks of the field are placed. Default: around each piece
+            between tags.
 
     Attributes:
         messages, tools: the copies with marks.
         places: for each mark, its owner and the owner's field.
-        counts: for each mark, how often it is set: twice around a text, once inside.
-        unmarked: owner, field and text of each text without marks.
-        blank: the marks of texts of white space, of which nothing can be lost.
+        counts: for each mark, how often it is placed: twice around a text, once inside a text.
+        unmarked: for each text without marks, its owner, its field and the text.
+        blank: the marks of texts that are only white space, of which the template can leave out nothing that matters.
     """
 
     def __init__(self, messages: Messages, tools: Any, placing: Mapping[tuple[int, str], int]) -> None:
@@ -267,7 +269,7 @@ class _Marks:
         return marked
 
     def _names(self, owner: int, field: str, function: Any, call_id: Any = None) -> Any:
-        """Return a tool or a call with marks in its name and its arguments."""
+        """Return a tool or a tool call with marks in its name and its arguments."""
         if not isinstance(function, Mapping):
             return function
         marked = dict(function)
@@ -321,13 +323,14 @@ class _Marks:
 
 
 class _Group(NamedTuple):
-    """Neighboring marks of one owner.
+    """A sequence of adjacent marks with the same owner.
 
     Attributes:
         owner: the index of the message, or `_TOOLS`.
         start, end: the positions of the first and the last mark in the text without marks.
         number: the number of the last mark.
-        is_repeated: whether the marks repeat earlier ones, such as the name of a call beside its result.
+        is_repeated: whether the marks repeat earlier marks, such as those in the name of a call next to the call's
+            result.
     """
 
     owner: int
@@ -338,11 +341,11 @@ class _Group(NamedTuple):
 
 
 class _Conversation:
-    """Messages rendered with and without marks.
+    """A conversation that is rendered with and without marks.
 
     Args:
         style: the template and its variables.
-        messages: the messages in one spelling.
+        messages: the messages in one form.
         add_generation_prompt: end the text with the beginning of an answer.
 
     Attributes:
@@ -362,7 +365,7 @@ class _Conversation:
     # Marks
 
     def _place_marks(self) -> None:
-        """Set marks in every field in which they do not change the template's text."""
+        """Place marks in every field in which they do not change what the template renders."""
         if self._fits({}):
             return
         # Some field does not take marks, such as one that the template compares with a word. Find it by trying each
@@ -380,7 +383,7 @@ class _Conversation:
             )
 
     def _fits(self, placing: Mapping[tuple[int, str], int]) -> bool:
-        """Set marks, and return whether the text without them is the text of the messages."""
+        """Place marks, and return whether the rendered text without marks equals the text of the unmarked messages."""
         # The last rendering is kept: it is also the prefix that ends with the last message.
         variables = self.style.variables
         self._marks = _Marks(self.messages, variables.get("tools"), placing)
@@ -408,32 +411,32 @@ class _Conversation:
         return True
 
     def _render(self, messages: Messages, prompts: bool = False) -> str | None:
-        """Return messages as text, or None if the template refuses them."""
+        """Return the rendered text of messages, or None if the template refuses them."""
         try:
             return render(self.style.template, messages, self._variables, add_generation_prompt=prompts)
         except ValueError:
             return None
 
     def _prefix(self, end: int) -> str | None:
-        """Return the text of the first ``end`` messages with their marks, or None if the template refuses them."""
+        """Return the rendered text of the first ``end`` messages with marks, or None if the template refuses them."""
         if end not in self._prefixes:
             self._prefixes[end] = self._render(self._marks.messages[:end])
         return self._prefixes[end]
 
     def _own_count(self, owner: int, number: int) -> int:
-        """Return how often a mark occurs in the text that ends with its message.
+        """Return how often a mark occurs in the text that ends with the message of the mark.
 
-        The template may write the name of a call twice in the call itself, and again beside its result.
+        The template may write the name of a call twice in the call itself, and again next to the call's result.
         """
         prefix = None if owner == _TOOLS else self._prefix(owner + 1)
         return 0 if prefix is None else prefix.count(_mark(number))
 
     def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
-        """Return the fields that the text lacks, except thoughts of answers that are not learned.
+        """Return the fields of messages that the text lacks, except thoughts of answers that are not learned.
 
         Args:
             learned: the answers that are learned in this text.
-            elsewhere: answers that are learned in other examples. They lose nothing here.
+            elsewhere: answers that are learned in other examples. Fields of these answers are not reported here.
         """
         missing: dict[tuple[int, str], bool] = {}
         for number, place in enumerate(self._marks.places):
@@ -455,7 +458,7 @@ class _Conversation:
     # Answers
 
     def answer(self, index: int) -> list[Span]:
-        """Return the spans of a message of the assistant, each with the token that ends it."""
+        """Return the spans of a message of the assistant, each including the token that ends it."""
         groups = self._groups
         own = [number for number, group in enumerate(groups) if group.owner == index and not group.is_repeated]
         spans = []
@@ -505,7 +508,7 @@ class _Conversation:
         """Return the conversation as an example.
 
         Args:
-            spans: index of each answer that is learned -> its spans.
+            spans: maps the index of each answer that is learned to its spans.
             elsewhere: all answers that are learned, in this example or in others.
         """
         unrendered = self.unrendered([*spans], elsewhere)
@@ -524,16 +527,16 @@ class _Conversation:
         return Rendering(text, learned, unrendered)
 
     def _end(self) -> int:
-        """Return the position of the last mark."""
+        """Return the position of the last mark in the text without marks."""
         return self._groups[-1].end if self._groups else 0
 
     def _header(self, index: int, number: int | None, before: str) -> int:
-        """Return how many characters of the text before an answer belong to the prompt.
+        """Return how many characters before an answer belong to the prompt, that is, to the answer's header.
 
         Args:
             index: the index of the answer.
             number: the number of the last mark before the answer; None if there is none.
-            before: the text from there to the first mark of the answer.
+            before: the text from this mark to the first mark of the answer.
         """
         # Whether a template has called tools, for instance, may decide what its prompt is.
         roles = tuple(message.get("role") for message in self.messages[max(index - 3, 0) : index])
@@ -565,10 +568,10 @@ class _Conversation:
         return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
-        """Return the length of the header where the text does not continue the prompt, such as before a first message.
+        """Return the length of the header if the text does not continue the prompt, such as before the first message.
 
-        The header is then the longest beginning of the usual prompt that the text has. If it has none, the header is
-        the text that the template writes before any answer at this position.
+        The header is then the longest beginning of the usual prompt that is in the text. If the text has no such
+        beginning, the header is the text that the template writes before any answer at this position.
         """
         # The prompt after a question is what the template adds when it is asked for a prompt.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
@@ -587,11 +590,11 @@ class _Conversation:
         return self._common(before, _unmarked(text)) if text else len(before)
 
     def _boundaries(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield special tokens and white space, which no token of an answer spans."""
+        """Yield the special tokens and the white space in a text. No token of an answer extends over them."""
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """Return the number of characters that two texts have in common at the beginning, without a part of a token."""
+        """Return the length of the common beginning of two texts, which does not end within a special token."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common
@@ -623,13 +626,13 @@ class _Conversation:
         return following.end() if following else common
 
     def _always_prompts(self) -> bool:
-        """Return whether the template ends with the beginning of an answer even without being asked to."""
+        """Return whether the template always ends a text with the beginning of an answer."""
         question = [{"role": "user", "content": "1"}]
         text = self._render(question)
         return text is not None and text == self._render(question, prompts=True)
 
     def _stop(self) -> str:
-        """Return the special token with which the next message would begin; without one, the end token."""
+        """Return the special token with which a next message would begin; if there is none, the end token."""
         # The result of a tool follows a call, and a question follows any other answer.
         role = "tool" if self.messages[-1].get("tool_calls") else "user"
         for following in dict.fromkeys((role, "user")):
@@ -643,7 +646,7 @@ class _Conversation:
         return self.style.eos_token or ""
 
     def _marked_answers(self, wanted: Mapping[int, list[Span]]) -> list[Span]:
-        """Return the spans that the template marks as answers, as far as their messages are learned."""
+        """Return those spans that the template marks as answers whose messages are learned."""
         marked = render(self.style.template, self.messages, self.style.variables, mark_answers=True)
         spans = _read_generation(self.text, marked)
         answers = [index for index, message in enumerate(self.messages) if message.get("role") == "assistant"]
@@ -680,7 +683,7 @@ def _unmarked(text: str) -> str:
 
 
 def _read_generation(text: str, marked: str) -> list[Span]:
-    """Return the spans in ``text`` that stand between marks of generation in ``marked``."""
+    """Return the spans of ``text`` that are between `BEGIN` and `END` in ``marked``."""
     # The parts alternate: context, answer, context, ... Without the marks they must be the text.
     parts = re.split(f"[{BEGIN}{END}]", marked)
     marks = "".join(character for character in marked if character in BEGIN + END)

@@ -1,4 +1,4 @@
-"""JSON schemas of Python functions that a model may call, equal to those of transformers' ``get_json_schema``."""
+"""JSON schemas of Python functions that a model may call, as transformers' ``get_json_schema`` creates them."""
 
 import contextlib
 import enum
@@ -14,11 +14,11 @@ import torch
 
 SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 PLAIN = {**SCALARS, list: "array", tuple: "array", dict: "object", torch.Tensor: "audio"}
-"""Types without parameters -> their names in a schema."""
+"""Maps types without parameters to their names in a schema."""
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Describe a function to a model.
+    """Return the JSON schema by which a function is described to a model.
 
     Args:
         function: has a type hint for each argument, and a docstring in Google's style that describes the function and
@@ -126,7 +126,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
 
 
 def _of_values(name: str, hint: Any, values: Sequence[Any]) -> dict[str, Any]:
-    """Return the schema of a type that allows only some values."""
+    """Return the schema of a type that allows only the given values."""
     if not values or any(type(value) not in SCALARS for value in values):
         raise _refusal(name, f"must have values of JSON's types in {hint}, got {values!r}")
     kinds = list(dict.fromkeys(SCALARS[type(value)] for value in values))

@@ -1,8 +1,8 @@
-"""Limits on what a chat template computes: a template comes with a checkpoint, and anybody may have written it.
+"""Limits on the work of chat templates, which come with checkpoints and may have been written by anybody.
 
-The sandbox of jinja2 keeps a template away from Python's objects, but not from endless loops and from texts of
-gigabytes. `LimitedEnvironment` counts every step and every character that a template makes, before it makes them.
-Counting works in every thread and needs no process of its own. Four kinds of code are counted:
+The sandbox of jinja2 protects Python's objects from a template, but prevents neither endless loops nor texts of
+gigabytes. `LimitedEnvironment` counts every step and every character of a template before the step runs or the
+character is produced. Counting works in every thread and needs no separate process. Four kinds of code are counted:
 
     loops, macros                            a node of the syntax tree that charges, as their first statement
     texts joined by ~, slices, comparisons   a filter around them in the syntax tree
@@ -31,9 +31,9 @@ SOURCE = 100_000
 """Largest number of characters in the source of a template."""
 
 _BITS = 4096
-"""Largest number of bits of an integer that a product or a power may have."""
+"""Largest number of bits that the result of a product or a power of integers may have."""
 _NUMERIC = frozenset({"abs", "d", "default", "float", "int", "round"})
-"""Filters whose numbers are no widths or counts."""
+"""Filters whose numeric arguments are neither widths nor counts."""
 _SHALLOW = _NUMERIC | frozenset(
     {"attr", "batch", "count", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse"}
     | {"select", "selectattr", "slice"}
@@ -42,11 +42,11 @@ _SHALLOW = _NUMERIC | frozenset(
 
 
 class _Budget(threading.local):
-    """The remaining work of the template that this thread renders."""
+    """The remaining budget of the template that this thread renders."""
 
     left = 0
     check_below = 0
-    """The time is checked when no more work than this is left."""
+    """The time is checked when the remaining work falls to this number."""
     end: float | None = None
     """Time of the thread at which it must be done; None before the first check."""
 
@@ -55,20 +55,20 @@ _budget = _Budget()
 
 
 class LimitError(TemplateError):
-    """A template exceeds a limit."""
+    """Raised if a template exceeds a limit."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message}. If you trust the template, raise the limit in {__name__}")
 
 
 def begin() -> None:
-    """Start counting for another conversation, in this thread."""
+    """Reset the counts of this thread, for another conversation."""
     # The clock is a call of the system, which would cost as much as rendering a short conversation.
     _budget.left, _budget.check_below, _budget.end = WORK, WORK - 100 * STEP, None
 
 
 def charge(characters: int = 0) -> None:
-    """Count a step that makes this many characters; raises `LimitError` if the template exceeds a limit."""
+    """Count a step that produces ``characters`` characters. Raises `LimitError` if the template exceeds a limit."""
     _budget.left -= STEP + max(characters, 0)
     if _budget.left <= _budget.check_below:
         _budget.check_below = _budget.left - 100 * STEP
@@ -81,7 +81,7 @@ def charge(characters: int = 0) -> None:
 
 
 def charged(value: Any, *, deep: bool = True) -> Any:
-    """``value``, after its `size` is counted."""
+    """Count the `size` of ``value``, and return ``value``."""
     charge(size(value, deep=deep))
     return value
 
@@ -90,11 +90,12 @@ def charged(value: Any, *, deep: bool = True) -> Any:
 
 
 def size(value: Any, *, deep: bool = True) -> int:
-    """Return the number of characters of a text, or about as many as another value has when it is written out.
+    """Return the number of characters of a text, or the approximate number when another value is written out.
 
     Args:
         value: anything.
-        deep: visit the elements of a list or dict, too, until they exceed the limit. False counts 8 for each.
+        deep: whether to visit the elements of a list or dict, too, until they exceed the limit. If False, each element
+            counts as 8.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -111,7 +112,7 @@ def size(value: Any, *, deep: bool = True) -> int:
 
 
 def _result_size(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return an upper bound of the characters that a filter, or a method of a text, makes."""
+    """Return an upper bound of the number of characters that a filter, or a method of a text, produces."""
     values = [*args, *kwargs.values()]
     if name in ("format", "format_map"):
         return _formatted_size(str(subject), sum(map(size, values)))
@@ -172,7 +173,7 @@ _INSERTED = {
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of jinja2, whose templates count against the limits of this module.
+    """The sandbox of jinja2 with the limits of this module on its templates.
 
     Args:
         filters: filters to add to jinja2's.
@@ -188,7 +189,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= _INSERTED
 
     def variables(self, source: str) -> set[str]:
-        """Return the names of the variables that a template reads and does not set itself."""
+        """Return the names of the variables that a template reads but does not set itself."""
         return meta.find_undeclared_variables(super()._parse(source, None, None)) - self.globals.keys()
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -199,7 +200,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call an object, after counting what the call can make."""
+        """Call an object, after counting the characters that the call can produce."""
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         subject = getattr(method, "__self__", None)
         if isinstance(subject, str):
@@ -211,7 +212,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator, after counting what it can make."""
+        """Apply an operator, after counting the characters that it can produce."""
         # Products of integers are bounded by bits, repeated texts by their length, formats by their widths.
         if isinstance(left, int) and isinstance(right, int):
             bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}.get(operator, 0)
@@ -229,10 +230,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Inserts filters that count into loops, macros, joined texts, slices and comparisons."""
+    """Inserts counting filters into loops, macros, joined texts, slices and comparisons of a syntax tree."""
 
     def _visit_body(self, node: Any) -> Any:
-        """Let each run of a body count a step and its literal text."""
+        """Make each execution of a body count one step and the body's literal text."""
         characters = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
         count = nodes.ExprStmt(_filter(" charge", nodes.Const(characters)))

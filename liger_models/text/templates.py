@@ -1,4 +1,4 @@
-"""The jinja2 environment of Hugging Face's chat templates. PyTorch itself requires jinja2."""
+"""The jinja2 environment for Hugging Face's chat templates. jinja2 is always installed, because PyTorch requires it."""
 
 import contextlib
 import functools
@@ -14,9 +14,9 @@ from jinja2.parser import Parser
 from liger_models.text import limits
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around an answer. Unicode assigns no character to these two code points."""
+"""Marks around an answer. Unicode assigns no characters to these two code points."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""The names of the assistant's thoughts in a message. The first name with a value counts."""
+"""The possible keys of the assistant's thoughts in a message. The first key with a value is used."""
 
 
 def render(
@@ -48,14 +48,14 @@ def render(
 
 
 def without_nulls(message: Any) -> Any:
-    """Return a message without keys whose value is None, as transformers does; templates would write "None"."""
+    """Return a message without keys whose value is None, as in transformers, because templates would write "None"."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _with_thoughts(message: Any) -> Any:
-    """Return a message with its thoughts under both names that templates read, as transformers does."""
+    """Return a message with its thoughts under both of the names that templates read, as in transformers."""
     names = THOUGHTS if isinstance(message, Mapping) else ()
     thoughts = next((message[name] for name in names if message.get(name) is not None), None)
     if thoughts is None:
@@ -66,7 +66,7 @@ def _with_thoughts(message: Any) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def variables_of(template: str) -> frozenset[str]:
-    """Return the names of the variables that a template reads and does not set itself.
+    """Return the names of the variables that a template reads but does not set itself.
 
     Raises:
         ValueError: the template has an error.
@@ -77,7 +77,7 @@ def variables_of(template: str) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _naming_errors(must: str) -> Iterator[None]:
-    """Turn whatever a template raises, such as a division by zero, into a ValueError."""
+    """Context manager that converts any error in a template, such as a division by zero, to a ValueError."""
     limits.begin()
     try:
         yield
@@ -90,7 +90,7 @@ def _naming_errors(must: str) -> Iterator[None]:
 
 
 class _Generation(Extension):
-    """The block ``{% generation %} ... {% endgeneration %}``, which holds what the assistant writes."""
+    """A jinja2 extension for the block ``{% generation %} ... {% endgeneration %}``, which holds an answer."""
 
     tags = {"generation"}  # noqa: RUF012  declared so by the base class
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the tokenizer files of a Hugging Face checkpoint over the ``tokenizers`` library."""
+"""Tokenizers of Hugging Face checkpoints, which use the ``tokenizers`` library for encoding and decoding."""
 
 import contextlib
 import difflib
@@ -44,7 +44,7 @@ class ModelInputs(dict[str, Any]):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> "ModelInputs":
-        """Return the inputs with their tensors on ``device``, and pixels in ``dtype``.
+        """Return the inputs with their tensors on ``device``, and floating-point tensors such as pixels in ``dtype``.
 
         Args:
             device: a device, or a dtype as in `torch.Tensor.to`.
@@ -69,7 +69,7 @@ class ModelInputs(dict[str, Any]):
 
 
 class _SpecialToken:
-    """An attribute of a tokenizer: the token of a role, or None.
+    """Descriptor for an attribute of a tokenizer, whose value is the token of a role, or None.
 
     Args:
         role: the key in ``special_tokens``.
@@ -87,7 +87,7 @@ class _SpecialToken:
 
 
 class _SpecialTokenId:
-    """An attribute of a tokenizer: the id of the token of a role, or None. Arguments as for `_SpecialToken`."""
+    """Descriptor for the id of the token of a role, or None. The arguments are those of `_SpecialToken`."""
 
     def __init__(self, role: str, doc: str) -> None:
         self.role, self.__doc__ = role, doc
@@ -100,16 +100,16 @@ class _SpecialTokenId:
 
 
 class Tokenizer:
-    """A tokenizer.json, with the special tokens and the chat template of its checkpoint.
+    """The tokenizer of a checkpoint, with its special tokens and its chat template.
 
     Args:
-        backend: the pipeline in tokenizer.json.
+        backend: the tokenizer of the ``tokenizers`` library, from tokenizer.json.
         config: the content of tokenizer_config.json, which includes special tokens and ``chat_template``.
 
     Attributes:
-        backend: the pipeline.
-        special_tokens: role, such as "eos_token" -> token. Assign to it to change a role.
-        chat_template: a jinja2 template, or several by name. Assign to it to change the template.
+        backend: the tokenizer of the ``tokenizers`` library.
+        special_tokens: maps roles, such as "eos_token", to tokens. Assign to an entry to change a role.
+        chat_template: a jinja2 template, or several templates by name. Assign to this attribute to change the template.
         padding_side: the default of calls, "left" (for generation) or "right" (for training).
     """
 
@@ -201,7 +201,7 @@ class Tokenizer:
 
     @foreign_arguments("Tokenizer.save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` writes them, too.
+        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` also writes them.
 
         Args:
             folder: the folder. It is created if it does not exist; other files in it are kept.
@@ -216,7 +216,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
-        """Read the tokenizer from the contents of its files. A loaded model holds them in ``model.assets``.
+        """Read the tokenizer from the contents of its files, which a loaded model has in ``model.assets``.
 
         Args:
             files: name -> content.
@@ -258,10 +258,10 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def add_tokens(self, new_tokens: str | Sequence[str], special_tokens: bool = False) -> int:
-        """Add tokens, which are matched in a text before it is split. Tokens that already exist are not changed.
+        """Add tokens, which are matched in a text before the text is split. Existing tokens are not changed.
 
-        The model needs an embedding for each id. If it has fewer rows than ``len(tokenizer)``, call
-        ``model.resize_token_embeddings(len(tokenizer))``.
+        The model needs a row of its embedding for each id. If the embedding has fewer rows than ``len(tokenizer)``,
+        call ``model.resize_token_embeddings(len(tokenizer))``.
 
         Args:
             new_tokens: one token, or several. They get the next ids in this order.
@@ -314,7 +314,7 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """The id that pads a batch: of ``pad_token``, else of ``eos_token``, else 0."""
+        """The id for padding a batch: that of ``pad_token``, else that of ``eos_token``, else 0."""
         return next((token for token in (self.pad_token_id, self.eos_token_id) if token is not None), 0)
 
     def _assign(self, role: str, token: str | None) -> None:
@@ -360,7 +360,7 @@ class Tokenizer:
 
     @foreign_arguments("Tokenizer.decode")
     def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids.
+        """Decode token ids to a text.
 
         Args:
             ids: token ids of one text. A tensor has the shape [T].
@@ -372,9 +372,9 @@ class Tokenizer:
         return _clean_up(text) if self._clean_up else text
 
     def decode_stream(self, tokens: Iterable[int | Tensor], skip_special_tokens: bool = True) -> Iterator[str]:
-        """Yield the text of tokens while they are generated, in pieces of whole characters.
+        """Yield the text of tokens while the tokens are generated, in pieces of whole characters.
 
-        The pieces together equal the result of `decode` for all tokens, unless tokenizer_config.json asks for a
+        The concatenated pieces equal the result of `decode` for all tokens, unless tokenizer_config.json asks for a
         clean-up of spaces, or some bytes form no character. An unfinished character at the end becomes one or more
         U+FFFD.
 
@@ -423,7 +423,7 @@ class Tokenizer:
         truncation: bool = False,
         max_length: int | None = None,
     ) -> ModelInputs:
-        """Encode a batch of texts and pad it to its longest text.
+        """Encode a batch of texts, and pad all rows to the longest one.
 
         Args:
             texts: the batch.
@@ -542,7 +542,7 @@ class Tokenizer:
         return_dict: bool = False,
         **variables: Any,
     ) -> Any:
-        """Render a conversation, or several, in the model's chat format.
+        """Render one or more conversations in the model's chat format.
 
         Args:
             messages: dicts with ``role`` and ``content``; or a list of such lists, one for each conversation.
@@ -618,7 +618,7 @@ class Tokenizer:
         A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
         parts, such as thoughts and text. Without these marks an answer reaches from the end of the generation prompt to
         the token that ends the turn. If the template writes no such token, the first special token of the next message
-        ends the turn; at the end of the text it is added.
+        ends the turn. If there is no next message, this token is added at the end of the text.
 
         Args:
             messages, tools, chat_template, **variables: as for `apply_chat_template`, of one conversation.
@@ -645,7 +645,7 @@ class Tokenizer:
         multi_turn: str = "all",
         **variables: Any,
     ) -> list[Rendering]:
-        """Render a conversation as examples to learn from.
+        """Render a conversation as one or more training examples.
 
         Args:
             messages, tools, learned, **variables: as for `render_answers`.
@@ -655,7 +655,7 @@ class Tokenizer:
                 changed answer ends an example of its own, as it was generated.
 
         Returns:
-            The examples in the order of their answers. Each names the fields that its text lacks.
+            The examples in the order of their answers. Each example lists the fields of messages that its text lacks.
 
         Raises:
             TypeError, ValueError: as for `render_answers`.
@@ -669,7 +669,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> Rendering:
-        """Render a conversation as text that ends with the beginning of an answer, and name the fields that it lacks.
+        """Render a conversation as text that ends with the beginning of an answer, and list the fields that it lacks.
 
         Args:
             messages, tools, **variables: as for `apply_chat_template`.
@@ -695,12 +695,13 @@ class Tokenizer:
     def _chat_template(
         self, tools: Sequence[Any] | None, variables: dict[str, Any], chosen: str | None
     ) -> tuple[str, dict[str, Any]]:
-        """Return the template, and all its variables except the messages.
+        """Return the chat template to use, and all its variables except the messages.
 
         Args:
             tools: JSON schemas and functions.
-            variables: the variables that the caller names.
-            chosen: the caller's template, or the name of one of the tokenizer's. None for the tokenizer's template.
+            variables: the variables that the caller passes.
+            chosen: the caller's template, or the name of one of the tokenizer's templates. None for the tokenizer's
+                template.
         """
         # A name selects one of the tokenizer's templates. Any other text is a template itself.
         named = self.chat_template
@@ -721,7 +722,7 @@ class Tokenizer:
 
 
 def _refuse_variables(unknown: Sequence[str], names: set[str]) -> None:
-    """Raise TypeError for variables that a chat template with the variables ``names`` does not read."""
+    """Raise TypeError for variables that the chat template, whose variables are ``names``, does not read."""
     options = sorted(names - {"messages", *SPECIAL_TOKENS})
     near = difflib.get_close_matches(unknown[0], options, n=1)
     if {"truncation", "max_length"} & {*unknown}:
@@ -737,10 +738,10 @@ def _refuse_variables(unknown: Sequence[str], names: set[str]) -> None:
 def _render_unfinished(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], field: str
 ) -> str:
-    """Render a conversation up to the end of a field of its last message, without what the template writes after it.
+    """Render a conversation up to the end of a field of its last message, without the text after this field.
 
-    A mark is appended to the field, and the text ends where the template writes the mark. The space after the mark
-    shows whether the template strips the field.
+    A mark is appended to the field, and the rendered text ends where the template writes the mark. A space after the
+    mark shows whether the template strips the field.
     """
     where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
     last = dict(messages[-1])
@@ -772,7 +773,7 @@ def _render_unfinished(
 
 
 def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json has and tokenizer.json lacks, in transformers' order."""
+    """Add the tokens that are in tokenizer_config.json but not in tokenizer.json, in the order of transformers."""
     present = {token.content for token in backend.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder") or {}
     for _, token in sorted(added.items(), key=lambda item: int(item[0])):
@@ -803,7 +804,7 @@ def _text(name: str, token: Any) -> str:
 
 @contextlib.contextmanager
 def _naming(must: str, kinds: type[Exception] | tuple[()] = Exception) -> Iterator[None]:
-    """Turn errors of these kinds, and panics of the tokenizers library, into a ValueError that names the file."""
+    """Context manager that converts errors of these kinds, and panics of the tokenizers library, to a ValueError."""
     try:
         yield
     except BaseException as error:
