@@ -594,7 +594,7 @@ class _Conversation:
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, which does not end within a special token."""
+        """Return the length of two texts' common beginning, which ends at a boundary or at the end of one text."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common
