@@ -1,6 +1,6 @@
 """The models of this package under transformers' interface, for Trainer, TRL, PEFT, pipelines and other tools.
 
-This folder needs the extra ``hf``. Each model type has a class with the name of the class in transformers, such as
+This subpackage needs the extra ``hf``. Each model type has a class with the same name as in transformers, such as
 ``liger_models.hf.LlamaForCausalLM``.
 """
 

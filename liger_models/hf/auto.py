@@ -25,11 +25,13 @@ from liger_models.hf.model import LigerForCausalLM
 
 CLASSIFIER = "AutoModelForSequenceClassification"
 AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names), CLASSIFIER)
-"""Transformers' auto classes that `register` changes."""
+"""The names of transformers' auto classes that `register` changes."""
 
 
 def model_class(model_type: str) -> type[LigerForCausalLM]:
-    """The class of a model type. It has the name of transformers' class, because Trainer and other tools read the name.
+    """Return the class of a model type.
+
+    Its name is that of transformers' class, because Trainer and other tools read the name.
 
     Raises:
         ValueError: there is no such architecture.
@@ -58,7 +60,10 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
 
 
 def classifier_class(model_type: str) -> type[LigerForSequenceClassification] | None:
-    """The class of a model type with a head for classification; None without one in transformers, or with images."""
+    """Return the class of a model type with a classification head.
+
+    The result is None if transformers has no such class for the model type, or if the model type takes images.
+    """
     arch: Any = get_arch(model_type)
     name = class_name(getattr(transformers, CLASSIFIER), model_type)
     return None if name is None or arch.prompt_inputs else _classifier_of(arch, model_type, name)
@@ -86,7 +91,7 @@ def _name_of(arch: type[CausalLM]) -> str:
 
 
 def _forward_with(names: tuple[str, ...]) -> Any:
-    """`LigerForCausalLM.forward` with a signature that names a family's inputs: generate and Trainer read it."""
+    """Return `LigerForCausalLM.forward` with a family's inputs in its signature, which generate and Trainer read."""
 
     @functools.wraps(LigerForCausalLM.forward)
     def forward(self: LigerForCausalLM, *args: Any, **inputs: Any) -> Any:
@@ -101,10 +106,10 @@ def _forward_with(names: tuple[str, ...]) -> Any:
 
 
 def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> BaseModelOutputWithPooling:
-    """The image tokens of each image, or of each video, in ``pooler_output``.
+    """Return an output whose ``pooler_output`` contains the image tokens of each image or of each video.
 
     Args:
-        inputs, named: the pixels and what belongs to them, as in the forward.
+        inputs, named: the pixels and the tensors that describe them, such as grid sizes, as in the forward.
     """
     decoder: Any = self.model.decoder
     # Videos are images of several frames, under names of their own.
@@ -114,7 +119,7 @@ def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> Ba
 
 
 def find_class(name: str) -> Any:
-    """The class with this name.
+    """Return the class called ``name``.
 
     Raises:
         AttributeError: no model type has such a class.
@@ -143,7 +148,7 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
 
 
 def register() -> None:
-    """Let transformers' auto classes return the models of this package, for every model type that this package has.
+    """Make transformers' auto classes return models of this package for every model type that this package has.
 
     Afterwards ``AutoModelForCausalLM``, ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and
     ``AutoModelForSequenceClassification`` return these models from ``from_pretrained`` and ``from_config``. For other
@@ -176,7 +181,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Let transformers' auto classes return transformers' own models again."""
+    """Make transformers' auto classes return transformers' own models again."""
     for auto_class, config, _, theirs in _entries():
         if theirs is not None:
             auto_class.register(config, theirs, exist_ok=True)
@@ -184,7 +189,7 @@ def unregister() -> None:
 
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
-    """Context in which the models of this package are registered. At its end the auto classes are as before."""
+    """Context manager that registers the models of this package, and restores the auto classes at its end."""
     before = [
         (auto_class, config, auto_class._model_mapping.get(config, None)) for auto_class, config, _, _ in _entries()
     ]
@@ -198,7 +203,7 @@ def registered() -> Iterator[None]:
 
 
 def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
-    """(auto class, configuration class, our class, transformers' class), for each model type and auto class."""
+    """Return (auto class, configuration class, our class, transformers' class) for each model type and auto class."""
     entries = []
     for model_type, ours in ((name, ours) for name in list_archs() for ours in _classes_of(name)):
         added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type

@@ -1,4 +1,4 @@
-"""The decode cache under the interface of transformers, so that its generation can use it."""
+"""The decode cache under the cache interface of transformers, so that transformers' ``generate`` can use it."""
 
 import itertools
 from typing import Any
@@ -12,15 +12,16 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from liger_models.layers.kv_cache import DecodeCache
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers of transformers' caches that hold keys and values as they are."""
+"""The cache layers of transformers that hold keys and values unchanged."""
 
 
 class LigerCache(Cache):
-    """The ``past_key_values`` that a model returns and takes again with the next tokens.
+    """The ``past_key_values`` that a model returns, and that the caller passes back with the next tokens.
 
     Attributes:
         decode: the cache of the model's layers.
-        given: the caller's cache of transformers, which gets the new tokens after the forward; None if there is none.
+        given: the transformers cache that the caller has passed, to which the new tokens are added after the forward;
+            None if the caller has passed none.
     """
 
     def __init__(self) -> None:
@@ -30,15 +31,15 @@ class LigerCache(Cache):
 
     @classmethod
     def in_place_of(cls, past_key_values: object, *, allowed: bool) -> "LigerCache":
-        """Make a cache with the tokens of a cache of transformers.
+        """Create a cache that contains the tokens of a transformers cache.
 
         Args:
             past_key_values: transformers' ``DynamicCache``. Its tensors may require gradients, because PEFT's prefix
                 tuning learns them.
-            allowed: whether the model caches nothing but keys and values, which are all that such a cache can hold.
+            allowed: whether the model caches only keys and values, because a ``DynamicCache`` can hold nothing else.
 
         Raises:
-            ValueError: ``past_key_values`` is no such cache, or ``allowed`` is False.
+            ValueError: ``past_key_values`` is not a ``DynamicCache``, or ``allowed`` is False.
         """
         # Quantized and static layers, and those of linear attention, keep something else than keys and values.
         layers = past_key_values.layers if isinstance(past_key_values, Cache) else None
@@ -62,7 +63,7 @@ class LigerCache(Cache):
         return cache
 
     def returned(self) -> Cache:
-        """The cache that the forward returns: this one, or the caller's cache with the new tokens."""
+        """Return the cache that the forward returns: this cache, or the caller's cache with the new tokens added."""
         if self.given is None:
             return self
         # `update` appends, and drops what a layer with a window no longer needs.
@@ -74,9 +75,9 @@ class LigerCache(Cache):
 
     @property
     def layers(self) -> list[Any]:
-        """A layer of transformers' caches for each layer, with views of its keys and values, [B, G, S, D].
+        """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
 
-        They are for reading. A layer of linear attention is a ``DummyLayer``.
+        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``.
         """
         layers: list[Any] = []
         for i in range(len(self)):
@@ -92,7 +93,7 @@ class LigerCache(Cache):
 
     @layers.setter
     def layers(self, _: list[Any]) -> None:
-        """Nothing: transformers' constructor sets it."""
+        """Do nothing. This setter exists because transformers' constructor sets the attribute."""
 
     def __len__(self) -> int:
         return 1 + max((*self.decode._layers, *self.decode._states), default=-1)
@@ -101,20 +102,20 @@ class LigerCache(Cache):
         return f"LigerCache({self.get_seq_length()} tokens)"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of cached tokens."""
+        """Return the number of cached tokens."""
         return self.decode.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """−1, because there is no maximum."""
+        """Return −1, because the length is not limited."""
         return -1
 
     @property
     def max_cache_len(self) -> int:
-        """`get_max_length` under the name that PEFT reads."""
+        """The result of `get_max_length`, under the name that PEFT reads."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The number of keys for ``query_length`` queries, and the index of the first key."""
+        """Return the number of keys for ``query_length`` queries, and the index of the first key."""
         return self.decode.length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -126,11 +127,11 @@ class LigerCache(Cache):
         self.decode.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row ``repeats`` times."""
         self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. ``tokens_to_remove`` is 0 or negative: minus the number of tokens.
+        """Remove the last tokens. ``tokens_to_remove`` is the negative number of tokens to remove, or 0.
 
         Raises:
             ValueError: ``tokens_to_remove`` is positive, which transformers' caches refuse as well; or the cache holds
@@ -172,7 +173,7 @@ class LigerCache(Cache):
 
 
 def _describe(cache: Any) -> str:
-    """The type of a cache, and of those of its layers that hold more than keys and values."""
+    """Return the type of a cache, and the types of its layers that hold more than keys and values."""
     layers = {type(layer) for layer in getattr(cache, "layers", None) or ()} - {*KEYS_AND_VALUES}
     names = ", ".join(sorted(layer.__name__ for layer in layers))
     return type(cache).__name__ + (f" with {names}" if names else "")

@@ -1,4 +1,4 @@
-"""Loading and saving Hugging Face checkpoints, under the interface of transformers."""
+"""Loading and saving of Hugging Face checkpoints under the interface of transformers."""
 
 import copy
 import os
@@ -48,11 +48,11 @@ _IGNORED = [
     "disable_mmap",
     "mirror",
 ]
-"""Arguments of transformers' ``from_pretrained`` that are accepted and have no effect."""
+"""Arguments of transformers' ``from_pretrained`` that are accepted but have no effect."""
 
 
 class Mismatch(NamedTuple):
-    """A tensor that has another shape in a checkpoint than in the model, as transformers reports it."""
+    """A tensor whose shape in a checkpoint differs from its shape in the model, as transformers reports it."""
 
     name: str
     stored: tuple[int, ...]
@@ -60,7 +60,7 @@ class Mismatch(NamedTuple):
 
 
 class Loading:
-    """Loading of a model: a body, or a body with a head."""
+    """Mixin for loading a model, which is a body or a body with a head."""
 
     config_class: Any
     config: Any
@@ -88,24 +88,24 @@ class Loading:
         state_dict: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> Any:
-        """Load a checkpoint, tensor by tensor, in eval mode.
+        """Load a model from a checkpoint, tensor by tensor. The model is in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: folder, or name on the hub; None with ``config`` and ``state_dict``.
-            config: replaces the configuration of the checkpoint.
+            config: configuration that is used instead of the checkpoint's.
             dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint.
             torch_dtype: older name of ``dtype``.
             device_map: one device, "auto" (the accelerator, or the CPU), or a dict that names only one.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a folder on this machine.
-            generation_config: replaces the checkpoint's defaults of ``generate``.
-            output_loading_info: also return a dict of sets. Its ``missing_keys`` and ``mismatched_keys`` name the
-                tensors that were drawn. Everything else that does not match is an error.
-            ignore_mismatched_sizes: draw the tensors that have another shape in the checkpoint, and a head that the
-                checkpoint lacks, with a warning, instead of raising an error.
-            state_dict: tensors to load instead of the checkpoint's, under the names of a checkpoint or of the model.
+            generation_config: defaults of ``generate`` that are used instead of the checkpoint's.
+            output_loading_info: whether to return also a dict of sets. Its ``missing_keys`` and ``mismatched_keys``
+                name the tensors with random values. Any other mismatch is an error.
+            ignore_mismatched_sizes: whether tensors with another shape in the checkpoint, and a head that the
+                checkpoint lacks, get random values and cause a warning instead of an error.
+            state_dict: tensors to load instead of the checkpoint's, by their names in a checkpoint or in the model.
             options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
-                transformers that say how to load are ignored.
+                transformers that only determine how to load are ignored.
 
         Raises:
             FileNotFoundError: the folder or a file in it is missing.
@@ -186,7 +186,7 @@ class Loading:
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        """Load a model from a folder; return it, and the missing and the mismatched tensors, which were drawn."""
+        """Load a model from a folder. Returns the model, and its missing and mismatched tensors, which are random."""
         arch, hf_config = get_arch(config.model_type), to_json(config)
         missing: list[str] = []
         mismatched: list[Mismatch] = []
@@ -215,7 +215,7 @@ class Loading:
         dtype: torch.dtype | str | None,
         device: torch.device,
     ) -> Any:
-        """Build a model with the tensors of a state dict, in the dtype of these unless another one is given."""
+        """Build a model with the tensors of a state dict, in their dtype unless ``dtype`` is given."""
         floats = (tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
         stored = next(floats, torch.float32)
         target = stored if dtype in (None, "auto") else as_dtype("from_pretrained: dtype", dtype)
@@ -226,11 +226,11 @@ class Loading:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing: the class is installed, so no checkpoint needs a copy of its code."""
+        """Do nothing. The package is installed, so no checkpoint needs a copy of the code of the class."""
 
 
 class Checkpoint(Loading):
-    """Loading and saving of a model with a head."""
+    """Mixin for loading and saving a model with a head."""
 
     model: Any
 
@@ -249,8 +249,8 @@ class Checkpoint(Loading):
         Args:
             save_directory: created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-            state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`. With an empty
-                dict no tensors are written: Trainer passes it where DeepSpeed writes them in shards.
+            state_dict: whole tensors to save instead of the parameters, by the names in `state_dict`. With an empty
+                dict no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors in shards.
             push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
@@ -310,7 +310,7 @@ class Checkpoint(Loading):
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """Whether ``state_dict`` is empty. If it is, rank 0 writes the configurations."""
+        """Return whether ``state_dict`` is empty. If it is empty, rank 0 writes the configurations."""
         if state_dict is None or state_dict:
             return False
         if is_main_process and rank() == 0:
@@ -322,9 +322,9 @@ class Checkpoint(Loading):
         return True
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters under the names of `state_dict`, or under the names in a Hugging Face checkpoint.
+        """Load parameters by the names in `state_dict`, or by the names in a Hugging Face checkpoint.
 
-        A part of a checkpoint, such as one of its files, may be loaded with ``strict=False``.
+        With ``strict=False``, a part of a checkpoint, such as one of its files, can be loaded.
         """
         # The model's own names.
         if any(name.startswith(PREFIX) for name in state_dict):
@@ -376,7 +376,7 @@ class Checkpoint(Loading):
 
 
 def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Mismatch]:
-    """The tensors of a checkpoint, or of a state dict, whose shapes differ from the model's."""
+    """Return the tensors of a checkpoint or a state dict whose shapes differ from those of the model."""
     return [
         Mismatch(name, tuple(stored[name].shape), tuple(shape))
         for name, shape in expected.items()
@@ -385,14 +385,14 @@ def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any
 
 
 def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[Mismatch]:
-    """The tensors of a checkpoint whose shapes differ from a model's."""
+    """Return the tensors of a checkpoint whose shapes differ from those of a model."""
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
     return find_mismatched_shapes({name: each.shape for name, each in weights.shapes(parameters).items()}, stored)
 
 
 def find_missing_head(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[str]:
-    """The tensors of the head, if a checkpoint lacks them."""
+    """Return the names of the head's tensors that a checkpoint lacks."""
     parameters = dict(decoder.named_parameters())
     entries = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters).entries
     names = entries["lm_head.weight"].names() if "lm_head.weight" in entries else ()
@@ -410,12 +410,12 @@ def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
 
 
 def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: Collection[str]) -> None:
-    """Read the tensors of a checkpoint into a model, one by one, except some, which stay as drawn.
+    """Read the tensors of a checkpoint into a model, one by one. The tensors in ``names`` keep their random values.
 
     Args:
         decoder: the model.
         stored: the checkpoint's tensors by name.
-        names: names of the tensors that stay: the checkpoint lacks them, or has them in other shapes.
+        names: names of the tensors that are not read, because the checkpoint lacks them or has them in other shapes.
     """
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
@@ -446,17 +446,17 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: C
 def load_body(
     where: str, decoder: CausalLM, folder: Path, stored: Mapping[str, StoredTensor], *, draws: bool
 ) -> list[Mismatch]:
-    """Read a checkpoint into a decoder whose head has no weight, and return the tensors of other shapes.
+    """Read a checkpoint into a decoder whose head has no weight, and return the tensors with mismatched shapes.
 
     Args:
         where: name of the class, for errors.
         decoder: the model, whose head is tied.
         folder: the checkpoint.
-        stored: its tensors by name. Those of heads are left out.
-        draws: whether tensors of other shapes stay as drawn.
+        stored: the checkpoint's tensors by name. The tensors of heads are not read.
+        draws: whether parameters whose tensors have mismatched shapes keep their random values.
 
     Raises:
-        ValueError: tensors are missing or unexpected, or have other shapes and ``draws`` is False.
+        ValueError: tensors are missing or unexpected, or shapes are mismatched and ``draws`` is False.
     """
     body = {name: tensor for name, tensor in stored.items() if not name.endswith(("lm_head.weight", "score.weight"))}
     body = of_whole_model(body, format_of(type(decoder)).file_maps(decoder.config))
@@ -468,18 +468,18 @@ def load_body(
 
 
 def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | None) -> torch.dtype:
-    """The dtype with this name; for None and "auto", the dtype of the first tensor of the checkpoint."""
+    """Return the dtype called ``dtype``; for None and "auto", the dtype of the first tensor in the checkpoint."""
     if dtype is None or dtype == "auto":
         return FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
     return as_dtype("from_pretrained: dtype", dtype)
 
 
 def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the decoder without its head, under the names of a checkpoint, gathered from all ranks.
+    """Return the decoder's tensors without its head, with their names in a checkpoint, gathered from all ranks.
 
     Args:
         decoder: the model.
-        parameters: the tensors under the names of the decoder's parameters. The tensor of the head is ignored.
+        parameters: the tensors by the names of the decoder's parameters. The tensor of the head is ignored.
     """
     # An untied head is a parameter that the weight map asks for: an empty tensor stands for it, and is left out.
     tied = decoder.config.tie_word_embeddings
@@ -491,7 +491,7 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, Any]:
-    """The second result of from_pretrained with ``output_loading_info``, as in transformers."""
+    """Return the second result of from_pretrained with ``output_loading_info``, as in transformers."""
     return {
         "missing_keys": {*missing},
         "unexpected_keys": set(),
@@ -526,7 +526,7 @@ def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Pa
 
 
 def _without_values() -> bool:
-    """Whether the caller's context gives parameters no values, as Accelerate's ``init_empty_weights`` does."""
+    """Return whether new parameters have no values in this context, as under Accelerate's ``init_empty_weights``."""
     # Accelerate replaces register_parameter, so a parameter tells.
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
@@ -534,7 +534,7 @@ def _without_values() -> bool:
 
 
 def _device(device_map: Any) -> torch.device:
-    """The device that a ``device_map`` names."""
+    """Return the device that a ``device_map`` names."""
     devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
     if len(devices) != 1 or devices & {"disk", "balanced", "balanced_low_0", "sequential"}:
         raise ValueError(

@@ -30,13 +30,13 @@ SCORE = "score.weight"
 
 
 class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
-    """A body with a linear head on the last token of each text; `liger_models.hf` has a class for each model type.
+    """A body with a linear head on the last token of each text. `liger_models.hf` has one class per model type.
 
-    The head of the decoder is not used. It is tied to the embedding, so that it adds no parameter.
+    The language-model head of the decoder is not used. It is tied to the embedding, so it adds no parameter.
 
     Args:
-        config: configuration of transformers, as for the class of the same name there.
-        decoder: a model of this package with ``tie_word_embeddings``. Default: a new one, with drawn weights.
+        config: configuration of transformers' class of the same name.
+        decoder: a model of this package with ``tie_word_embeddings``. Default: a new model with random weights.
     """
 
     accepts_loss_kwargs = True
@@ -118,7 +118,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `LigerForCausalLM.load_state_dict`."""
+        """Load parameters as `LigerForCausalLM.load_state_dict` does."""
         if SCORE in state_dict and not any(name.startswith(PREFIX) for name in state_dict):
             check_shapes("load_state_dict", find_mismatched_shapes({SCORE: self.score.weight.shape}, state_dict))
             self.score.load_state_dict({"weight": state_dict[SCORE]}, assign=assign)
@@ -138,11 +138,11 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **inputs: Any,
     ) -> Any:
-        """Scores of the last token of each text, and the loss if ``labels`` are given.
+        """Compute the scores of the last token of each text, and the loss if ``labels`` are given.
 
         Args:
-            labels: [B] int64 classes, [B] floats with one label (regression), or [B, num_labels] floats (several
-                classes at once), as ``problem_type`` of the configuration says.
+            labels: [B] int64 classes, [B] floats for a single label (regression), or [B, num_labels] floats (several
+                classes at once), according to ``problem_type`` in the configuration.
             num_items_in_batch: divisor of the summed loss, for a step of several batches or ranks. Default: the number
                 of labels, without those that are -100.
             Others: as in `LigerForCausalLM.forward`. The scored token is the last one that is not ``pad_token_id``, or
@@ -152,7 +152,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             ``SequenceClassifierOutputWithPast`` with ``logits`` [B, num_labels]; without ``return_dict`` a tuple.
 
         Raises:
-            ValueError: there are several texts and no ``pad_token_id``; or for a reason of `LigerForCausalLM.forward`.
+            ValueError: there are several texts and no ``pad_token_id``; otherwise as for `LigerForCausalLM.forward`.
         """
         inputs.pop("margin", None)  # TRL's RewardTrainer passes it on, and subtracts it by itself
         out = self.model(

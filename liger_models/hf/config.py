@@ -13,7 +13,7 @@ from liger_models.convert.format import format_of
 
 @functools.cache
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """The configuration class of a model type: transformers' class, or a new class for an architecture of a user's."""
+    """Return the configuration class of a model type: transformers' class, or a new class for a custom architecture."""
     try:
         return type(AutoConfig.for_model(model_type))
     except ValueError:
@@ -22,7 +22,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
 
 
 def to_json(config: PreTrainedConfig) -> dict[str, Any]:
-    """The content of the config.json that transformers writes for a configuration."""
+    """Return the content of the config.json that transformers writes for a configuration."""
     content: dict[str, Any] = json.loads(config.to_json_string())
     return content
 
@@ -37,7 +37,7 @@ def to_liger(config: PreTrainedConfig) -> Any:
 
 
 def class_name(auto_class: Any, model_type: str) -> str | None:
-    """The name of the class that an auto class of transformers has for a model type; None if it has none."""
+    """Return the name of the class that a transformers auto class has for a model type; None if it has none."""
     # A mapping of names, which imports nothing. A family with several classes has a tuple instead of a name.
     names = auto_class._model_mapping._model_mapping
     return names.get(model_type) if isinstance(names.get(model_type), str) else None

@@ -1,9 +1,9 @@
-"""Changes of a model after it was built: of its configuration, its embedding and its head.
+"""Changes of a model's configuration, embedding and head after the model was built.
 
-The layers of this package copy what they need from the configuration when they are built. Before every forward and
-every save, `Edits` compares the configuration with a copy. If a field was edited, it builds two models on the meta
-device, from the old and the new configuration. Attributes that differ between their layers are copied into the layers
-of the model. An edit that changes parameters is refused.
+The layers of this package copy settings from the configuration when they are built. Before every forward and every
+save, `Edits` compares the configuration with an earlier copy. If a field was edited, `Edits` builds two models on the
+meta device, from the old and from the new configuration. Attributes that differ between the layers of these two models
+are copied into the layers of the actual model. An edit that changes parameters is refused.
 """
 
 import copy
@@ -22,7 +22,7 @@ from liger_models.hf.config import to_liger
 from liger_models.layers.layer import Layer
 
 INERT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-"""Fields that are read only when a model is built. An existing model computes the same with any value."""
+"""Fields that are read only when a model is built. Their values don't affect an existing model."""
 
 
 class Edits:
@@ -37,11 +37,11 @@ class Edits:
         self.record(config, decoder)
 
     def record(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Record that the layers compute with these configurations."""
+        """Record the configurations with which the layers compute now."""
         self.built, self.ours = copy.deepcopy(config), decoder.config
 
     def apply(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Make both configurations and the layers agree.
+        """Update the layers and both configurations after changes, so that they agree.
 
         Args:
             config: the configuration of transformers, whose fields may have been edited.
@@ -60,7 +60,7 @@ class Edits:
             self._apply_fields(config, decoder)
 
     def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Write changes of the model into the configuration of transformers and into the copy of it."""
+        """Write changes of the model into the configuration of transformers and into the copy of this configuration."""
         before, after = self.ours, decoder.config
         for theirs in (config, self.built):
             text = theirs.get_text_config()
@@ -96,17 +96,17 @@ class Edits:
 def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -> None:
     """Replace the embedding or the head.
 
-    A plain layer of PyTorch is converted in place to a layer of this package, with the constants of the old layer.
-    Other modules stay as they are.
+    A plain PyTorch layer is converted in place to a layer of this package, with the constants of the old layer. Other
+    modules are not converted.
 
     Args:
-        decoder: the model. Its ``vocab_size`` changes when the embedding and the head both have another number of rows.
+        decoder: the model. Its ``vocab_size`` changes once the embedding and the head both have a new number of rows.
         name: "embed_tokens" or "lm_head".
         module: the new embedding or head.
         where: name of the method, for errors.
 
     Raises:
-        ValueError: a plain layer has another width than the model, or a bias.
+        ValueError: a plain layer has a bias, or its width differs from the model's.
     """
     old: Any = getattr(decoder, name)
     plain: type[nn.Module] = nn.Embedding if name == "embed_tokens" else nn.Linear
@@ -135,7 +135,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Whether the head shares the embedding's weight; None if PEFT has replaced one of them, or the head is unused."""
+    """Return whether the head shares the embedding's weight; None if PEFT replaced either, or the head is unused."""
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
         return None
@@ -143,7 +143,7 @@ def _is_tied(decoder: CausalLM) -> bool | None:
 
 
 def _tie(decoder: CausalLM, tied: bool) -> None:
-    """Let the head share the weight of the embedding, or give the head a copy."""
+    """Make the head share the embedding's weight if ``tied`` is True. Otherwise give the head a copy of this weight."""
     weight: Any = decoder.embed_tokens.weight
     if not tied:
         weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
@@ -152,7 +152,7 @@ def _tie(decoder: CausalLM, tied: bool) -> None:
 
 
 def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM) -> None:
-    """Copy attributes in which layers of the new configuration differ from layers of the old one into the model.
+    """Copy into the model those attributes of layers that differ between the new and the old configuration.
 
     Args:
         arch: the class of the model.
@@ -201,7 +201,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether configurations, or values in them, are equal; their own ``==`` may refuse to read some fields."""
+    """Return whether configurations, or values in them, are equal. Their own ``==`` may refuse to read some fields."""
     if isinstance(one, PreTrainedConfig) and type(one) is type(other):
         return _equal(vars(one), vars(other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -210,7 +210,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether attributes of two layers are equal."""
+    """Return whether attributes of two layers are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

@@ -1,7 +1,7 @@
-"""The models of this package in lm-evaluation-harness, as its model ``liger_models``.
+"""Support for lm-evaluation-harness, in which the models of this package have the type ``liger_models``.
 
-``python -m liger_models.hf.lm_eval`` is the harness's command ``lm_eval`` with this model. In Python, import this
-module.
+``python -m liger_models.hf.lm_eval`` is the harness's command ``lm_eval`` with this model type. In Python, import this
+module to register the model type.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from liger_models.hf.auto import model_class
 
 @register_model("liger_models")
 class LigerLM(HFLM):
-    """The harness's model ``hf`` on a model of this package. It takes the arguments of ``hf``."""
+    """The harness's model type ``hf``, but with a model of this package. It takes the arguments of ``hf``."""
 
     _model: Any
 

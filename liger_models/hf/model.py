@@ -36,16 +36,20 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_a
 
 
 def find_documents(position_ids: Tensor) -> Tensor | None:
-    """The bounds of packed documents, [n + 1] int64; each position 0 starts a document. None if each row is a document.
+    """Return the bounds of packed documents, [n + 1] int64; None if each row is one document.
 
-    Reading the positions synchronizes once per forward; transformers' flash attention does so in every layer. With
-    ``cu_seq_lens_q``, from ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, nothing is read.
+    Each position 0 starts a document.
+
+    Reading the positions synchronizes with the device once per forward, whereas flash attention in transformers
+    synchronizes in every layer. If the batch has ``cu_seq_lens_q``, from
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, the positions are not read.
 
     Args:
         position_ids: [B, T] integers.
 
     Raises:
-        ValueError: a position falls to another number than 0. On a GPU this is a device-side assertion.
+        ValueError: a position is neither 0 nor larger than the position before it. On a GPU this is a device-side
+            assertion.
     """
     starts = position_ids == 0
     check_values(
@@ -60,13 +64,13 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
 
 
 class LigerPreTrainedModel(PreTrainedModel):
-    """Base of the body and of the model with a head."""
+    """The base class of the body and of the model with a head."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the decoder draws or loads its weights itself."""
+        """Do nothing, because the decoder itself initializes or loads its weights."""
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
         name = attn_implementation or "sdpa"
@@ -78,7 +82,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         return name
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """`torch.nn.Module.to`, with an error that says how to load parameters that have no values yet."""
+        """Call `torch.nn.Module.to`. For parameters without values, the error says how to load the values."""
         try:
             return super().to(*args, **options)
         except NotImplementedError as error:
@@ -89,35 +93,35 @@ class LigerPreTrainedModel(PreTrainedModel):
             ) from error
 
     def get_decoder(self) -> "LigerModel":
-        """The body."""
+        """Return the body."""
         body: LigerModel = self.base_model
         return body
 
     def get_input_embeddings(self) -> Any:
-        """The embedding."""
+        """Return the embedding."""
         return self.get_decoder().decoder.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding. A plain `nn.Embedding` becomes one of this package, with the model's scale.
+        """Replace the embedding. A plain `nn.Embedding` is converted to one of this package, with the model's scale.
 
         Raises:
-            ValueError: its width is not the model's.
+            ValueError: the width of the new embedding differs from the model's.
         """
         self.get_decoder().embed_tokens = value
 
     @property
     def vocab_size(self) -> int:
-        """Number of words in the vocabulary."""
+        """The number of tokens in the vocabulary."""
         size: int = self.config.get_text_config().vocab_size
         return size
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        """Resize embedding, head and ``vocab_size``. New rows are the mean of the old rows.
+        """Resize the embedding, the head and ``vocab_size``. Each new row is the mean of the old rows.
 
         Raises:
-            ValueError: ``mean_resizing`` is False, or for a reason of `CausalLM.resize_token_embeddings`.
+            ValueError: ``mean_resizing`` is False; otherwise as for `CausalLM.resize_token_embeddings`.
         """
         if not mean_resizing:
             raise ValueError(
@@ -139,7 +143,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """`is_activation_checkpointing` under its older name."""
+        """The value of `is_activation_checkpointing`, under its older name."""
         return self.is_activation_checkpointing
 
     def activation_checkpointing_enable(
@@ -154,11 +158,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         self.get_decoder().decoder.set_checkpointing("none")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
-        """`activation_checkpointing_enable` under its older name."""
+        """Call `activation_checkpointing_enable`, for which this is the older name."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """`activation_checkpointing_disable` under its older name."""
+        """Call `activation_checkpointing_disable`, for which this is the older name."""
         self.activation_checkpointing_disable()
 
     def _set_gradient_checkpointing(
@@ -172,14 +176,14 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class UnusedHead(LigerLMHead):
-    """A head that nothing calls. Its weight is the embedding's, which is no parameter of the head.
+    """A head that is never called. Its weight is the embedding's weight, but not registered as a parameter of the head.
 
-    FSDP needs both modules of a shared parameter in one group. Accelerate and other tools, however, give the embedding
-    a group of its own if a model has no output embedding.
+    FSDP requires that all modules with a shared parameter are in one group. Accelerate and other tools, however, put
+    the embedding into a separate group if a model has no output embedding.
     """
 
     holder: tuple[CausalLM]
-    """The decoder, which is no submodule of its head."""
+    """A tuple with the decoder, so that the decoder is not a submodule of its own head."""
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
@@ -188,14 +192,14 @@ class UnusedHead(LigerLMHead):
 
 
 def tied_decoder(config: PreTrainedConfig) -> CausalLM:
-    """A new decoder whose head is the embedding, whatever the configuration says."""
+    """Return a new decoder whose head is tied to the embedding, whatever the configuration says."""
     arch = get_arch(config.model_type)
     decoder: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
     return decoder
 
 
 def without_head(decoder: CausalLM) -> CausalLM:
-    """Turn the head of a decoder, which is tied, into an `UnusedHead`, and return the decoder."""
+    """Convert the head of a decoder with a tied head to an `UnusedHead`, and return the decoder."""
     head: Any = decoder.lm_head
     head.__class__ = UnusedHead
     head._parameters.clear()
@@ -204,19 +208,20 @@ def without_head(decoder: CausalLM) -> CausalLM:
 
 
 PARTS = ("embed_tokens", "layers", "norm", "visual")
-"""Parts of the decoder that are attributes of the body, too, so that they can be frozen or replaced."""
+"""Parts of the decoder that are also attributes of the body, so that they can be frozen or replaced."""
 
 
 class LigerModel(Loading, LigerPreTrainedModel):
-    """The body: returns hidden states.
+    """The body of a model, which returns hidden states.
 
-    ``from_pretrained`` loads it from the checkpoint of any family, with or without a head.
+    ``from_pretrained`` loads the body from a checkpoint of any family, with or without a head.
 
-    The head of the decoder is no parameter of the body: ``base_model.requires_grad_(False)`` leaves it trainable.
+    The head of the decoder is not a parameter of the body, so ``base_model.requires_grad_(False)`` leaves the head
+    trainable.
 
     Args:
         config: configuration of transformers.
-        decoder: a model of this package. Default: a new one without a head, with drawn weights.
+        decoder: a model of this package. Default: a new model without a head, with random weights.
     """
 
     config_class = AutoConfig  # the families have no class of their own for the body
@@ -247,18 +252,18 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     @property
     def caches_only_keys(self) -> bool:
-        """Whether decoding reads keys and values only: no states of linear attention, and nothing about images."""
+        """Whether decoding caches only keys and values, and neither linear-attention states nor data about images."""
         recurrent = any(isinstance(layer, LigerGatedDeltaNet) for layer in layers_of(self.decoder))
         return not recurrent and not self.decoder.prompt_inputs
 
     def apply_edits(self) -> None:
-        """Update the layers after edits of the configuration, and the configuration after changes of the model."""
+        """Apply edits of the configuration to the layers, and changes of the model to the configuration."""
         self.edits.apply(self.config, self.decoder)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the body, without the head."""
+        """Iterate over the parameters of the body, without the head."""
         head = f"{prefix}{'.' if prefix else ''}decoder.lm_head."
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if not name.startswith(head):
@@ -299,7 +304,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         Args:
             save_directory: created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-            state_dict: whole tensors to save instead of the parameters, under their names in the body.
+            state_dict: whole tensors to save instead of the parameters, by their names in the body.
             push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             options: other arguments of transformers, which are ignored.
@@ -340,10 +345,10 @@ class LigerModel(Loading, LigerPreTrainedModel):
         return_dict: bool | None = None,
         **inputs: Any,
     ) -> Any:
-        """Hidden states after the last norm.
+        """Compute the hidden states after the final norm.
 
         Args:
-            output_router_logits: no effect; router logits are returned whenever the model has routers.
+            output_router_logits: ignored. Router logits are returned whenever the model has routers.
             Others: as in `LigerForCausalLM.forward`.
 
         Returns:
@@ -376,7 +381,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         *,
         has_labels: bool = False,
     ) -> tuple[dict[str, Any], LigerCache | None]:
-        """The arguments of the decoder's forward, and the cache that the forward returns."""
+        """Return the arguments of the decoder's forward, and the cache that the forward returns."""
         # A graph or a transform of torch.func runs a model whose edits were applied before.
         if not is_traced():
             self.apply_edits()
@@ -438,7 +443,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
 
 def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as integers; raises ValueError for values other than 0 and 1."""
+    """Return the mask as integers. Raises ValueError for values other than 0 and 1."""
     # PEFT's prompts make masks of floats. A mask that is added to scores has 0 for tokens, so it is refused.
     if attention_mask is not None and attention_mask.is_floating_point():
         check_values(
@@ -466,7 +471,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
 
     Args:
         config: configuration of transformers' class of the same name.
-        decoder: the model of this package. Default: a new model with drawn weights.
+        decoder: a model of this package. Default: a new model with random weights.
         kernels: the parts of a new model that run on fused kernels.
     """
 
@@ -491,7 +496,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
 
     @property
     def lm_head(self) -> Any:
-        """The head, ``hidden -> logits``."""
+        """The head, which computes logits from hidden states."""
         return self.model.decoder.lm_head
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -506,7 +511,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         self.has_own_head = not isinstance(value, Layer)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """`torch.nn.Module.named_children`, and the head for PEFT, which freezes all children of the model."""
+        """Iterate over the children. For PEFT, which freezes all children of the model, the head is included."""
         yield from super().named_children()
         if sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
@@ -533,36 +538,37 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | float | None = None,
         **inputs: Any,
     ) -> Any:
-        """Logits, and the loss if ``labels`` are given.
+        """Compute the logits, and the loss if ``labels`` are given.
 
         Args:
             input_ids: [B, T] int64.
             attention_mask: [B, cached + T], 0 for padding.
             position_ids: [B, T] or [1, T]. Without a mask and a cache, each position 0 starts a packed document. For
-                models with positions in time, height and width also [3, B, T], or [4, B, T] with the positions in the
-                text first.
-            past_key_values: what an earlier forward returned, or transformers' ``DynamicCache``, which is filled in
-                place.
+                models with positions in time, height and width, the shape may also be [3, B, T], or [4, B, T] with the
+                positions in the text first.
+            past_key_values: the cache that an earlier forward has returned, or transformers' ``DynamicCache``, which is
+                filled in place.
             inputs_embeds: [B, T, C] instead of ``input_ids``.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            use_cache: whether to return a cache. Default: as the configuration says; False in training and with labels.
+            use_cache: whether to return a cache. Default: the value in the configuration; False in training and with
+                labels.
             output_attentions: must be False.
             output_hidden_states: whether to return the hidden states before each block and after the last norm.
-            output_router_logits: whether to return the routers' logits and to add their auxiliary loss. Default: as the
-                configuration says.
-            return_dict: False for a tuple.
+            output_router_logits: whether to return the router logits and to add their auxiliary loss. Default: the
+                value in the configuration.
+            return_dict: whether to return an output object instead of a tuple.
             logits_to_keep: number of last tokens whose logits are returned, or indices of tokens; 0 for all tokens.
-            num_items_in_batch: divisor of the summed loss. A loss function of the user's gets it as an argument.
-            inputs: pixels and what belongs to them; ``cu_seq_lens_q`` and its companions, or ``cu_seqlens``;
-                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the logits if there
-                are labels. By default they are omitted in training with gradients.
+            num_items_in_batch: divisor of the summed loss. It is passed to a custom loss function as an argument.
+            inputs: pixels and the tensors that describe them; ``cu_seq_lens_q`` and related arguments, or
+                ``cu_seqlens``; ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the
+                logits if there are labels. By default the logits are omitted in training with gradients.
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.
 
         Raises:
-            ValueError: attention weights are requested, ``past_key_values`` is another cache, or for a reason of
-                `Decoder.forward`.
+            ValueError: attention weights are requested, or ``past_key_values`` is another kind of cache; otherwise as
+                for `Decoder.forward`.
         """
         shifted, skip = inputs.pop("shift_labels", None), inputs.pop("skip_logits", None)
         decoder, text = self.model.decoder, self.config.get_text_config()
@@ -634,7 +640,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Maps the name of the head's weight to the name of the embedding's weight if they are one; else empty."""
+        """Map the name of the head's weight to the name of the embedding's weight if they are tied; else return {}."""
         # The configuration decides: it may have been edited, and tie_weights calls this before it ties.
         tied = to_liger(self.config).tie_word_embeddings
         return {"model.decoder.lm_head.weight": "model.decoder.embed_tokens.weight"} if tied else {}
@@ -649,7 +655,9 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = LigerCache()
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Raise an error, also for ``generate_batch``, which calls this method: their paged cache needs other kernels.
+        """Raise an error, because continuous batching in transformers has a paged cache that needs other kernels.
+
+        ``generate_batch`` calls this method and raises the same error.
 
         Raises:
             ValueError: always.
@@ -669,9 +677,10 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The arguments of the forward for the next tokens.
+        """Return the arguments of the forward for the next tokens.
 
-        Pixels are passed with the first tokens only. Where all frequencies change (longrope), the cache is dropped.
+        Pixels are passed with the first tokens only. When a row exceeds the length at which longrope switches its
+        frequencies, the cache is dropped, because its keys were rotated with the old frequencies.
         """
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate leaves them there, with stop_strings
@@ -734,5 +743,5 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
 
 
 def _resolve(argument: bool | None, config: PreTrainedConfig, name: str) -> bool:
-    """The argument, or if it is None, the value in the configuration."""
+    """Return the argument or, if it is None, the value in the configuration."""
     return bool(getattr(config, name, False)) if argument is None else bool(argument)
