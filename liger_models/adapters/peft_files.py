@@ -139,7 +139,7 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
 
 def _misread(model: CausalLM) -> set[str]:
-    """Return last parts of names that, in ``target_modules``, always mean experts to PEFT.
+    """Return last parts of names that PEFT always resolves to experts if they are in ``target_modules``.
 
     These are names of the experts' separate tensors in a checkpoint, for which transformers has one parameter. The
     layers of a shared expert or of a dense MLP may have the same last parts.

@@ -14,7 +14,7 @@ _ELSEWHERE = {
     "AutoModelForCausalLM": "AutoLigerModel", "AutoModelForImageTextToText": "AutoLigerModel",
     "AutoProcessor": "AutoLigerProcessor", "AutoTokenizer": "Tokenizer", "LoraConfig": "LoRAConfig",
 }  # fmt: skip
-"""Name in Liger Kernel, transformers or PEFT -> the name of what does the same."""
+"""Maps names in Liger Kernel, transformers or PEFT to the names of the equivalents in this package."""
 
 _EXPORTS: dict[str, list[str]] = {}
 """Maps the name of each package to the sorted names that the package exports."""

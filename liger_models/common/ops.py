@@ -1,4 +1,4 @@
-"""Registration of ops: one library for all ops, ops with named arguments, and autograd.
+"""Registration of ops: the library of all ops, ops with named inputs and outputs, and their backward.
 
 PyTorch's dispatcher takes the arguments of an op by position. An op with many arguments is therefore defined with `Op`:
 one NamedTuple holds the inputs, another NamedTuple holds the outputs, and all functions of the op take and return these
@@ -43,7 +43,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 LIBRARY = torch.library.Library("liger_models", "DEF")
-"""The library of all ops: they are `torch.ops.liger_models.<op>`."""
+"""The library of all ops. An op is available as `torch.ops.liger_models.<op>`."""
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -55,7 +55,7 @@ TYPES: dict[Any, str] = {
     list[int]: "int[]",
     list[bool]: "bool[]",
 }
-"""Annotations and their types in a schema. ``T | None`` is the optional type."""
+"""Maps annotations of fields to types in a schema. ``T | None`` becomes an optional type."""
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Outputs = TypeVar("Outputs")

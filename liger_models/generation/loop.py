@@ -154,7 +154,8 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 def steps_ahead(device: torch.device, settings: Settings) -> int:
     """Return how many steps `generate` may run after all rows have ended.
 
-    The number is 0 with a user's cache, a user's ``logits_processor`` or stop strings, which further steps would affect.
+    The number is 0 if there is a user's cache, a user's ``logits_processor`` or a stop string, because further steps
+    would affect them.
     """
     noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
     return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD

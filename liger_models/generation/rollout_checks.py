@@ -85,7 +85,7 @@ def check_options(model: Decoder, settings: Settings, options: Options) -> None:
 def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
     """Return the reason why `rollout` does not support this model with rows of ``tokens`` tokens; None if it does.
 
-    The model runs on the first token of ``prompt``, which shows what its layers cache.
+    The model runs on the first token of ``prompt``, which shows what the model's layers cache.
     """
     cache = cache_of_one_token(model, tokens, prompt)
     return cache if isinstance(cache, str) else None

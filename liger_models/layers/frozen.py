@@ -18,7 +18,7 @@ If there are too few experts for the ranks of `apply_fsdp`, their codes are shar
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
 weight does not depend on the number of ranks. After `apply_tp` each rank uses its own slice, and after `apply_ep` its
-own experts, without gathering. A slice consists of whole blocks, so its values equal those of the whole weight.
+own experts, without gathering. A slice consists of whole blocks, so it has the same values as in the whole weight.
 
 When a checkpoint is loaded, each rank reads and quantizes only its part. The scales of NF4 are quantized together for
 the whole weight, so the ranks exchange the largest absolute value of each block of 64 elements.
@@ -323,7 +323,7 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Map a module's own parameters to their numbers of elements; codes have those of their dense weight."""
+    """Map a module's own parameters to their numbers of elements; for codes, this is that of the dense weight."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)

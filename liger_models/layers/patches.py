@@ -1,8 +1,9 @@
 """Positions of patches in images and of image tokens in a text, computed without a loop over images.
 
-The images and videos of a batch are concatenated. ``grid_thw`` has the number of frames, rows and columns of patches of
-each of them, as in the processors of Hugging Face. Patches that are merged into one token form a block. Patches are
-ordered by block, and within a block by row, so the patches of a block are adjacent.
+The patches of all images and videos of a batch are concatenated. For each image or video, ``grid_thw`` has the number
+of frames of patches, and of rows and columns of patches per frame, as in the processors of Hugging Face. Patches that
+are merged into one token form a block. Patches are ordered by block, and within a block by row, so the patches of a
+block are adjacent.
 """
 
 from typing import NamedTuple
@@ -44,7 +45,7 @@ def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
     """Locate each patch of a batch.
 
     Args:
-        grid_thw: [n, 3] int64, frames, rows and columns of each image or video.
+        grid_thw: [n, 3] int64, number of frames, rows and columns of each image or video.
         count: N, the total number of patches.
         merge: number of rows, and of columns, of a block of patches that becomes one token.
 
@@ -96,8 +97,8 @@ def mrope_positions(
     """Compute the positions of tokens in time, height and width (M-RoPE).
 
     A text token advances all three positions by one. An image or a video starts at the next position, and each of its
-    tokens has this position plus the token's frame, row and column. The token after it is at the start plus the number
-    of token rows or columns, whichever is larger.
+    tokens has this position plus the token's frame, row and column. The position of the first token after the image or
+    video is this position plus the number of token rows or columns, whichever is larger.
 
     Args:
         kinds: [B, T] int64: 0 for text, 1 for images, 2 for videos.

@@ -33,7 +33,7 @@ def repeats() -> bool | None:
 
 
 def recomputes(part: Any) -> bool:
-    """Whether a part of a block arranges its own recomputation, which it leaves to a block recomputed as a whole."""
+    """Whether a part of a block is recomputed by itself, which is not the case if the whole block is recomputed."""
     return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
 
 

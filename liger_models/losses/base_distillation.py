@@ -26,7 +26,7 @@ class FusedDivergence(FusedLinearLoss):
     """
 
     divergence: ClassVar[str]
-    """The divergence, by the name that `linear_divergence` has for it."""
+    """Name of the divergence, as `linear_divergence` accepts it."""
 
     def __init__(
         self, temperature: float, teacher_softcap: float | None, teacher_logit_scale: float, **head: Any

@@ -20,15 +20,15 @@ from liger_models.losses.base import FusedLinearLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
-"""Loss types that divide by the number of tokens on all ranks."""
+"""Loss types whose divisor is the number of tokens on all ranks."""
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Loss types with the clipped minimum, which may have one ratio per sequence."""
+"""Loss types with the clipped minimum in the first term of L. They also support one ratio per sequence."""
 CHOICES = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
-"""Options with names as values -> the values."""
+"""Maps each option whose values are names to these names."""
 OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "importance_sampling_level": ("token", CLIPPED),
     "delta": (None, CLIPPED),
@@ -41,7 +41,7 @@ OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "vespo_k_neg": (3.0, ("vespo",)),
     "vespo_lambda_neg": (2.0, ("vespo",)),
 }
-"""Options that only some loss types read -> the default, and these types."""
+"""Maps each option that only some loss types read to its default value and to these loss types."""
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
 """Bounds of log W of vespo, so that W lies between 1e-8 and e^20."""

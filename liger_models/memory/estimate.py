@@ -1,4 +1,4 @@
-"""An estimate of the memory of a training step, from running the model's blocks on tensors without values."""
+"""An estimate of the memory of a training step, made by running the blocks on tensors without values."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -267,7 +267,7 @@ def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 class _Allocations(TorchDispatchMode):
-    """A context manager that records the storages that are allocated in it, and that can list those still alive."""
+    """A context manager that records the storages allocated within it, and lists those that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -18,9 +18,9 @@ from liger_models.memory.search import Candidate, Search, host_blocks
 from liger_models.memory.step_times import count_times, measure_times
 
 SHARE, SHARE_WITH_IMAGES = 0.92, 0.8
-"""Share of the memory that the estimate may take. The rest is for the CUDA context, for fragmentation, for temporary
-tensors in ops, because of which measured peaks exceed the estimate by up to 2 %, and for the activations of images,
-which the estimate does not count."""
+"""Shares of the budget that the estimated peak may take, for models without and with a vision tower. The rest is for
+the CUDA context, for fragmentation, for temporary tensors in ops (because of which measured peaks exceed the estimate
+by up to 2 %), and for the activations of images, which the estimate does not include."""
 UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
 BYTES = 10**6
 """A size without a unit is in bytes if it is at least this, and in GB if it is smaller."""
@@ -109,9 +109,9 @@ def plan_memory(
     they take longer than the computation that they overlap with, and the bytes that the optimizer reads and writes. The
     default speeds are those of an H200.
 
-    The estimate does not include the activations of vision towers, for which a larger margin is left. It also ignores
-    reference models, teachers, the time of collectives, and the C elements per token that compiled blocks save under
-    the policy "full".
+    The estimated peak does not include the activations of vision towers, for which a larger margin is left. The plan
+    also ignores reference models, teachers, the time of collectives, and the C elements per token that compiled blocks
+    save under the policy "full".
 
     Args:
         model: the model, on any device. The model is not changed. ``memory`` is required if the model is sharded, has

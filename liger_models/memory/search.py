@@ -23,8 +23,8 @@ from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.step_times import StepTimes
 
 KEPT, MOVED, SECONDS, COUNTS = 0, 1, 2, 3
-"""Columns of a row of sums: bytes that stay on the device, offloaded bytes, seconds of recomputation, and from `COUNTS`
-on the number of blocks of each type with each policy, at ``COUNTS + 3 · type + policy``."""
+"""Columns of the sums over blocks: bytes that stay on the device, offloaded bytes, and seconds of recomputation. From
+`COUNTS` on, column ``COUNTS + 3 · type + policy`` is the number of blocks of this type that have this policy."""
 
 
 class Candidate(NamedTuple):
@@ -101,9 +101,9 @@ class Search:
         ]
         types = [*dict.fromkeys(described)]
         self.type_of = [types.index(description) for description in described]
-        """Block -> number of its type."""
+        """For each block, the index of its type."""
         self.first = [self.type_of.index(block_type) for block_type in range(len(types))]
-        """Type -> its first block, which stands for all blocks of the type."""
+        """For each type, the index of its first block, which represents all blocks of the type."""
 
         # Cases that differ in one bound have equal sums over the blocks that stay, or equal bytes of moments.
         self._sums, self._freed = functools.cache(self._best_sums), functools.cache(self._freed_bytes)

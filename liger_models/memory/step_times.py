@@ -18,9 +18,10 @@ from liger_models.memory.estimate import TrainingMemory
 
 FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5
 """Operations per second, bytes per second between device and host, bytes per second of device memory, and seconds to
-launch the update of a parameter, measured on an H200 in bf16 (benchmarks/results). Only their ratios matter."""
+launch the update of a parameter. They were measured on an H200 in bf16 (benchmarks/results). A plan depends only on
+their ratios."""
 BOTH_WAYS = 4 / 3
-"""Factor by which copies slow down when copies go both ways: 53 GB/s become 40 GB/s in each direction."""
+"""Factor by which copies slow down when copies run in both directions: from 53 GB/s to 40 GB/s in each direction."""
 MEASURED_STEPS = 3
 
 

@@ -174,7 +174,7 @@ class MRopeModel(VisionLanguageModel):
         return parts
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the residual stream after a block, to which the first blocks' DeepStack features are added."""
+        """Return the residual stream after a block. After the first blocks, DeepStack features are added to it."""
         assert isinstance(layout, MRopeLayout)
         return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
 

@@ -73,7 +73,7 @@ class Gemma4Block(nn.Module):
         self.layer_scalar = LayerScale()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and more for `carry`."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and tensors for `carry`."""
         # Attention. x is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless they are those of another layer
@@ -171,7 +171,7 @@ class Gemma4Decoder(CausalLM):
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return a block's router logits, and a layout that passes its keys and values to later blocks of its type."""
+        """Return a block's router logits, and a layout with the block's keys and values for blocks of its type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout
@@ -182,7 +182,7 @@ class Gemma4Decoder(CausalLM):
         return routed, layout
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """See `Decoder.stand_ins`. The placeholders are second inputs of all blocks, and keys and values per type."""
+        """See `Decoder.stand_ins`. Placeholders replace all second inputs, and keys and values of each layer type."""
         config, shape = self.config, like.shape[:2]
         # Shapes differ between types of layers; of each type the last layer's remain, as in `carry`.
         width, shared = config.hidden_size_per_layer_input, {}

@@ -24,7 +24,7 @@ from liger_models.layers.decoder import CausalLMOutput
 from liger_models.layers.patches import count_torn
 
 REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_values_videos": "videos"}
-"""Maps arguments that the model of transformers takes, but not this one, to the medium that they hold."""
+"""Maps each argument that only the model in transformers supports to the medium that the argument holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

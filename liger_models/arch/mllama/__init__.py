@@ -2,7 +2,7 @@
 
 The modules in reading order: `model` has the blocks and the forward. `cross_attention` is the attention from text to
 image tokens, which `tower` computes from pixels. `config` has the sizes, and `names` the names in checkpoints.
-`processor` turns images into pixels.
+`processor` turns images into tensors of pixels.
 """
 
 MODEL_TYPES = {"mllama": "model"}

@@ -94,7 +94,7 @@ def hybrid_map(
 
 
 def _linear_attention_entries(config: HybridConfig, theirs: str, apart: bool) -> dict[str, Expression | str]:
-    """Return the entries of linear attention, whose one projection has the checkpoint's rows grouped by key head."""
+    """Return the entries of linear attention; one projection packs those of the checkpoint, grouped by key head."""
     heads, keys, values = _linear_sizes(config)
     scalars = config.linear_num_value_heads // heads  # update rates, and decays, of a key head
     projections: list[Expression | str]

@@ -9,7 +9,7 @@ that query i sees::
     p_ij = exp2(s_ij − m_i) / Σ_i
     o_i  = Σ_j p_ij · v_j
 
-The backward, with δ_i = do_i · o_i, sums dk and dv also over the query heads that share a KV head::
+In the backward, let δ_i = do_i · o_i. dk and dv are also summed over the query heads that share a KV head::
 
     dv_j = Σ_i p_ij · do_i
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
@@ -24,8 +24,8 @@ queries in registers would need all registers of a Hopper multiprocessor, and so
 64 keys. Programs with fewer queries or keys would load more bytes than the multiprocessors can take in. At this head
 dimension, writing and reading the attention weights takes little time compared with the matrix products that use them.
 One kernel therefore writes the visible tiles of the weights (in the backward, of p and ds) to a workspace, for some
-queries and heads at a time, and plain matrix products read these tiles. There are 2 products in the forward and 5 in
-the backward. The kernels run in this order::
+queries and heads at a time, and plain matrix products read these tiles. Together with the products from which the
+tiles are computed, the forward takes 2 matrix products and the backward 5. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel         δ
@@ -105,22 +105,23 @@ LARGE = Tiles(
     weights={"num_warps": 4, "num_stages": 3}, scores={"num_warps": 8, "num_stages": 3},
     columns=256, step=64, products={"num_warps": 8, "num_stages": 4},
 )  # fmt: skip
-"""For half precision with 226 KB of shared memory (Hopper, Blackwell). In the forward two programs take 208 KB of a
-Hopper multiprocessor's 227 KB: one computes exponentials while the other multiplies."""
+"""Tiles for half precision on GPUs with 226 KB of shared memory (Hopper, Blackwell). In the forward, two programs take
+208 of the 227 KB of a Hopper multiprocessor, so that one computes exponentials while the other multiplies."""
 
 SMALL = Tiles(
     64, 64, 32,
     weights={"num_warps": 8, "num_stages": 2}, scores={"num_warps": 4, "num_stages": 2},
     columns=64, step=32, products={"num_warps": 4, "num_stages": 2},
 )  # fmt: skip
-"""For everything else."""
+"""Tiles for other dtypes and devices."""
 
 FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
-"""Where m is 0: the largest of a row's scores in a tile, times log2 e, is within ± this. float16 doesn't hold 2^64."""
+"""If the absolute value of the largest s of a row in a tile is at most this number, m is 0. In float16, which cannot
+represent 2^64, m is always the largest s, rounded up."""
 
 PARTS = 64
 SUMS_PROGRAMS = 4
-"""Tiles of keys whose sums are loaded at a time, and programs that the tiles of weights of a tile of queries have."""
+"""Number of key tiles whose sums are loaded at a time, and number of programs of `sums_kernel` per query tile."""
 
 
 def choose_tiles(x: Tensor) -> Tiles:

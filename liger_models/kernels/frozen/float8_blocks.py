@@ -34,13 +34,13 @@ from liger_models.kernels.overlap import end_previous, start_next
 ROWS = 4
 COLUMNS = 1024
 NUM_WARPS = 4
-"""Rows and columns that a program dequantizes, and its warps."""
+"""Number of rows and of columns that a program dequantizes, and number of its warps."""
 
 WIDTHS = 16, 1024
-"""Few rows need blocks of a power of 2 of columns, from the first number to the second."""
+"""Least and largest width of blocks that the kernels for few rows support. The width must be a power of 2."""
 
 ROW_TILE = (4, 1024, 2)
-"""Tile of the kernel for a single row of x: results of a program, columns that it reads in a step, and its warps."""
+"""Tile of the kernel for one row of x: a program's number of results, of columns per step, and of warps."""
 
 RUN = tl.constexpr(16)
 """Number of columns that a thread of this kernel reads and sums at once."""
@@ -241,7 +241,7 @@ class Float8Blocks(Format):
     remedy = "keep_float8=False"
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """See `blocks_dense`."""
+        """Dequantize the weight; see `blocks_dense`."""
         # All rows of all experts at once.
         codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
         return blocks_dense(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
@@ -249,7 +249,7 @@ class Float8Blocks(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """See `block_rows`."""
+        """Multiply few rows by the weight; see `block_rows`."""
         codes, scales, width = weight.codes, weight.scales, weight.layout[0]
         if not takes_block_rows(x, codes, scales, width):
             return None

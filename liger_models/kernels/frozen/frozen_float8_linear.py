@@ -11,7 +11,7 @@ computes the products. In the backward, this function needs the transposed codes
 before each product. Sums are in fp32, and results are rounded once, to bfloat16.
 
 If x has few rows, as in a decoding step, reading the codes takes most of the time, so the forward does not quantize x.
-Its kernel multiplies the codes by x, and each sum by the scale of its row of W.
+A kernel multiplies the codes by the unrounded x, and then each sum by the scale of its row of W.
 
 If the products cannot run in float8 (because of a dtype other than bfloat16, a size that is not a multiple of 16, or a
 GPU older than sm_89), W is dequantized for each product. Only the stored weight is saved for the backward, which takes
@@ -37,29 +37,29 @@ LARGEST = 448.0
 """The largest number of float8 e4m3."""
 
 SMALLEST_SCALE = 1e-12
-"""Rows of zeros have this scale, which keeps them from being divided by zero."""
+"""Least scale of a row. It keeps rows of zeros from being divided by zero."""
 
 MULTIPLE = 16
-"""Sizes of the matrices that the hardware multiplies are multiples of this."""
+"""Float8 products in hardware require that the sizes of the matrices are multiples of this number."""
 
 MAX_WIDTH = 65536
-"""A program quantizes a whole row of at most so many numbers."""
+"""Maximum number of elements of a row, because one program quantizes a whole row."""
 
 MIN_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8."""
 
 ELEMENTS_PER_WARP = 1024
-"""Elements of a row that a warp quantizes. A row has at most 16 warps."""
+"""Number of elements of a row per warp. At most 16 warps quantize a row."""
 
 DENSE_BLOCK = 2048
-"""Codes that a program dequantizes at a time."""
+"""Number of codes that a program dequantizes at a time."""
 
 MOST_ROWS = 32
-"""Up to so many rows of x are multiplied with codes as they are."""
+"""Maximum number of rows of x that are multiplied by the codes without being quantized."""
 
 TILE = 128
 TILE_WARPS = 8
-"""Rows and columns of codes that a program transposes, and its warps."""
+"""Number of rows and of columns of codes that a program transposes, and number of its warps."""
 
 
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -259,21 +259,21 @@ class Float8Rows(Format):
         return FrozenWeight(self, (weight.qdata, weight.scale.view(-1)), weight.shape, [], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """See `float8_dense`."""
+        """Dequantize the weight; see `float8_dense`."""
         return float8_dense(weight.codes, weight.scales, weight.dtype)
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """See `row_linear_forward`."""
+        """Multiply few rows by the weight; see `row_linear_forward`."""
         if not takes_float8_rows(x, weight.codes):
             return None
         return row_linear_forward(x, weight.codes, bias, act, weight.scales, low_rank)
 
     def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `float8_product`."""
+        """Compute ``x @ Wᵀ + bias``; see `float8_product`."""
         return float8_product(x, weight.codes, weight.scales, bias)
 
     def input_product(self, weight: FrozenWeight, dy: Tensor) -> Tensor:
-        """See `float8_input_product`."""
+        """Compute ``dy @ W``; see `float8_input_product`."""
         return float8_input_product(dy, weight.codes, weight.scales)

@@ -30,12 +30,12 @@ from liger_models.kernels.frozen.weight import Format, FrozenWeight, register
 from liger_models.kernels.matmul.row_linear import LowRank
 
 NF4_BLOCK, MOST_SCALES = 64, 256
-"""Numbers with one scale, and at most so many scales with one factor."""
+"""Number of codes per scale, and maximum number of scales per factor."""
 
 BLOCK = 1024
 NUM_WARPS = 4
-"""Bytes of codes that a program reads, and its warps. A thread stores the numbers of the bytes that it has read, so
-nothing is exchanged between threads."""
+"""Number of bytes of codes that a program reads, and number of its warps. A thread stores the dequantized numbers of
+the bytes that it has read, so threads exchange nothing."""
 
 
 @triton.jit
@@ -130,7 +130,7 @@ TABLE = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
-"""The numbers of the codes, as torchao has them."""
+"""The numbers that the 16 codes stand for, as in torchao."""
 
 
 @register
@@ -151,8 +151,9 @@ class NormalFloat4(Format):
     tensor, ``factors``.
 
     For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales with a common factor
-    may belong to different slices. Each factor is therefore repeated such that it belongs to fewer consecutive scales,
-    which are all in the same slice. Mean and table, which every rank needs, are then a separate tensor, ``constants``.
+    may belong to different slices. Each factor is therefore repeated such that each copy belongs to fewer consecutive
+    scales, which are all in the same slice. Mean and table, which every rank needs, are then a separate tensor,
+    ``constants``.
     """
 
     name = "nf4"
@@ -206,7 +207,7 @@ class NormalFloat4(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """See `nf4_rows`."""
+        """Multiply few rows by the weight; see `nf4_rows`."""
         packed, sizes = self._packed(weight), self._sizes(weight)
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 
@@ -237,7 +238,7 @@ class NormalFloat4(Format):
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """See `Format.slices`."""
+        """Rearrange the tensors from `pack` for slicing; see `Format.slices`."""
         if dim == len(shape) - 3:  # whole experts
             return super().slices(tensors, shape, layout, dim, ranks)
         *experts, rows, columns = shape

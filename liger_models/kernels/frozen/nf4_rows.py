@@ -40,18 +40,18 @@ Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """A weight in NF4: codes, scales, factors, mean, table."""
 
 MOST_LOOKUPS = 8
-"""Up to so many rows of x are multiplied with pairs that shared memory holds."""
+"""Maximum number of rows of x for the kernel that looks up pairs of numbers in shared memory."""
 LOOKUP_BLOCK = 64
 LOOKUP_ROWS, LOOKUP_WARPS = 16, 4
 STEP_BLOCKS = 8
-"""Numbers of a block, rows of W that a program multiplies, its warps, which share their columns, and the blocks that a
-warp reads in a step."""
+"""Number of codes in a block, of rows of W per program, of warps per program (which divide the columns of W), and of
+blocks that a warp reads per step."""
 
 MOST_ROWS = 32
-"""Up to so many rows of x are multiplied with codes, more with the dense weight."""
+"""Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
 TILES = ((16, 32, 2, 2), (32, 64, 2, 2))
-"""Tiles of the kernel for other rows, each up to a number of rows of x: that number, the results of a program, the
-scales of each result that a step reads, and the warps of a program, each of which has scales of its own."""
+"""Tiles of the kernel in plain Triton. For each tile: the maximum number of rows of x, the number of results per
+program, the number of scales per result and step, and the number of warps, each of which reads its own scales."""
 
 
 def _fill() -> str:
@@ -149,8 +149,9 @@ prmt.b32 n, p, q, 0x7531; prmt.b32 p, p, q, 0x6420;
     )
     + "}"
 )
-"""PTX. $0 to $3 are the upper bytes of the table, whose address is $8, and $4 to $7 the lower bytes. A lane gets them
-from others, since ptxas would keep what is the same in all lanes in uniform registers, and copy it for each `prmt`."""
+"""PTX. $0 to $3 are the upper bytes of the table, whose address is $8, and $4 to $7 the lower bytes. A lane gets
+these bytes from other lanes. If all lanes loaded the same bytes, ptxas would keep the bytes in uniform registers, and
+would copy them for each `prmt`."""
 
 
 def _pairs() -> str:

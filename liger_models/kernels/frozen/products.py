@@ -17,7 +17,7 @@ from liger_models.kernels.matmul import batch_invariance
 from liger_models.kernels.matmul.row_linear import LowRank, row_linear_forward, takes_low_rank, takes_row
 
 Weight = Tensor | FrozenWeight
-"""A weight as ops take it: dense, or one that they dequantize for each product."""
+"""A weight that ops accept: a dense tensor, or a frozen weight that the ops dequantize for each product."""
 
 
 def weight_for_op(weight: Weight) -> tuple[Any, ...] | None:
@@ -43,7 +43,8 @@ WEIGHT = Argument(
     weight_for_op,
     _weight_from_op,
 )
-"""A `Weight` as arguments of an op. If there are more than the first, that is a tensor of codes.
+"""Represents a `Weight` by arguments of an op. The first argument is the dense weight if all others have their default
+values, and otherwise the codes.
 
 The tensors have the names of NF4; tensors that the format lacks are None. The layout holds the number of the format,
 the number of dimensions, the shape, and the layout of the format.

@@ -26,7 +26,7 @@ from torch import Tensor
 from liger_models.kernels.matmul.row_linear import LowRank
 
 MAX_TENSORS = 5
-"""Number of tensors that a format may have: the codes and those in `WEIGHT`."""
+"""Maximum number of tensors of a format, which is the number of tensors in `WEIGHT`."""
 
 
 class FrozenWeight(NamedTuple):
@@ -177,21 +177,21 @@ class Format:
 
     name: ClassVar[str]
     number: ClassVar[int]
-    """The format as an argument of ops. It must not change, since compiled graphs are cached."""
+    """Number that represents the format in arguments of ops. It must not change, because compiled graphs are cached."""
     names: ClassVar[tuple[str, ...]] = ("codes", "scales")
     """Names of the tensors, at most `MAX_TENSORS`; the codes are first."""
     shared: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that all experts have in common."""
     by_column: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors besides the codes that have numbers for columns, in their last dimension."""
+    """Names of the tensors, besides the codes, whose last dimension corresponds to the columns of the weight."""
     rounds_inputs: ClassVar[bool] = False
-    """Whether products round x, too, so that a row's result depends on the kernel that computes it."""
+    """Whether some products round x, too, so that the result of a row depends on the kernel that computes it."""
     is_kept: ClassVar[bool] = False
     """Whether the tensors come from a checkpoint and are saved unchanged. Such a weight cannot be quantized."""
     in_common: ClassVar[bool] = False
-    """Whether ranks that have parts of a matrix [O, C] quantize it together; see `quantize_part`."""
+    """Whether the ranks that hold parts of a matrix [O, C] quantize the matrix together; see `quantize_part`."""
     remedy: ClassVar[str] = "another format"
-    """What to use instead where a slice would end within a block."""
+    """For error messages: what to use instead if a slice would end inside a block."""
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
         """Return the integers that are needed to read the tensors of a matrix [O, C].
@@ -293,7 +293,7 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {}
-"""Name -> format."""
+"""Maps the name of each format to the format."""
 _NUMBERS: dict[int, Format] = {}
 
 

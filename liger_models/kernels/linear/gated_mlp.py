@@ -80,12 +80,12 @@ from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.norm.fused_norm import FusedNorm
 
 WORKSPACE_MIB = 1024
-"""Rows whose u fits into this workspace are one chunk: 18,724 rows of Llama-3-8B in bf16. The fp32 sums of several
-chunks take 0.7 GiB there, so a smaller workspace would save little."""
+"""Maximum size of the u of a chunk. For Llama-3-8B in bf16, a chunk has up to 18,724 rows. The fp32 sums over the
+chunks take 0.7 GiB for this model, so a smaller workspace would save little."""
 
 MIN_CHUNK = 16384
-"""Least number of rows in a chunk, whatever u takes. By arithmetic for an H200, reading and writing the sums costs a
-chunk of this size 1.5% of its backward, at any C and F, and twice that at half of it."""
+"""Least limit of the rows per chunk, however much memory u takes. According to a calculation for an H200, reading and
+writing the sums takes 1.5% of the backward of a chunk of this size, for any C and F, and 3% for half as many rows."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:

@@ -5,9 +5,9 @@ logits into a reused buffer, one kernel computes the loss and overwrites the log
 products compute the chunk's dx and its part of dweight. The formulas of a row are those of `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which the forward does not know. The forward
-  computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. This
-  takes three matrix products in total. Saved for the backward: dx in the dtype of x, dweight in bf16 if the weight is
-  bf16 and otherwise in fp32, and dbias in fp32. The first backward returns the saved tensors themselves, so there is
+  computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. In
+  total, this takes three matrix products. Saved for the backward: dx in the dtype of x, dweight in bf16 if the weight
+  is bf16 and otherwise in fp32, and dbias in fp32. The first backward returns the saved tensors themselves, so there is
   never a second copy of dweight. x is also saved; a second backward (``retain_graph``) recomputes the gradients from x.
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
   must recompute the logits. This takes four matrix products. Saved for the backward: x, weight and lse.
@@ -173,10 +173,10 @@ SHARD = Argument(
     lambda shard: (shard.ranks.name, shard.ranks.size, shard.ranks.rank, shard.vocabulary),
     _shard_from_op,
 )
-"""A `VocabShard` as arguments of an op; the defaults are no sharded vocabulary."""
+"""Represents a `VocabShard` by arguments of an op. The default values mean that the vocabulary is not sharded."""
 
 IGNORED = -100
-"""Replaces ``ignore_index``, which may be any number, even the -1 that marks a word of another rank."""
+"""Replaces ``ignore_index`` in local targets, in which -1 marks a word of another rank. ``ignore_index`` may be -1."""
 
 
 class LinearCrossEntropyInputs(NamedTuple):

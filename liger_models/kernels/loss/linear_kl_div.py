@@ -1,7 +1,7 @@
 """KL divergence between a teacher's stored probabilities and a student's distribution, fused with the student's head.
 
 Let z be the student's logits after ``logit_scale`` and softcap, τ the temperature, s = log softmax(z / τ), q = exp(s),
-and p the stored probabilities, which need not sum to 1. For each token, sums are over the vocabulary and in fp32::
+and p the stored probabilities of a token, which need not sum to 1. All sums are over the vocabulary, in fp32::
 
     D = Σ p · (log max(p, eps) − s)
     dD/dz_j = (q_j · Σ p − p_j) / τ

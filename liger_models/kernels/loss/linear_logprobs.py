@@ -3,12 +3,12 @@
 Only the logits of one chunk of tokens are in memory at a time.
 
 Let z = logit_scale · logit / temperature, or z = softcap · tanh(logit_scale · logit / softcap) / temperature with a
-softcap. For each token with target y, sums are over the vocabulary and in fp32::
+softcap, and let y be the target of a token. All sums are over the vocabulary, in fp32::
 
     logp = z_y − log Σ_j exp(z_j)
     H    = −Σ_j p_j · log p_j = log Σ_j exp(z_j − m) − Σ_j p_j · (z_j − m),  m = max z
 
-The backward, where c and h are the upstream gradients of logp and H::
+In the backward, let c and h be the upstream gradients of logp and H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
@@ -72,8 +72,8 @@ MAX_BLOCK = 16384
 
 KEPT = 5 / 8
 """Largest share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
-The peak is then a fifth of plain PyTorch's for a preference loss without a reference model. It is more than half, so
-the second sequence of a single pair fits."""
+For a preference loss without a reference model, the peak is then a fifth of the peak of plain PyTorch. The share is
+more than half, so that the logits of the second sequence of a single pair can be kept."""
 
 
 def fused_linear_logprobs_reference(
@@ -500,11 +500,12 @@ def _loss_and_gradients(
     workspace_mib: int | None,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     B, T, C = x.shape
-    """The loss, the second result of ``loss_of``, and dx, dweight and dbias.
+    """Compute the loss, the second result of ``loss_of``, and dx, dweight and dbias.
 
-    A *unit* is a sequence, or the sequences that belong together; a group of units is processed at a time. Its logits
-    are written in parts of ``step`` rows. All parts are kept until the gradient of the group's log-probabilities is
-    known, as far as the buffer has room; the first ones are dropped, and computed again.
+    A *unit* is a sequence, or several sequences that belong together. One group of units is processed at a time. The
+    logits of the group are written in parts of ``step`` rows, and kept until the gradient of the group's
+    log-probabilities is known. If the buffer cannot hold all parts, the first parts are overwritten and later
+    recomputed.
     """
     V, N, unit = len(weight), B * T, together * T
 
