@@ -232,7 +232,7 @@ class CausalLM(Decoder):
         return tokenizer
 
     def current_assets(self) -> dict[str, bytes]:
-        """The files that are saved with the weights, with the current state of the tokenizer."""
+        """Return the files that are saved with the weights, with the current state of the tokenizer."""
         tokenizer: Tokenizer | None = self.__dict__.get("_tokenizer")
         return self.assets | (tokenizer.changed_files(self.assets) if tokenizer else {})
 

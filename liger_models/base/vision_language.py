@@ -84,7 +84,7 @@ class VisionLanguageModel(CausalLM):
         return self.__dict__["_processor"]
 
     def current_assets(self) -> dict[str, bytes]:
-        """The files that are saved with the weights, with the current state of the tokenizer and the processor."""
+        """Return the files that are saved with the weights, with the state of the tokenizer and the processor."""
         processor: Processor | None = self.__dict__.get("_processor")
         return super().current_assets() | (processor.changed_files() if processor else {})
 

@@ -1,4 +1,4 @@
-"""Search for the architecture that is nearest to one of transformers, and creation of a renamed copy of its module."""
+"""Search for the architecture nearest to a transformers architecture, and renamed copies of its module."""
 
 import ast
 import dataclasses

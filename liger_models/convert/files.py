@@ -267,7 +267,7 @@ def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last:
     """Read rows of a tensor. A float8 tensor is dequantized to bfloat16.
 
     Args:
-        files: path -> open file.
+        files: maps paths to open files.
         tensor: the tensor.
         first, last: the first row, and the last row + 1.
     """

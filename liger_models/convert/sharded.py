@@ -231,13 +231,14 @@ def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> tor
 def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
     """Return the rows of the checkpoint that make up a shard of a parameter.
 
-    To find them, the rows are numbered, and tensors of these numbers are packed in the same way as the weights. The
-    shard of the packed tensor then contains the numbers of the rows that the shard of the parameter consists of.
+    To find these rows, the rows of the checkpoint are numbered, and tensors of these numbers are packed in the same way
+    as the weights. The shard of the packed tensor then contains the numbers of the rows that the shard of the parameter
+    consists of.
 
     Args:
         expression: the expression of the parameter.
         part: the shard. Its last dimension is regarded as not sharded.
-        shapes: name -> shape of each tensor of the expression.
+        shapes: maps the name of each tensor of the expression to its shape.
 
     Returns:
         The rows, or None if the expression leaves no trailing dimension unchanged or a tensor is a single number.
@@ -293,8 +294,8 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
 def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     """Find the rows of a parameter that belong to each matrix of the checkpoint.
 
-    To find them, the rows are numbered, and a tensor of these numbers is unpacked in the same way as the parameter.
-    Each matrix then contains the numbers of its rows.
+    To find these rows, all rows of the parameter are numbered, and a tensor of these numbers is unpacked in the same
+    way as the parameter. Each matrix then contains the numbers of its rows.
 
     Args:
         expression: the expression of the parameter.

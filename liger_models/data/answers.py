@@ -139,10 +139,10 @@ class AnswerDataset(PackedDataset):
     processor, the messages of a prompt may have images, in the forms that `PackedDataset` accepts. A batch holds the
     arguments of a forward. Its rows are all chosen sequences, followed by all rejected sequences, padded on the right.
     Only answers have labels, and both sequences of a pair have the pixels of their prompt. A batch of labeled answers
-    also has ``preference_labels`` [rows] bool. Its keys with the prefix ``kl_`` hold the same prompts, each with the
-    answer to the next prompt, from which KTO estimates its KL divergence; these rows have the same pixels as the
-    answers. Sequences are cut at ``length``, or before an image that does not fit. Examples whose prompt leaves no room
-    for an answer are left out, and a warning reports their number.
+    also has ``preference_labels`` [rows] bool. Keys with the prefix ``kl_`` hold the same prompts, each with the answer
+    to the next prompt, from which KTO estimates its KL divergence; these rows have the same pixels as the answers.
+    Sequences are cut at ``length``, or before an image that does not fit. Examples whose prompt leaves no room for an
+    answer are left out, and a warning reports their number.
 
     Order, distribution over ranks, position and cache are as in `PackedDataset`, with examples instead of rows. The
     last step of an epoch is completed with the first examples of the epoch, unless ``complete`` is False.

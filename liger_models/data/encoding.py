@@ -285,7 +285,7 @@ class Encoder:
     def _write(
         self, where: str, text: str, spans: list[Span] | None, special: bool, sources: Sequence[MediaSource]
     ) -> Text:
-        """Return a text in which the tokens of its images replace their placeholders."""
+        """Return a text in which the placeholders of images are replaced by the tokens of the images."""
         if not sources:
             return Text(where, self._check_text(where, text), spans, special)
         media = self.media.open(where, sources)

@@ -185,8 +185,8 @@ class PackedRows(Dataset[Batch]):
     def plan(self, epoch: int) -> None:
         """Select ``epoch``: indexing then returns the rows of this epoch.
 
-        The method is not called ``set_epoch``, because Accelerate would call it then, but not for an epoch that it
-        resumes.
+        The method is not called ``set_epoch``, because Accelerate calls a method of this name, except for an epoch that
+        is resumed.
         """
         if epoch != self.epoch and self.shuffle:
             self._packed = None

@@ -66,7 +66,7 @@ class RowMaker:
         return row | make_pixels([medium for _, media in pieces for medium in media], self.processor, decoded)
 
     def count(self, error: BrokenMediaError, done: str) -> None:
-        """Count a document with a broken image or video. For the first one, a warning has the error and ``done``.
+        """Count a document with a broken image or video. The first one causes a warning, which ends with ``done``.
 
         Raises:
             BrokenMediaError: ``broken_media`` is "error".

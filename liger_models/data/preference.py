@@ -269,7 +269,7 @@ def _encode_chats(
 
     Args:
         media: reader of the prompt's images.
-        columns: kind -> the images of the prompt in fields of their own.
+        columns: maps each kind to the images of the prompt in its column.
         where, pair, tokenizer, answers, on_unrendered: as in `encode_pair`.
     """
     # Without a prompt, the messages that both answers begin with are the prompt.

@@ -439,7 +439,7 @@ def _remove_unfinished(parts: Path, lock: Path) -> None:
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:
-    """Return a digest of the encoder and the source: of files their paths, sizes and times, else the content."""
+    """Return a digest of the encoder, and of a source's content or, for files, their paths, sizes and times."""
     tokenizer = encoder.tokenizer
     made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     if encoder.processor is not None:

@@ -1,8 +1,8 @@
 """Computations on whole matrices of sharded parameters: one rank gathers a matrix and sends the result back.
 
 The result of each matrix is computed once. The computation is divided by matrix among all ranks that hold shards,
-including the ranks of all HSDP replicas. If a rank holds a whole matrix, such as that of an expert, this rank or
-another rank that holds the whole matrix computes the result, without an exchange of shards between ranks.
+including the ranks of all HSDP replicas. If some rank holds a whole matrix, such as that of an expert, a rank that
+holds the whole matrix computes the result, and no shards are exchanged.
 """
 
 import math

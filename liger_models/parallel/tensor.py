@@ -174,7 +174,7 @@ def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[s
     Args:
         model: the model, whose layers are sharded.
         summed: the layers that sum these gradients over the ranks.
-        dims: path of each sharded parameter -> the dimension along which it is sharded.
+        dims: maps the path of each sharded parameter to the dimension along which it is sharded.
     """
     for name, module in model.named_modules():
         if not name.startswith("layers.") and module is not model.norm:
@@ -194,7 +194,7 @@ def _with_frozen(model: nn.Module, dims: dict[str, int], ranks: int) -> dict[str
 
     Args:
         model: the model.
-        dims: path of each sharded parameter -> the dimension along which it is sharded.
+        dims: maps the path of each sharded parameter to the dimension along which it is sharded.
         ranks: number of slices.
     """
     frozen = {name: weight for name, weight in frozen_weights(model).items() if name in dims}
@@ -210,7 +210,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, res
     Args:
         model: the model.
         mesh: mesh of one dimension.
-        dims: path of each sharded parameter -> the dimension along which it is sharded.
+        dims: maps the path of each sharded parameter to the dimension along which it is sharded.
         rest: whether the other parameters become replicated DTensors. Otherwise they do not change.
     """
     for name, parameter in list(model.named_parameters()):

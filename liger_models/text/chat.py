@@ -38,7 +38,7 @@ _AROUND, _INSIDE, _NOWHERE = range(3)
 """Where the marks of a field are placed. The first place shows most. With the last, the field has no marks."""
 
 _headers: dict[tuple[Any, ...], int] = {}
-"""Template, variables, fields of messages, and text before an answer -> the characters of it that are the prompt."""
+"""Maps template, variables, fields of messages and text before an answer to the length of the answer's header."""
 _HEADERS, _HEADER_CHARACTERS = 4096, 1000
 """The cache keeps at most this many headers, for texts of at most this many characters."""
 

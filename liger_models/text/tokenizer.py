@@ -219,7 +219,7 @@ class Tokenizer:
         """Read the tokenizer from the contents of its files, which a loaded model has in ``model.assets``.
 
         Args:
-            files: name -> content.
+            files: maps names to contents.
 
         Raises:
             ValueError: there is no tokenizer.json, or a file cannot be parsed.
@@ -280,10 +280,10 @@ class Tokenizer:
         """Return the new contents of the files that changed tokens, ``special_tokens`` or ``chat_template`` affect.
 
         Args:
-            files: the files from which the tokenizer was read, name -> content.
+            files: the contents of the files from which the tokenizer was read, by name.
 
         Returns:
-            name -> content. It is empty if nothing has changed.
+            The new contents by name. The result is empty if nothing has changed.
 
         Raises:
             ValueError: ``chat_template`` was changed to something other than a str.

@@ -248,7 +248,7 @@ def prepare_paths(options: TrainOptions) -> Path:
 
 
 def select_device(name: str | None) -> torch.device:
-    """Select the current device: the device called ``name``, else the rank's accelerator, else the CPU. Returns it.
+    """Set and return the current device: the device called ``name``, else the rank's accelerator, else the CPU.
 
     Raises:
         ValueError: there is no such device, or several processes are to share one.

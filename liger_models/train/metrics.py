@@ -155,7 +155,7 @@ class Log:
         Args:
             step: number of the step.
             epochs: passes through the data so far. The screen shows this number instead of the integer ``epoch``.
-            values: name -> value.
+            values: maps names to values.
         """
         if self.first:
             with self.file.open("a") as file:

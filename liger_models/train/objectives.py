@@ -119,7 +119,7 @@ class Objective:
     def frozen_models(self) -> dict[str, str]:
         """Map the name of each model that the loss needs besides the trained one to the checksum of its weights.
 
-        Every rank must call it.
+        Every rank must call this method.
         """
         return {}
 
@@ -195,7 +195,7 @@ class Compared(Objective):
         return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
-        """See `Objective.eval_dataset`. Each pair counts once. Labeled answers need other answers in their batch."""
+        """See `Objective.eval_dataset`. Batches of pairs may be incomplete, but labeled answers need full batches."""
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:

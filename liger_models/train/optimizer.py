@@ -290,7 +290,7 @@ def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list
 
 
 def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
-    """Make every backward apply each gradient as soon as it is computed and free it, so that few gradients exist.
+    """Make the backward update each parameter as soon as its gradient is computed, and then free the gradient.
 
     The results are bitwise identical to those of ``backward(); optimizer.step(); optimizer.zero_grad()``. The last two
     calls may stay in the loop, as learning rate schedulers expect, although they have nothing left to do. Anything that
