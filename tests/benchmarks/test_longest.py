@@ -57,6 +57,6 @@ def test_table():
         {"model": "llama-3-8b", "mode": "hf", "batch": "1x128", "peak_gib": 3.0},
     ]
     lines = longest.table(rows).splitlines()
-    assert "| 80 GB | liger_models, LoRA on 4 bits, " in lines[2]
+    assert "| 80 GB | liger_models, LoRA on 4-bit weights, " in lines[2]
     assert "computed from 2 of 32 blocks | 500,000 | 60.0 | 900,000 |" in lines[2]
     assert "| 1 | all | transformers | 128 | 3.0 |  |" in lines[3]
