@@ -227,7 +227,7 @@ class Op(Generic[Inputs, Outputs]):
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
         forward: implementation of the op. Its parameter is annotated with a NamedTuple, and its result with a
             NamedTuple or with ``Tensor``. Fields of the result may be ``Tensor | None``.
-        fake: implementation for tensors without values.
+        fake: implementation for fake tensors, which have shapes and dtypes but no values.
     """
 
     def __init__(self, name: str, forward: Callable[[Inputs], Outputs], fake: Callable[[Inputs], Outputs]) -> None:

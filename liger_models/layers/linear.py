@@ -37,7 +37,7 @@ def local(weight: Tensor) -> Tensor:
 
 
 def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """Make a tensor that is distributed like ``like`` from this rank's part.
+    """Make a tensor from this rank's part, with the device mesh and placements of ``like``.
 
     If ``like`` is not a DTensor, the result is the part itself.
 

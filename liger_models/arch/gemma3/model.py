@@ -141,7 +141,11 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 
 
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
-    """The layouts of new models in transformers 5, of the modules of transformers 5, and of transformers 4.52-4.57."""
+    """Return the other layouts of tensor names that can be read.
+
+    In order: checkpoints that transformers 5 writes of newly created models, the names of transformers 5's modules, and
+    checkpoints of transformers 4.52 to 4.57.
+    """
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),
         _map(config, "model.language_model", "model.vision_tower", "model.", "lm_head.weight"),

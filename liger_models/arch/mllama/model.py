@@ -132,12 +132,12 @@ class LigerMllama(VisionLanguageModel):
     )
 
     def build_embedding(self, config: MllamaConfig) -> LigerEmbedding:
-        """An embedding with additional rows for image placeholders."""
+        """Build an embedding with additional rows for image placeholders."""
         rows = config.vocab_size + PLACEHOLDERS
         return LigerEmbedding(rows, config.hidden_size, padding_idx=config.pad_token_id)
 
     def build_block(self, config: MllamaConfig, layer: int) -> nn.Module:
-        """A block with self-attention over the text, or with cross-attention to the images."""
+        """Build a block with self-attention over the text, or with cross-attention to the images."""
         block_class = MllamaCrossBlock if layer in config.cross_attention_layers else MllamaBlock
         return block_class(config, layer, self.kernels)
 

@@ -63,7 +63,8 @@ def decode_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `decode_attention` in plain PyTorch on copies of all pages in the table, with fp64 inputs in fp64.
+    """Compute `decode_attention` in plain PyTorch on copies of all pages in the table; fp64 inputs are computed in
+    fp64.
 
     On the CPU, only the pages up to the length of the longest row are read, because a table has room for the longest
     row that is allowed.

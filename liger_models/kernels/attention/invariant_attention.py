@@ -68,7 +68,7 @@ def invariant_attention_reference(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Compute `invariant_attention` in plain PyTorch, token by token, with fp64 inputs in fp64.
+    """Compute `invariant_attention` in plain PyTorch, token by token; fp64 inputs are computed in fp64.
 
     For each token, the keys and values that it sees are copied.
     """

@@ -376,7 +376,7 @@ def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) 
 
 
 def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
-    """Return the outputs of the forward for tensors without values."""
+    """Return the outputs of the forward for fake tensors."""
     tokens = inputs.residual.shape[:-1]
     gate_up, down = inputs.gate_up.weight, inputs.down.weight
     rows = gathered_shape(tokens, inputs.ranks)
@@ -389,7 +389,7 @@ def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
 
 
 def gated_mlp_backward_fake(inputs: GatedMLPUpstream) -> GatedMLPGradients:
-    """Return the gradients of the backward for tensors without values."""
+    """Return the gradients of the backward for fake tensors."""
     saved, needs = inputs.saved, inputs.needs
     return GatedMLPGradients(
         residual=saved.h.new_empty(saved.h.shape) if needs.x or needs.residual else None,

@@ -234,7 +234,7 @@ def _add(total: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 
 def norm_linear_fake(inputs: NormLinearInputs) -> NormLinearOutputs:
-    """Return the outputs of the forward for tensors without values."""
+    """Return the outputs of the forward for fake tensors."""
     x, residual, norm, projection, ranks = inputs
     weight, tokens = projection.weight, residual.shape[:-1]
     return NormLinearOutputs(
@@ -245,7 +245,7 @@ def norm_linear_fake(inputs: NormLinearInputs) -> NormLinearOutputs:
 
 
 def norm_linear_backward_fake(inputs: NormLinearUpstream) -> NormLinearGradients:
-    """Return the gradients of the backward for tensors without values."""
+    """Return the gradients of the backward for fake tensors."""
     saved, needs = inputs.saved, inputs.needs
     return NormLinearGradients(
         residual=saved.h.new_empty(saved.h.shape) if needs.x or needs.residual else None,

@@ -236,7 +236,7 @@ def takes_few(rows: Tensor, weight: Weight) -> bool:
 
 
 def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weight) -> bool:
-    """Return whether `few_experts` can compute the copies of experts [N, K].
+    """Return whether `few_experts` can process the N · K copies of the tokens that go to ``experts`` [N, K].
 
     `few_experts` needs few copies, and matrices in a supported format.
     """

@@ -1,4 +1,4 @@
-"""RMSNorm of queries, keys and values and rotary embedding of queries and keys, fused with the projection's split.
+"""RMSNorm of queries, keys and values, and rotary embedding of queries and keys, fused with the split of packed QKV.
 
 The packed projection is grouped by KV head. Each group has its H / G query heads, then its key and its value. If the
 projection has no values, the key is also the value. If it has neither keys nor values, the layer uses the keys and
