@@ -19,7 +19,9 @@ _sums: Any = WeakTensorKeyDictionary()
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Compute a digest of the name of each tensor and the sum of its elements' bits, read as integers. If a tensor is sharded, all ranks must call this function.
+    """Compute a digest of the name of each tensor and the sum of its elements' bits, read as integers.
+
+    If a tensor is sharded, all ranks must call this function.
 
     The digest does not depend on the number of ranks. Each rank reads only its own shards, and reads a shard again only
     if the shard was written to. Ranks exchange one number per tensor.
