@@ -137,4 +137,4 @@ def test_rows_of_chats(name: str) -> None:
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error} in {before}") from error
         assert json.dumps(example) == before, "an example is not changed"
-    assert refused < ROWS * TIMES
+    assert refused <= 0.85 * ROWS * TIMES

@@ -158,7 +158,7 @@ def test_one_parameter_is_gathered_at_a_time(two):
 def test_other_ranks_hold_nothing(two):
     (other, _, _), (most, largest, every) = two(peak, 1)
     assert other < largest / 10  # the mesh, as a tensor
-    assert largest <= most <= 3.1 * largest < every / 4  # parts, the whole, a checkpoint's tensor, and a few bytes
+    assert largest <= most - other <= 3 * largest < every / 4  # parts, the whole, a checkpoint's tensor
 
 
 def peak_of_saving(folder: Path) -> tuple[int, int]:
