@@ -12,7 +12,7 @@ from einops import EinopsError
 from torch import Tensor
 
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
-from liger_models.layers.frozen import FrozenParameters
+from liger_models.layers.frozen import FrozenParameters, offset_of
 from liger_models.layers.linear import local
 
 if TYPE_CHECKING:
@@ -32,14 +32,9 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: "DTensor") -> "Part":
-        """Return the calling rank's shard of a DTensor."""
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
-
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        return cls(tuple(offset), tuple(shape))
+    def of(cls, parameter: Any) -> "Part":
+        """Return the calling rank's part of a parameter: its shard of a DTensor, or the whole of another tensor."""
+        return cls(offset_of(parameter), tuple(local(parameter).shape))
 
 
 class Rows(NamedTuple):
@@ -148,8 +143,7 @@ def fill_part(
         return read_part(expression, part, shapes, read, read_whole)
 
     if frozen is None:
-        sharded: Any = parameter
-        local(parameter).copy_(read_part(expression, Part.of(sharded), shapes, read, read_whole))
+        local(parameter).copy_(read_part(expression, Part.of(parameter), shapes, read, read_whole))
     else:
         frozen.quantize(parameter, rows)
 

@@ -79,7 +79,7 @@ class Exchange:
         self.group, self.rank, self.ranks = group, 0, 1
 
         # The part of each parameter that each rank holds.
-        mine: list[Any] = [_part(parameter) for _, parameter, _ in parameters]
+        mine: list[Any] = [Part.of(parameter) for _, parameter, _ in parameters]
         parts = [mine]
         if group is not None:
             self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -248,11 +248,6 @@ class _Candidate(NamedTuple):
         k, *sizes = self.shape
         small, large = sorted(sizes)
         return k * small**2 * (2 * large + small)
-
-
-def _part(parameter: Any) -> Part:
-    """Return this rank's part of a parameter: its shard, or the whole parameter."""
-    return Part.of(parameter) if is_sharded(parameter) else Part((0,) * parameter.dim(), tuple(parameter.shape))
 
 
 def _group(mesh: Any) -> Any:
