@@ -234,7 +234,7 @@ class Op(Generic[Inputs, Outputs]):
         hints = get_type_hints(forward, include_extras=True)
         result = hints.pop("return")
         (parameter,) = hints.values()
-        self.name, self.inputs = name, Arguments(parameter)
+        self.name, self.inputs, self.forward = name, Arguments(parameter), forward
         self.outputs = None if result is Tensor else Arguments(result)
 
         # One op with a flat schema. CompositeExplicitAutograd: the same code runs on every device.
@@ -256,7 +256,10 @@ class Op(Generic[Inputs, Outputs]):
 
     def __call__(self, inputs: Inputs) -> Outputs:
         """Run the op."""
-        result = self.run(*self.inputs.flatten(inputs))
+        arguments = self.inputs.flatten(inputs)
+        if _skips_dispatcher(arguments):
+            return self.forward(inputs)
+        result = self.run(*arguments)
         return result if self.outputs is None else self.outputs.unflatten(*result)  # type: ignore[no-any-return]
 
     def differentiable(
@@ -304,6 +307,28 @@ class Op(Generic[Inputs, Outputs]):
             return tuple(result)
 
         register_autograd(self.name, flat_backward, setup)
+
+
+def _skips_dispatcher(arguments: Sequence[Any]) -> bool:
+    """Return whether PyTorch's dispatcher would only call an op's forward, which then is called directly to save time.
+
+    This is the case if nothing records, traces or transforms the call: no autograd, compiler, mode or tensor subclass.
+    """
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    for value in arguments:
+        kind = type(value)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if value.is_meta:
+                return False
+        elif isinstance(value, Tensor):
+            return False
+    return True
 
 
 def register_autograd(

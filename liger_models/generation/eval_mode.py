@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_models.layers.layer import modules_of
+
 _lock = Lock()
 _held: dict[nn.Module, int] = {}
 """Maps modules that were in training mode to the number of contexts that keep them in eval mode, in any thread."""
@@ -42,7 +44,7 @@ def resharded(*models: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in (module for model in models if isinstance(model, nn.Module) for module in model.modules()):
+        for module in (module for model in models if isinstance(model, nn.Module) for module in modules_of(model)):
             reshard: Any = getattr(module, "reshard", None)
             if reshard is not None:
                 reshard()

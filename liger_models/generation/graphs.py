@@ -12,7 +12,7 @@ all steps at once.
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.distributed.groups import ParallelGroups
+from liger_models.generation.prefill import MOST_GRAPHS, PromptBatch, PromptGraph, most_tokens, padded_length
 from liger_models.kernels.dispatch import on_device_of, use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import overlapping
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
+from liger_models.layers.layer import modules_of
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.paged_cache import PagedCache
 from liger_models.layers.recompute import is_compiled, is_hooked
@@ -35,8 +37,8 @@ MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
 """The maximum number of steps that a model keeps, and the largest fraction of GPU memory for their tensors.
 
-A step that needs more than this fraction is not kept. In addition, each graph needs a few MiB for the activations of
-one token per row.
+A step that needs more than this fraction is not kept. In addition, a graph needs the memory of its activations: a few
+MiB for one token per row, and more for prompts.
 """
 
 FIRST_TOKENS = 2048
@@ -102,6 +104,10 @@ class DecodeStep:
         """The experts that the last step chose, [rows, L, K] int16. The next step may overwrite them."""
         rows, device = cache.rows, cache.lengths.device
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.most_prompt_tokens = 0
+        """The largest number of tokens, with padding, of prompts whose forward is captured; 0 to capture none."""
+        self._prompts: dict[Hashable, PromptGraph] = {}
+        self._pool: Any = None
         self._called = False
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._positions: Tensor | None = None
@@ -113,24 +119,56 @@ class DecodeStep:
         return self.cache.num_bytes + self.derived.num_bytes
 
     def prefill(
-        self, model: Decoder, ids: Tensor, *, attention_mask: Tensor | None, repeats: int = 1, **options: Any
+        self,
+        model: Decoder,
+        ids: Tensor,
+        *,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        repeats: int = 1,
+        **inputs: Any,
     ) -> Tensor:
         """Empty the cache and run the prompts.
 
         Args:
             model: the model.
             ids: [B, T] int64.
+            position_ids: [1 or B, T] int64, or [3, 1 or B, T].
             attention_mask: [B, T], which is 0 for padding on the left; None for no padding.
             repeats: number of consecutive rows that continue each prompt.
-            options: other arguments of the forward.
+            inputs: other arguments of the forward, such as images.
 
         Returns:
             The logits of the last tokens, [B, V].
         """
-        self.cache.start(ids.shape[0], ids.shape[1], attention_mask, repeats)
-        logits = last_logits(model, ids, attention_mask=attention_mask, cache=self.cache, **options)
+        (B, T), length = ids.shape, padded_length(ids.shape[1])
+        is_plain = attention_mask is None and not inputs
+        if is_plain and B * length <= self.most_prompt_tokens and length <= self.cache.capacity:
+            logits = self._prefill_padded(model, PromptBatch(ids, position_ids, length), repeats)
+            self.cache.length = T
+        else:
+            self.cache.start(B, T, attention_mask, repeats)
+            logits = last_logits(
+                model, ids, position_ids=position_ids, attention_mask=attention_mask, cache=self.cache, **inputs
+            )
         if not self.cache.settle():
             self.graph, self._called = None, False
+        return logits
+
+    def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int) -> Tensor:
+        """Run prompts that are padded on the right, by a graph if there is one, and otherwise capture a graph."""
+        B, length = batch.ids.shape
+        self.cache.start(B, length, batch.mask, repeats)
+        captured = self._prompts.get(batch.key)
+        if captured is not None:
+            return captured.replay(batch, self.cache.slots)
+
+        # While the device runs the prompts, the host captures the graph for the next prompts of this shape.
+        logits = batch.logits(model, self.cache)
+        if self.cache.extra:
+            self.most_prompt_tokens = 0
+        else:
+            self._capture_prompts(model, batch)
         return logits
 
     def reserve(self, tokens: int, most: int) -> None:
@@ -138,6 +176,7 @@ class DecodeStep:
         if tokens > self.cache.capacity:
             self.cache.grow(min(max(tokens, 2 * self.cache.capacity), most))
             self.graph, self._called = None, False
+            self._prompts.clear()
 
     def __call__(self, model: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one more token per row.
@@ -182,24 +221,12 @@ class DecodeStep:
         return result[:, -1]
 
     def _capture(self, model: Decoder) -> None:
-        # `torch.cuda.graph` is not used, because it would first return all cached memory to the driver. If the forward
-        # fails, `capture_end` fails as well, and its error must not hide the error of the forward.
-        device, cause = self._tokens.device, None
-        graph, stream = torch.cuda.CUDAGraph(), capture_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
         try:
-            with keeps_random_numbers(device), on_device_of(self._tokens), torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self._logits = self._run(model)
-                except RuntimeError as error:
-                    cause = error
-                    raise
-                finally:
-                    graph.capture_end()
+            self._logits = self._record(graph, lambda: self._run(model))
         except RuntimeError as error:
             self.captured = False
-            reason = str(cause or error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             warnings.warn(
                 f"generate: a step of {type(model).__name__} can't be captured as a CUDA graph, so tokens take longer: "
                 f"{reason}",
@@ -207,6 +234,50 @@ class DecodeStep:
             )
         else:
             self.graph = graph
+
+    def _capture_prompts(self, model: Decoder, batch: PromptBatch) -> None:
+        """Capture the forward of prompts, or, if that is impossible, capture no prompts any more."""
+        # The graphs never run at the same time and their results are copied, so they can share their memory.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, slots = torch.cuda.CUDAGraph(), self.cache.slots
+        # A replay for weights that have changed has to compute all derived tensors again.
+        self.derived.renew()
+        self.cache.length = 0
+        try:
+            logits = self._record(graph, lambda: batch.logits(model, self.cache), self._pool)
+        except RuntimeError:
+            self.most_prompt_tokens = 0
+        else:
+            self._keep_prompts(PromptGraph(graph, batch, slots, logits))
+
+    def _keep_prompts(self, captured: PromptGraph) -> None:
+        if len(self._prompts) >= MOST_GRAPHS:
+            del self._prompts[next(iter(self._prompts))]
+        self._prompts[captured.batch.key] = captured
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Tensor], pool: Any = None) -> Tensor:
+        """Capture ``run()`` in a graph, and return the tensor into which each replay writes its result.
+
+        Raises:
+            RuntimeError: the run can't be captured.
+        """
+        # `torch.cuda.graph` is not used, because it would first return all cached memory to the driver. If the forward
+        # fails, `capture_end` fails as well, and its error must not hide the error of the forward.
+        device, cause = self._tokens.device, None
+        stream = capture_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with keeps_random_numbers(device), on_device_of(self._tokens), torch.cuda.stream(stream):
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    return run()
+                except RuntimeError as error:
+                    cause = error
+                    raise
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            raise cause or error from None
 
 
 @contextmanager
@@ -235,15 +306,22 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     else:
         cache = PagedCache(rows, rounded_tokens(tokens), model.device)
         step = DecodeStep(cache, captured=True, model_state=state)
+        if is_kept(model):
+            step.most_prompt_tokens = most_tokens(model)
     # Keep the step, and drop the oldest ones if there are too many or they take too much memory.
     try:
         yield step
     finally:
-        if model.groups.tensor is None and not any(module.training for module in model.modules()):
+        if is_kept(model):
             kept.append(step)
         most = MOST_MEMORY * torch.cuda.get_device_properties(model.device).total_memory
         while len(kept) > MOST_STEPS or sum(step.num_bytes for step in kept) > most:
             kept.pop(0)
+
+
+def is_kept(model: Decoder) -> bool:
+    """Whether a step of a model is kept for later calls, which also makes it worthwhile to capture prompts."""
+    return model.groups.tensor is None and not any(module.training for module in modules_of(model))
 
 
 def release_steps(model: Decoder) -> None:
@@ -258,14 +336,15 @@ def can_capture(model: Decoder) -> bool:
     be no hooks, no compiled modules and no autocast.
     """
     # A hook would run only once, during the capture, and a compiled module may launch kernels in other ways.
-    device, tensor = model.device.type, model.groups.tensor
+    device, tensor, modules = model.device.type, model.groups.tensor, modules_of(model)
+    parameters = (weight for module in modules for weight in module._parameters.values() if weight is not None)
     return (
         device == "cuda"
         and use_triton(model.embed_tokens.weight)
         and not torch.is_autocast_enabled(device)  # the casted weights are freed when autocast ends
         and model.groups == ParallelGroups(tensor=tensor)
-        and not any(is_hooked(module) or is_compiled(module) for module in model.modules())
-        and (tensor is not None or not any(is_sharded(parameter) for parameter in model.parameters()))
+        and not any(is_hooked(module) or is_compiled(module) for module in modules)
+        and (tensor is not None or not any(map(is_sharded, parameters)))
     )
 
 
@@ -276,21 +355,37 @@ def state_of(model: nn.Module) -> list[Any]:
     """
 
     def state(value: Any) -> Any:
-        if type(value) in (Tensor, nn.Parameter):  # not subclasses, which may have no memory of their own
+        kind = type(value)
+        if kind in VALUES:
+            return value
+        if kind in (Tensor, nn.Parameter):  # not subclasses, which may have no memory of their own
             return value.data_ptr(), value.dtype, value.shape, value.stride()
         if isinstance(value, dict):
             return [(name, state(item)) for name, item in value.items()]
         if isinstance(value, list | tuple):
             return [state(item) for item in value]
-        return value if isinstance(value, bool | int | float | str | None) else id(value)
+        return id(value)
 
     modes: list[Any] = [
         torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), is_batch_invariant()
     ]  # fmt: skip
+    # This runs for every call of `generate`, so the empty containers that every module has are left out.
     return modes + [
-        (type(module), [(name, state(value)) for name, value in vars(module).items() if name != "training"])
-        for module in model.modules()
+        (
+            type(module),
+            [
+                (name, state(value))
+                for name, value in vars(module).items()
+                if name not in OWN_ATTRIBUTES or (value and name != "training")
+            ],
+        )
+        for module in modules_of(model)
     ]
+
+
+VALUES = bool, int, float, str, type(None)
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Names of the attributes of every module, which are mostly empty containers of hooks."""
 
 
 def rounded_rows(B: int) -> int:

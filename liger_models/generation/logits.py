@@ -15,7 +15,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import layers_of
+from liger_models.layers.layer import layers_of, modules_of
 from liger_models.layers.recompute import is_compiled
 from liger_models.layers.rope import DynamicScaling, switch_columns
 
@@ -115,7 +115,7 @@ def takes_pages(model: Decoder) -> bool:
     The model must be on one of `PAGED_DEVICES`, all its attention layers must support pages, and no module may be
     compiled.
     """
+    if model.device.type not in PAGED_DEVICES or any(map(is_compiled, modules_of(model))):
+        return False
     specs = [layer.attention for layer in layers_of(model.layers)]
-    compiled = any(is_compiled(module) for module in model.modules())
-    has_device = model.device.type in PAGED_DEVICES
-    return has_device and not compiled and all(spec is None or spec.takes_pages for spec in specs)
+    return all(spec is None or spec.takes_pages for spec in specs)

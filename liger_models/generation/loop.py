@@ -21,6 +21,7 @@ from liger_models.generation.rows import Rows, Step
 from liger_models.generation.speculation import speculate
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import modules_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -199,7 +200,7 @@ def _steps(
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
 
     # Steps that are launched but not yet read, each with a function that waits until it can be read.
-    modules = list(model.modules())
+    modules = modules_of(model)
     computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 
     with next_logits(model, rows, mask, positions, inputs, settings) as logits_of:

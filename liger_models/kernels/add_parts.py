@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.tiles import cdiv
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -37,7 +38,7 @@ def add_parts(parts: Tensor, out: Tensor, divisor: int = 1) -> None:
     if use_triton(parts) and out.dtype == torch.float32:
         if out.numel():
             with on_device_of(parts):
-                _add_parts_kernel[(triton.cdiv(out.numel(), BLOCK),)](
+                _add_parts_kernel[(cdiv(out.numel(), BLOCK),)](
                     parts, out, out.numel(), float(divisor), PARTS=len(parts), BLOCK=BLOCK, num_warps=NUM_WARPS
                 )
     else:

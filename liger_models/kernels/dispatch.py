@@ -39,6 +39,9 @@ INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+_SAME_DEVICE: AbstractContextManager[Any] = nullcontext()
+"""The result of `on_device_of` where no device must be switched. Entering it takes the host almost no time."""
+
 _reference_only = False
 _triton_assumed = False
 
@@ -94,18 +97,17 @@ def use_triton(x: Tensor) -> bool:
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context manager in which the device of ``x`` is the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":
-        return torch.cuda.device(x.device)
+        # Without the checks of `torch.cuda.current_device`, since a tensor is already on a GPU.
+        return _SAME_DEVICE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)
     if x.device.type == "xpu":
         return torch.xpu.device(x.device)
-    return nullcontext()
+    return _SAME_DEVICE
 
 
 def num_programs(x: Tensor, per_sm: int) -> int:
     """Return the grid size of a persistent kernel: ``per_sm`` programs per multiprocessor of the device of ``x``."""
-    if x.device.type == "cuda":
-        return torch.cuda.get_device_properties(x.device).multi_processor_count * per_sm
-    if x.device.type == "xpu":
-        return int(torch.xpu.get_device_properties(x.device).max_compute_units) * per_sm
+    if x.device.type in ACCELERATORS:
+        return _multiprocessors(x.device) * per_sm
     # In the interpreter, few programs are enough. The number is odd, so that programs get unequal shares in tests.
     return 3
 
@@ -130,6 +132,13 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
 def has_ptx(x: Tensor) -> bool:
     """Return whether kernels on the device of ``x`` may contain PTX, which requires an NVIDIA GPU from Ampere on."""
     return cuda_capability(x.device) >= (8, 0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "xpu":
+        return int(torch.xpu.get_device_properties(device).max_compute_units)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache

@@ -99,6 +99,7 @@ class LigerGatedDeltaNet(Layer):
     batch_invariant = False  # chunks of a sequence are summed in another order than single tokens
     linears = ("in_proj", "out_proj")
     needs_bounds = True
+    recurrent = True
 
     def __init__(
         self,

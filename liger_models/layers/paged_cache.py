@@ -46,7 +46,7 @@ class PagedCache(DecodeCache):
         """For each row, the index of its prompt, [rows] int64; None if each row has its own prompt."""
         self._shared: tuple[Tensor, Tensor] | None = None
         """For each row, the prompt's partly filled page, and the row's own page to copy it to, both [rows]."""
-        self._slots = self.lengths
+        self.slots = self.lengths
         """The slot of each token of the forward, [B · T] int64; negative for padding."""
         self._fixed: dict[Hashable, Tensor] = {}
 
@@ -87,7 +87,7 @@ class PagedCache(DecodeCache):
         # The tokens of a prompt, without its padding, are stored in the pages of the prompt's first row.
         position = torch.arange(T, device=device).expand(B, T) if mask is None else (mask != 0).cumsum(1) - 1
         slots = self._slots_of(self._own[:N:repeats], position)  # [B, T]
-        self._slots = (slots if mask is None else slots.masked_fill(mask == 0, -1)).flatten()
+        self.slots = (slots if mask is None else slots.masked_fill(mask == 0, -1)).flatten()
         self.lengths.copy_(self._of_prompts(position[:, -1] + 1))
 
         # Rows of one prompt share the pages that the prompt fills. `settle` copies the page that is only partly filled.
@@ -150,7 +150,7 @@ class PagedCache(DecodeCache):
 
     def step(self) -> None:
         """Prepare a forward of one token per row, to be stored after the other tokens of the row."""
-        self._slots = self._slots_of(self._table, self.lengths[:, None].long()).flatten()
+        self.slots = self._slots_of(self._table, self.lengths[:, None].long()).flatten()
         self.lengths += 1
         self.pages = Pages(self._table, self.lengths)
 
@@ -163,16 +163,16 @@ class PagedCache(DecodeCache):
         Raises:
             ValueError: the number of tokens is not the one that `start` or `step` prepared.
         """
-        if k.shape[0] * k.shape[1] != len(self._slots) or (self.pages is None and self.length):
+        if k.shape[0] * k.shape[1] != len(self.slots) or (self.pages is None and self.length):
             raise ValueError(
-                f"PagedCache: must be given the {len(self._slots)} tokens of the prompts or of a step, got "
+                f"PagedCache: must be given the {len(self.slots)} tokens of the prompts or of a step, got "
                 f"{k.shape[0]} x {k.shape[1]}. Call start or step before the forward."
             )
         if layer not in self._layers:
             room = (self._own.numel(), self.page, *k.shape[2:])
             self._layers[layer] = k.new_empty(room), v.new_empty(room)
         keys, values = self._layers[layer]
-        write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self._slots)
+        write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self.slots)
         return (k, v) if self.pages is None else (keys, values)
 
     def replace_states(self, layer: int, *states: Tensor) -> None:

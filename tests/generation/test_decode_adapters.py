@@ -105,7 +105,7 @@ def test_pages_and_captured_steps_read_new_weights(kind, device, captures, calls
     for _ in range(3):
         calls.clear()
         found.append(generate(model, PROMPTS, **OPTIONS, return_logprobs=True))
-        assert len(calls) == layers
+        assert len(calls) <= 2 * layers  # for the prompts and for their capture, or in a graph; not for each token
         want = generate(model, PROMPTS, **OPTIONS, return_logprobs=True, use_cache=False)
         assert torch.equal(found[-1].sequences, want.sequences)
         torch.testing.assert_close(found[-1].logprobs, want.logprobs, rtol=1e-3, atol=1e-4)

@@ -26,11 +26,13 @@ from liger_models.generation.graphs import (
 from liger_models.generation.logits import takes_pages
 from liger_models.generation.loop import generate, steps_ahead, stream
 from liger_models.generation.options import resolve
+from liger_models.generation.prefill import MOST_GRAPHS, PromptGraph, most_tokens, padded_length
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers import paged_cache
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.paged_cache import PagedCache
+from liger_models.layers.rope import DynamicScaling
 
 from ..arch.families import tiny
 from ..arch.test_mllama import ROWS, make
@@ -303,6 +305,23 @@ def capture_a_stand_in(step, model):
     step.graph, step._logits = StandIn(step, model), torch.full((step.cache.rows, model.config.vocab_size), torch.nan)
 
 
+class PromptStandIn:
+    """In place of a graph of prompts on the CPU: runs the forward of the captured tensors again."""
+
+    def __init__(self, step, model, batch):
+        self.step, self.model, self.batch, self.slots = step, model, batch, step.cache.slots
+
+    def replay(self):
+        self.step.cache.length, self.step.cache.slots = 0, self.slots
+        (captured,) = (prompts for prompts in self.step._prompts.values() if prompts.graph is self)
+        captured.logits.copy_(self.batch.logits(self.model, self.step.cache))
+
+
+def capture_stand_in_prompts(step, model, batch):
+    logits = torch.full((len(batch.ids), model.config.vocab_size), torch.nan)
+    step._keep_prompts(PromptGraph(PromptStandIn(step, model, batch), batch, step.cache.slots, logits))
+
+
 @pytest.fixture(params=["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     """A device on which steps are captured."""
@@ -312,6 +331,7 @@ def device(request, monkeypatch):
     monkeypatch.setattr(graphs, "can_capture", lambda model: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**35))
     monkeypatch.setattr(DecodeStep, "_capture", capture_a_stand_in)
+    monkeypatch.setattr(DecodeStep, "_capture_prompts", capture_stand_in_prompts)
     return "cpu"
 
 
@@ -363,6 +383,85 @@ def test_a_graph_serves_all_lengths_and_batches_of_its_size(device, captures):
     for B, T in ((4, 100), (2, 100), (4, 20), (2, 10)):
         run(B, T)
     assert captures == [(4, 64), (4, 128), (2, 128)]
+
+
+def test_a_graph_of_prompts_serves_similar_lengths(device, monkeypatch):
+    """Also after weights change and for rows that share a prompt, but not for prompts that are padded on the left."""
+    model = llama(device)
+    replays = []
+    original = PromptGraph.replay
+    monkeypatch.setattr(PromptGraph, "replay", lambda *args: replays.append(args[1].key) or original(*args))
+
+    def check(prompts, **options):
+        options = {"max_new_tokens": NEW, "eos_token_id": [], **options}
+        got = generate(model, prompts, **options)
+        assert torch.equal(got, generate(model, prompts, use_cache=False, **options))
+
+    def of_length(*lengths):
+        return [torch.randint(0, VOCAB, (length,)) for length in lengths]
+
+    for lengths in ((20,), (17,), (32,), (31,)):
+        check(of_length(*lengths))
+    assert len(replays) == 3
+    for lengths in ((9, 3, 12), (16, 5, 1), (10, 10, 2)):
+        check(of_length(*lengths))
+    assert len(replays) == 3
+    for T in (10, 16, 2):
+        check(torch.randint(0, VOCAB, (3, T)))
+    assert len(replays) == 5
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    check(of_length(25))
+    assert len(replays) == 6
+    sampled = {"num_return_sequences": 2, "do_sample": True, "seed": 0}
+    check(of_length(18), **sampled)
+    check(of_length(24), **sampled)
+    (step,) = (step for step in graphs._kept[model] if step.cache.rows == 2)
+    assert len(step._prompts) == 1
+    assert len(replays) == 7
+
+
+def test_graphs_of_prompts_are_few(device):
+    """The oldest ones are dropped. None are captured in training mode, or for more tokens than pay."""
+    model = llama(device)
+
+    def run(B, T):
+        generate(model, torch.randint(0, VOCAB, (B, T)), max_new_tokens=NEW, eos_token_id=[])
+
+    for T in range(16, 16 * (MOST_GRAPHS + 3), 16):
+        run(1, T)
+    kept = [key for step in graphs._kept[model] for key in step._prompts]
+    assert max(len(step._prompts) for step in graphs._kept[model]) <= MOST_GRAPHS
+    assert kept[-1][0] == (1, padded_length(T))
+    release_steps(model)
+    model.train()
+    run(1, 16)
+    assert not graphs._kept[model]
+    model.eval()
+    run(1, 16)
+    (step,) = graphs._kept[model]
+    step.most_prompt_tokens = 31
+    run(1, 32)
+    assert [key[0] for key in step._prompts] == [(1, 16)]
+
+
+def test_prompts_that_padding_would_change_are_not_captured():
+    def most(arch, variant):
+        model = AutoLigerModel.from_config({**tiny(arch)[variant], "model_type": arch}, device="meta")
+        return most_tokens(model)
+
+    assert most("llama", "gqa") > 2**20
+    assert most("qwen3_next", next(iter(tiny("qwen3_next")))) == 0
+    assert most("phi3", "longrope-partial") == 0
+    dynamic = replace(CONFIG, rope_scaling=DynamicScaling(2.0))
+    assert most_tokens(LigerLlama.from_config(dynamic, device="meta")) == 0
+
+
+@pytest.mark.parametrize("T", [1, 16, 17, 33, 127, 500, 1000, 4097])
+def test_prompts_are_padded_little(T):
+    assert T <= padded_length(T) <= max(T * 9 / 8 + 1, T + 15)
+    assert padded_length(T) % 16 == 0
 
 
 @pytest.mark.parametrize(("arch", "variant"), [*((arch, None) for arch in FAMILIES), ("phi3", "longrope-partial")])

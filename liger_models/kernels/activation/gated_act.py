@@ -30,6 +30,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import cdiv
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -118,7 +119,7 @@ def gated_act_forward(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Ten
     y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         with on_device_of(gate_up):
-            _gated_act_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+            _gated_act_kernel[(cdiv(y.numel(), BLOCK),)](
                 gate_up, y, y.numel(), gate_scale, ACT=act, BLOCK=BLOCK, **overlap(y), num_warps=NUM_WARPS
             )
     return y
@@ -149,7 +150,7 @@ def gated_act_backward(
     product = (dy if overwrite_dy else torch.empty_like(dy)) if need_product else None
     if dy.numel():
         with on_device_of(gate_up):
-            _gated_act_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
+            _gated_act_backward_kernel[(cdiv(dy.numel(), BLOCK),)](
                 # The fourth argument must be a tensor even if STORE_PRODUCT is False.
                 dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(), gate_scale,
                 ACT=act, STORE_PRODUCT=need_product, BLOCK=BLOCK, num_warps=NUM_WARPS,

@@ -72,10 +72,9 @@ from liger_models.kernels.dispatch import (
     fitting_stages,
     num_programs,
     on_device_of,
-    triton,
     use_triton,
 )
-from liger_models.kernels.tiles import dot_precision
+from liger_models.kernels.tiles import cdiv, dot_precision, next_power_of_2
 
 
 class Tiles(NamedTuple):
@@ -195,8 +194,8 @@ class Plan:
         self.room = max(launch.places for launch in self.launches)
         self.documents, self.low, self.last = bounds(documents, window, B, S, q)
         self.bounded = documents is not None or window is not None
-        self.columns = min(tiles.columns, max(triton.next_power_of_2(D), 16))
-        self.across = triton.cdiv(D, self.columns)
+        self.columns = min(tiles.columns, max(next_power_of_2(D), 16))
+        self.across = cdiv(D, self.columns)
 
         common: dict[str, Any] = {"H": H, "GROUP": H // G, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
         heads = {**common, "D": D, "PRECISION": dot_precision(q)}
@@ -334,8 +333,8 @@ def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
     """Compute δ of all queries from o and do [B, T, H, D]. The result [B, H, T] is allocated like ``like``."""
     B, T, H, D = out.shape
     delta, vectors = torch.empty_like(like), B * T * H
-    row_products_kernel[(triton.cdiv(vectors, 4),)](
-        out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=max(triton.next_power_of_2(D), 16), ROWS=4
+    row_products_kernel[(cdiv(vectors, 4),)](
+        out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=max(next_power_of_2(D), 16), ROWS=4
     )
     return delta
 

@@ -28,7 +28,7 @@ from liger_models.common.ops import LIBRARY
 from liger_models.kernels.attention.heads import LOG2_E, check_heads, softmax_step
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and_cap
+from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, next_power_of_2, scale_and_cap
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
@@ -200,17 +200,17 @@ def _decode_attention(
         return out
 
     # Choose the query heads per program, and the keys per step, which must not be more than a page.
-    block_d = max(triton.next_power_of_2(D), 16)
-    block_m = max(min(triton.next_power_of_2(H // G), MOST_QUERIES // block_d), LEAST_ROWS)
+    block_d = max(next_power_of_2(D), 16)
+    block_m = max(min(next_power_of_2(H // G), MOST_QUERIES // block_d), LEAST_ROWS)
     block_n = min(max(_power_below(STEP_BYTES // (block_d * q.itemsize)), 16), page)
-    tiles = G * triton.cdiv(H // G, block_m)
+    tiles = G * cdiv(H // G, block_m)
 
     # Divide the keys into enough parts to occupy the device. The lengths are on the device, so the largest possible
     # number of keys is taken from the width of the table.
     seen = table.shape[1] * page
     seen = seen if window is None else min(window + block_n, seen)
     room = _power_below(max(num_programs(q, PROGRAMS_PER_SM) // (B * tiles), 2))
-    parts = max(min(room, triton.next_power_of_2(triton.cdiv(seen, block_n)), MOST_PARTS), 2)
+    parts = max(min(room, next_power_of_2(cdiv(seen, block_n)), MOST_PARTS), 2)
     results = torch.empty(B, H, parts, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, H, parts, dtype=torch.float32, device=q.device)
     columns = min(block_d, COMBINED_COLUMNS)
@@ -222,7 +222,7 @@ def _decode_attention(
             BLOCK_D=block_d, **overlap(q), num_warps=4,
             num_stages=fitting_stages(q, STAGES, 2 * block_n * block_d * q.itemsize),
         )  # fmt: skip
-        _combine_kernel[(B * H, triton.cdiv(D, columns))](
+        _combine_kernel[(B * H, cdiv(D, columns))](
             results, lse, lse if sinks is None else sinks.contiguous(), out, H,
             D=D, PARTS=parts, HAS_SINKS=sinks is not None, BLOCK_D=columns, **overlap(q),
         )  # fmt: skip

@@ -29,7 +29,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.attention.heads import LOG2_E, check_heads, softmax_step
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
-from liger_models.kernels.tiles import contiguous_rows, dot_precision, scale_and_cap
+from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, next_power_of_2, scale_and_cap
 
 
 class Tile(NamedTuple):
@@ -185,12 +185,12 @@ def _invariant_attention(
     # The query heads of a KV head share its keys, so a tile has several heads of each token. With pages, a tile has
     # only one token, because different rows have different pages.
     tile = TILES[q.itemsize][D > 128]
-    heads = min(triton.next_power_of_2(H // G), tile.rows)
+    heads = min(next_power_of_2(H // G), tile.rows)
     tokens = tile.rows // heads if table is None else 1
-    block_d = max(triton.next_power_of_2(D), 16)
+    block_d = max(next_power_of_2(D), 16)
     if out.numel():
         with on_device_of(q):
-            _invariant_attention_kernel[(triton.cdiv(N, tokens), G * triton.cdiv(H // G, heads))](
+            _invariant_attention_kernel[(cdiv(N, tokens), G * cdiv(H // G, heads))](
                 q, k, v, first, last, first if table is None else contiguous_rows(table),
                 # Arguments that the kernel does not use must be tensors, too, and are set to q or first.
                 q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from liger_models.kernels.dispatch import tl, triton
+from liger_models.kernels.tiles import cdiv
 
 PAIRS, LEAST_ROWS = 2**26, 2048
 """PAIRS is the number of visible pairs of a query and a key for which the workspace holds p and ds, at 4 bytes per pair
@@ -159,12 +160,12 @@ def parts_of_queries(
         block_n: number of keys in a tile.
         matrices: number of matrices that a launch writes, 1 for p and 2 for p and ds.
     """
-    queries, keys = triton.cdiv(T, block_m) * block_m, triton.cdiv(S, block_n) * block_n
+    queries, keys = cdiv(T, block_m) * block_m, cdiv(S, block_n) * block_n
     before = keys - queries
 
     # The queries up to position i have about i² / 2 visible pairs, so the edges of equal parts are at square roots.
     seen = keys**2 - before**2  # twice the number of visible pairs of a head
-    count = triton.cdiv(seen * matrices, 4 * max(PAIRS, LEAST_ROWS * keys))
+    count = cdiv(seen * matrices, 4 * max(PAIRS, LEAST_ROWS * keys))
     edges = sorted({(math.isqrt(before**2 + seen * part // count) - before) // block_m for part in range(count + 1)})
 
     parts = []
@@ -197,8 +198,8 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
         # The last part comes first. Its queries see all keys, so its launch begins the sums of all keys, and later
         # launches add to these sums.
         for index, (query, tiles, width) in reversed([*enumerate(parts)]):
-            seen = triton.cdiv(min(query + tiles * block_m, T) + S - T, block_n)
-            seen_before = triton.cdiv(query + S - T, block_n) if index else 0
+            seen = cdiv(min(query + tiles * block_m, T) + S - T, block_n)
+            seen_before = cdiv(query + S - T, block_n) if index else 0
             for query_head in range(0, H // G, query_heads):
                 count = min(query_heads, H // G - query_head)
                 result.append(

@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.tiles import contiguous_rows
+from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 BLOCK = 1024
 """Largest number of elements of a token's keys, and of elements of its values, that a program copies."""
@@ -55,9 +55,9 @@ def _write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tens
     N, G, D = k.shape
     if not k.numel():
         return
-    block = min(triton.next_power_of_2(G * D), BLOCK)
+    block = min(next_power_of_2(G * D), BLOCK)
     with on_device_of(k):
-        _write_pages_kernel[(N, triton.cdiv(G * D, block))](
+        _write_pages_kernel[(N, cdiv(G * D, block))](
             keys, values, k, v, slots.contiguous(), *k.stride()[:2], *v.stride()[:2],
             SIZE=G * D, D=D, BLOCK=block, **overlap(k), num_warps=max(min(block // 256, 4), 1),
         )  # fmt: skip

@@ -34,7 +34,7 @@ from torch import Tensor
 from liger_models.kernels.activation.gated_act import _activation, _load_pairs
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.row_norm import scale_rows
-from liger_models.kernels.tiles import num_warps
+from liger_models.kernels.tiles import cdiv, next_power_of_2, num_warps
 
 ROWS, COLUMNS, TILES = 64, 128, 4
 """Number of rows and columns of a tile, and number of tiles that a program processes one after the other, in the kernel
@@ -389,13 +389,13 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
     # For one maximum of elementwise values, memory is read in order, which is faster than reading tile by tile.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
-            _flat_amax_kernel[(triton.cdiv(count, FLAT * FLAT_BLOCKS),)](
+            _flat_amax_kernel[(cdiv(count, FLAT * FLAT_BLOCKS),)](
                 *pointers[:2], amax.view(torch.int32), count, KIND=matrix.kind, ACT=matrix.act, BLOCKS=FLAT_BLOCKS,
                 BLOCK=FLAT, num_warps=NUM_WARPS,
             )  # fmt: skip
     elif N * C:
         with on_device_of(matrix.x):
-            _amax_kernel[(triton.cdiv(N, ROWS * TILES), triton.cdiv(C, COLUMNS))](
+            _amax_kernel[(cdiv(N, ROWS * TILES), cdiv(C, COLUMNS))](
                 *pointers, amax.view(torch.int32), N, C, matrix.weight_offset, PER_COLUMN=amax.numel() > 1,
                 TILES=TILES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS, **constants,
             )  # fmt: skip
@@ -435,9 +435,9 @@ def round_tiles(
     launches = [(True, False), (False, True)] if rows and columns and x.dtype == torch.float32 else [(rows, columns)]
     for store_rows, store_columns in launches if N * C else ():
         with on_device_of(x):
-            tiles = triton.cdiv(C, WRITE_COLUMNS)
+            tiles = cdiv(C, WRITE_COLUMNS)
             beside = min(tiles, WRITE_TILES)
-            _round_kernel[(beside, triton.cdiv(padded, WRITE_ROWS), triton.cdiv(tiles, beside))](
+            _round_kernel[(beside, cdiv(padded, WRITE_ROWS), cdiv(tiles, beside))](
                 *pointers, amax, amax if product_amax is None else product_amax, by_rows, by_columns, product, inverse,
                 product_inverse, N, C, padded, matrix.weight_offset, PER_COLUMN=per_column, STORE_ROWS=store_rows,
                 STORE_COLUMNS=store_columns, STORE_PRODUCT=wants_product and store_columns == columns,
@@ -457,7 +457,7 @@ def round_rows(matrix: Matrix, dtype: torch.dtype, power_of_2: bool) -> Float8:
     rows = torch.empty(N, C, dtype=dtype, device=matrix.x.device)
     inverse = torch.empty(N, dtype=torch.float32, device=matrix.x.device)
     pointers, constants = _arguments(matrix)
-    block = min(triton.next_power_of_2(C), ROW_BLOCK)
+    block = min(next_power_of_2(C), ROW_BLOCK)
     if N * C:
         with on_device_of(matrix.x):
             _round_rows_kernel[(N,)](
@@ -615,7 +615,7 @@ def rms_norm_round(
     dtype = float8_dtype(h.device)
     rows = torch.empty((N, C) if recipe.by_row else 0, dtype=dtype, device=h.device)
     inverse = torch.empty(N if recipe.by_row else 0, dtype=torch.float32, device=h.device)
-    block = max(triton.next_power_of_2(C), 128)
+    block = max(next_power_of_2(C), 128)
     weight = weight.contiguous()
     if N:
         with on_device_of(h):

@@ -30,6 +30,7 @@ from liger_models.kernels.matmul.row_linear import (
     store_rows,
 )
 from liger_models.kernels.overlap import end_previous, start_next
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ROWS = 4
 COLUMNS = 1024
@@ -95,7 +96,7 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
     (N, K), G = codes.shape, scales.shape[1]
     weight = torch.empty(N, K, dtype=dtype, device=codes.device)
     with on_device_of(codes):
-        _block_weight_kernel[(triton.cdiv(N, ROWS), triton.cdiv(K, COLUMNS))](
+        _block_weight_kernel[(cdiv(N, ROWS), cdiv(K, COLUMNS))](
             codes, scales, weight, N, K, G, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
         )
     return weight
@@ -212,16 +213,16 @@ def block_rows(
         # One row is multiplied without matrix units, several rows with them.
         if M == 1:
             rows, columns, warps = ROW_TILE
-            blocks = max(min(columns // width, triton.next_power_of_2(G)), 1)
-            _block_row_kernel[(triton.cdiv(N, rows),)](
+            blocks = max(min(columns // width, next_power_of_2(G)), 1)
+            _block_row_kernel[(cdiv(N, rows),)](
                 x, codes, scales, bias, y, product, low, B, N, K, G, R, PTX=has_ptx(x), ROWS=rows,
                 BLOCKS=blocks, **constants, num_warps=warps,
             )  # fmt: skip
         else:
             rows, block, warps = next(tile for most, *tile in TILES if most >= M)
-            _block_rows_kernel[(triton.cdiv(N, rows),)](
+            _block_rows_kernel[(cdiv(N, rows),)](
                 x, codes, scales, bias, y, product, low, B, M, N, K, G, R, ROWS=rows,
-                COLUMNS=max(triton.next_power_of_2(M), 8), BLOCK=min(block, width), PARTS=warps, **constants,
+                COLUMNS=max(next_power_of_2(M), 8), BLOCK=min(block, width), PARTS=warps, **constants,
                 num_warps=warps,
             )  # fmt: skip
     return y, product

@@ -31,6 +31,7 @@ from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, tri
 from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import FORMATS, Format, FrozenWeight, register
 from liger_models.kernels.matmul.row_linear import LowRank, are_few, row_linear_forward
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -91,7 +92,7 @@ def quantize_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Ten
     x = x if x.stride(1) == 1 else x.contiguous()
     N, K = x.shape
     codes, scales = x.new_empty(N, K, dtype=DTYPE), x.new_empty(N, dtype=torch.float32)
-    block = triton.next_power_of_2(K)
+    block = next_power_of_2(K)
     with on_device_of(x):
         _quantize_rows_kernel[(N,)](
             x, scales if factors is None else factors, codes, scales, K, x.stride(0), LARGEST=LARGEST,
@@ -115,7 +116,7 @@ def transposed(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     with on_device_of(codes):
-        _transpose_kernel[(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))](
+        _transpose_kernel[(cdiv(rows, TILE), cdiv(columns, TILE))](
             codes.view(torch.int8), out.view(torch.int8), rows, columns, TILE=TILE, num_warps=TILE_WARPS
         )
     return out
@@ -143,7 +144,7 @@ def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     C = codes.shape[-1]
-    block = min(triton.next_power_of_2(C), DENSE_BLOCK)
+    block = min(next_power_of_2(C), DENSE_BLOCK)
     with on_device_of(codes):
         _dense_kernel[(scales.numel(),)](
             codes, scales.contiguous(), weight, C, BLOCK=block, num_warps=max(block // 512, 1)

@@ -28,6 +28,7 @@ from liger_models.kernels.frozen.nf4_rows import Packed, nf4_rows, nf4_scale, ta
 from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import Format, FrozenWeight, register
 from liger_models.kernels.matmul.row_linear import LowRank
+from liger_models.kernels.tiles import cdiv
 
 NF4_BLOCK, MOST_SCALES = 64, 256
 """Number of codes per scale, and maximum number of scales per factor."""
@@ -89,7 +90,7 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
     pairs = min(bytes_ & -bytes_, BLOCK)  # a power of two that divides the bytes of a scale
     pieces, step = codes.numel() // pairs, BLOCK // pairs
     with on_device_of(codes):
-        _nf4_weight_kernel[(triton.cdiv(pieces, step),)](
+        _nf4_weight_kernel[(cdiv(pieces, step),)](
             codes, scales, factors, mean, table, weight, pieces, PAIRS=pairs, PIECES_PER_SCALE=bytes_ // pairs,
             SCALES_PER_FACTOR=per_factor, PIECES_PER_MEAN=pieces // mean.numel() if mean.numel() > 1 else 0,
             PIECES=step, num_warps=NUM_WARPS,

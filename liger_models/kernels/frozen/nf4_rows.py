@@ -35,6 +35,7 @@ from liger_models.kernels.matmul.row_linear import (
     store_rows,
 )
 from liger_models.kernels.overlap import start_next
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """A weight in NF4: codes, scales, factors, mean, table."""
@@ -358,15 +359,15 @@ def nf4_rows(
     arguments = bias, *others, table, y, product, low, B, M, N
     with on_device_of(x):
         if looks_up:
-            _nf4_lookup_kernel[(triton.cdiv(N, LOOKUP_ROWS),)](
+            _nf4_lookup_kernel[(cdiv(N, LOOKUP_ROWS),)](
                 x, *arguments, K // LOOKUP_BLOCK, R, COLUMNS=M if M <= 2 else 8, ROWS=LOOKUP_ROWS, BLOCKS=STEP_BLOCKS,
                 WARPS=LOOKUP_WARPS, **constants, num_warps=LOOKUP_WARPS,
             )  # fmt: skip
         else:
             rows, scales, warps = next(tile for most, *tile in TILES if most >= M)
-            _nf4_rows_kernel[(triton.cdiv(N, rows),)](
+            _nf4_rows_kernel[(cdiv(N, rows),)](
                 x.view(torch.int64 if x.dtype == torch.float32 else torch.int32), *arguments, K // 2, R, PTX=ptx,
-                PAIRS_PER_SCALE=codes_per_scale // 2, COLUMNS=max(triton.next_power_of_2(M), 8), ROWS=rows,
+                PAIRS_PER_SCALE=codes_per_scale // 2, COLUMNS=max(next_power_of_2(M), 8), ROWS=rows,
                 SCALES=scales, **constants, num_warps=warps,
             )  # fmt: skip
     return y, product

@@ -30,6 +30,7 @@ from liger_models.common.ops import Op
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear.projection import check_linear, linear
+from liger_models.kernels.tiles import cdiv
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
 
@@ -84,7 +85,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
     a = torch.empty_like(x)
     if x.numel():
         with on_device_of(x):
-            _act_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, a, x.numel(), ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS)
+            _act_kernel[(cdiv(x.numel(), BLOCK),)](x, a, x.numel(), ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return a
 
 
@@ -95,7 +96,7 @@ def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[T
     dx = torch.empty_like(x)
     if x.numel():
         with on_device_of(x):
-            _act_backward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            _act_backward_kernel[(cdiv(x.numel(), BLOCK),)](
                 da, x, dx, da, x.numel(), ACT=act, STORE_A=need_a, BLOCK=BLOCK, num_warps=NUM_WARPS
             )
     return dx, da if need_a else None

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
-from liger_models.kernels.dispatch import INTERPRET, TensorDescriptor, fitting_stages, on_device_of, triton, use_triton
+from liger_models.kernels.dispatch import INTERPRET, TensorDescriptor, fitting_stages, on_device_of, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.gated_delta_backward import (
     key_gradients_kernel,
@@ -57,6 +57,7 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
     similarity_kernel,
     step_kernel,
 )
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 CHUNK = 64
 """Number of tokens in a chunk. A chunk consists of four blocks of 16 tokens, the smallest size that tensor cores
@@ -192,7 +193,7 @@ class _Sizes:
 
         # Choose the padded widths of q and k and of v, and the number of columns of v per program of a scan.
         block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
-        block_v = max(triton.next_power_of_2(self.Dv), 16)
+        block_v = max(next_power_of_2(self.Dv), 16)
         columns = min(block_v, SCAN_COLUMNS)
         self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
         # Three TF32 products, which run on tensor cores, are as accurate as one fp32 product. Three bfloat16 products
@@ -201,8 +202,8 @@ class _Sizes:
         is_amd, in_half = torch.version.hip is not None, k.element_size() == 2 and not INTERPRET
         self.precision = {"PRECISION": "ieee" if is_amd else "tf32x3"}
         self.inverse_precision = "ieee" if is_amd else "bf16x3" if in_half else "tf32x3"
-        self.chunked = {"DOCUMENTS": triton.next_power_of_2(self.documents)}
-        self.scan_programs = self.documents * self.Hv * triton.cdiv(self.Dv, columns)
+        self.chunked = {"DOCUMENTS": next_power_of_2(self.documents)}
+        self.scan_programs = self.documents * self.Hv * cdiv(self.Dv, columns)
         self.columns, self.block_v = columns, block_v
 
     def scan(self, k: Tensor, stages: int) -> dict[str, Any]:
@@ -367,7 +368,7 @@ def _gated_delta_step(
         q, k, v, g, beta = map(flat, (q, k, v, g, beta))
         columns = min(sizes.block_v, STEP_COLUMNS)
         with on_device_of(k):
-            step_kernel[(sizes.B * sizes.Hv * triton.cdiv(sizes.Dv, columns),)](
+            step_kernel[(sizes.B * sizes.Hv * cdiv(sizes.Dv, columns),)](
                 q, k, v, g, beta, final if initial_state is None else initial_state.contiguous(), out, final, sizes.T,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride(), *beta.stride(), scale,
                 Hv=sizes.Hv, GROUP=sizes.Hv // sizes.Hk, DK=sizes.Dk, BLOCK_K=sizes.shape["BLOCK_K"], DV=sizes.Dv,

@@ -25,6 +25,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, locate, slots
 from liger_models.kernels.norm.partial_sums import sum_partials
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 MAX_WIDTH = 4
 """Largest number of weights per channel. The kernels hold the last three inputs in registers."""
@@ -220,10 +221,10 @@ LIBRARY.define(
 def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid and the constants of both kernels."""
     C, documents = x.shape[2], len(cu) - 1
-    channels = min(triton.next_power_of_2(C), CHANNELS)
-    grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), triton.cdiv(C, channels)
+    channels = min(next_power_of_2(C), CHANNELS)
+    grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), cdiv(C, channels)
     constants = {"K": weight.shape[1], "TOKENS": TOKENS, "CHANNELS": channels, "UNROLL": UNROLL, "STAGES": STAGES}
-    return grid, constants | {"DOCUMENTS": triton.next_power_of_2(documents), "num_warps": WARPS}
+    return grid, constants | {"DOCUMENTS": next_power_of_2(documents), "num_warps": WARPS}
 
 
 @torch.library.impl(LIBRARY, "short_conv", "CompositeExplicitAutograd")

@@ -39,7 +39,7 @@ from liger_models.common.errors import check_floating, is_traced
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
-from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
+from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_and_cap
 
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
 """Number of logits that a program holds in registers at a time. WIDE_BLOCK is for rows of more than 65,536 logits: only
@@ -364,7 +364,7 @@ def token_statistics(
         lse = torch.empty(N, 2, dtype=torch.float32, device=logits.device)
         statistics = TokenStatistics(row(), row(), row(), lse, predicted)
     out = statistics or TokenStatistics(logits, logits, logits, lse, logits)
-    block = min(max(triton.next_power_of_2(V), VECTOR), WIDE_BLOCK if V > 2**16 else MAX_BLOCK)
+    block = min(max(next_power_of_2(V), VECTOR), WIDE_BLOCK if V > 2**16 else MAX_BLOCK)
     if N:
         with on_device_of(logits):
             _cross_entropy_kernel[(N,)](

@@ -30,7 +30,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.divergence import over_mixture, summand
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
-from liger_models.kernels.tiles import exp, num_warps
+from liger_models.kernels.tiles import cdiv, exp, next_power_of_2, num_warps
 
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "kl", "kl_log")
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
@@ -160,8 +160,8 @@ def _terms(
         The terms or the sums, not multiplied by ``factors``. Empty if neither is requested.
     """
     N, V = student.shape
-    block = min(triton.next_power_of_2(V), TERMS_BLOCK)
-    blocks = triton.cdiv(V, block)
+    block = min(next_power_of_2(V), TERMS_BLOCK)
+    blocks = cdiv(V, block)
     out = torch.empty(N, V if terms else blocks if sums else 0, dtype=torch.float32, device=student.device)
     if student.numel():
         with on_device_of(student):

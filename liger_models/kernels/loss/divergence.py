@@ -58,7 +58,7 @@ from liger_models.kernels.loss.scalar_loss import (
     scalar_loss_backward,
     without_exponent,
 )
-from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
+from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_and_cap
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 MAX_BLOCK = 8192
@@ -417,7 +417,7 @@ def divergence_of_rows(
     N, V = student.shape
     soft, hard = (torch.empty(N, dtype=torch.float32, device=student.device) for _ in range(2))
     out = student if gradient is None else gradient  # not written without a gradient
-    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    block = min(next_power_of_2(V), MAX_BLOCK)
     with on_device_of(student):
         _divergence_kernel[(N,)](
             student, teacher, out, target, factors, factors if hard_factors is None else hard_factors, soft, hard,

@@ -43,7 +43,7 @@ from liger_models.kernels.loss.scalar_loss import (
     scalar_loss_backward,
     without_exponent,
 )
-from liger_models.kernels.tiles import exp, num_warps
+from liger_models.kernels.tiles import exp, next_power_of_2, num_warps
 
 REDUCTIONS = ("batchmean", "mean", "sum")
 MAX_BLOCK = 8192
@@ -163,7 +163,7 @@ def _rows(logits, p, gradient, target, factors, options) -> Tensor:
     N, V = logits.shape
     loss = torch.empty(N, dtype=torch.float32, device=logits.device)
     out = logits if gradient is None else gradient  # not written without a gradient
-    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    block = min(next_power_of_2(V), MAX_BLOCK)
     with on_device_of(logits):
         _linear_kl_div_kernel[(N,)](
             logits, p, out, target, factors, loss, logits.stride(0), p.stride(0), out.stride(0), V,

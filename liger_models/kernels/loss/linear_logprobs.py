@@ -64,7 +64,7 @@ from liger_models.kernels.loss.scalar_loss import (
     where_needed,
     without_exponent,
 )
-from liger_models.kernels.tiles import exp, num_warps, scale_and_cap
+from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_and_cap
 
 More = TypeVar("More")
 
@@ -217,7 +217,7 @@ def _gradient(
 def _launch(logits, target, upstream, lse, log_prob, entropy, options, *, backward):
     """Run the kernel, which computes the statistics of each row, or overwrites the logits with their gradient."""
     (N, V), softcap = logits.shape, options.softcap
-    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    block = min(next_power_of_2(V), MAX_BLOCK)
     if N:
         with on_device_of(logits):
             _log_probs_kernel[(N,)](

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_models.common.errors import is_traced
 from liger_models.common.ops import LIBRARY, Op
 from liger_models.kernels.dispatch import num_programs, on_device_of, tl, triton, use_triton
+from liger_models.kernels.tiles import cdiv
 
 BLOCK = 4096
 
@@ -54,7 +55,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
         return x.mul_(factor)
     if x.numel():
         with on_device_of(x):
-            _scale_kernel[(min(triton.cdiv(x.numel(), BLOCK), num_programs(x, 8)),)](x, factor, x.numel(), BLOCK=BLOCK)
+            _scale_kernel[(min(cdiv(x.numel(), BLOCK), num_programs(x, 8)),)](x, factor, x.numel(), BLOCK=BLOCK)
     return x
 
 

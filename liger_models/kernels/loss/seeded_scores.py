@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.tiles import cdiv
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -102,7 +103,7 @@ def seeded_scores(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
     steps = torch.full_like(seeds, step) if isinstance(step, int) else step.contiguous()
     scores = torch.empty_like(logits)
     with on_device_of(logits):
-        _seeded_scores_kernel[(triton.cdiv(V, BLOCK), B)](
+        _seeded_scores_kernel[(cdiv(V, BLOCK), B)](
             logits, seeds.contiguous(), steps, scores, V, BLOCK=BLOCK, num_warps=NUM_WARPS
         )
     return scores

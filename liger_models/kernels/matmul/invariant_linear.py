@@ -30,7 +30,7 @@ from torch import Tensor
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
-from liger_models.kernels.tiles import contiguous_rows, dot_precision
+from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision
 
 
 class Tile(NamedTuple):
@@ -123,7 +123,7 @@ def write_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: 
     stage_bytes = (tile.rows + tile.outputs) * tile.columns * x.itemsize
     if N and M:
         with on_device_of(x):
-            _invariant_linear_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(M, tile.outputs),)](
+            _invariant_linear_kernel[(cdiv(N, tile.rows) * cdiv(M, tile.outputs),)](
                 x, weight, weight if bias is None else bias.contiguous(), out, N, M, K,
                 x.stride(0), weight.stride(0), out.stride(0), HAS_BIAS=bias is not None,
                 WHOLE_K=K % tile.columns == 0, PRECISION=dot_precision(x), GROUP=GROUPED_TILES, BLOCK_N=tile.rows,

@@ -37,6 +37,7 @@ from liger_models.kernels.dispatch import (
 )
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import await_previous, can_overlap, end_previous, overlap, start_next
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ROWS = 4
 COLUMNS = 1024
@@ -304,7 +305,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
         return (None, None, 0), {"RANKS": 0, **constants}
     A, B = (matrix.contiguous() for matrix in low_rank)
     R, K = A.shape
-    low, columns = x.new_empty(x.numel() // K, R), min(max(triton.next_power_of_2(K), 32), LOW_COLUMNS)
+    low, columns = x.new_empty(x.numel() // K, R), min(max(next_power_of_2(K), 32), LOW_COLUMNS)
     beside = one and can_overlap(x.device)  # with several rows, one kernel after the other is faster
     with on_device_of(x):
         _row_linear_kernel[(R, len(low))](
@@ -312,7 +313,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
             LOW="made" if beside else "", **overlaps, ROWS=1, COLUMNS=columns, STAGES=1,
             num_warps=max(columns // LOW_COLUMNS_PER_WARP, 1),
         )  # fmt: skip
-    constants["RANKS"] = max(triton.next_power_of_2(R), MIN_RANKS)
+    constants["RANKS"] = max(next_power_of_2(R), MIN_RANKS)
     return (low, B, R), constants | ({"LOW": "awaited", "launch_pdl": True} if beside else {})
 
 
@@ -347,17 +348,17 @@ def row_linear_forward(
     with on_device_of(x):
         if M == 1:
             # A single row is multiplied elementwise, without matrix units.
-            columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
-            _row_linear_kernel[(triton.cdiv(N, ROWS),)](
+            columns = min(max(next_power_of_2(K), 32), COLUMNS)
+            _row_linear_kernel[(cdiv(N, ROWS),)](
                 x, weight, scales, *ends, N, K, R, weight.stride(0), HAS_SCALE=scales is not None, ROWS=ROWS,
                 COLUMNS=columns, STAGES=STAGES, **constants, num_warps=NUM_WARPS,
             )  # fmt: skip
             return y, product
-        tiles, columns = triton.cdiv(N, TILE_ROWS), max(triton.next_power_of_2(M), 8)
+        tiles, columns = cdiv(N, TILE_ROWS), max(next_power_of_2(M), 8)
         # If W has few rows, there are few tiles. The columns of W are then divided among several programs to occupy the
         # device, and the programs' sums are added.
-        parts = max(min(triton.cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
-        share = triton.cdiv(triton.cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
+        parts = max(min(cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
+        share = cdiv(cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
         sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)
         constants |= {"PARTS": parts, "COLUMNS": columns}
         stage = TILE_COLUMNS * (TILE_ROWS * weight.itemsize + columns * x.itemsize)
@@ -368,7 +369,7 @@ def row_linear_forward(
         )  # fmt: skip
         if parts > 1:
             constants |= overlap(x)
-            _add_rows_kernel[(triton.cdiv(N, SUM_ROWS),)](
+            _add_rows_kernel[(cdiv(N, SUM_ROWS),)](
                 sums, *ends, M, N, R, ROWS=SUM_ROWS, **constants, num_warps=SUM_WARPS
             )
     return y, product

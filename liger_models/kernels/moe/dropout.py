@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 BLOCK = 512
 """Largest number of elements, in each quarter of a row, for which a program draws random numbers at a time. The
@@ -52,7 +53,7 @@ def drop(rows: Tensor, order: Tensor, seed: Tensor, dropout: float, K: int, numb
     """
     out = torch.empty_like(rows)
     S, W = rows.shape
-    block = min(triton.next_power_of_2(triton.cdiv(W, 4)), BLOCK)
+    block = min(next_power_of_2(cdiv(W, 4)), BLOCK)
     with on_device_of(rows):
         _dropout_kernel[(S,)](rows, order, seed, out, W, K, number, dropout, BLOCK=block, num_warps=4)
     return out

@@ -63,6 +63,7 @@ from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, e
 from liger_models.kernels.moe.few import few_experts, few_product, takes_few, takes_few_copies
 from liger_models.kernels.moe.grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
+from liger_models.kernels.tiles import next_power_of_2
 
 ACT_BLOCK = 1024
 """Number of pairs of gate and up per step of the activation's kernels. A program loops over a whole row, because the
@@ -210,8 +211,8 @@ def _act_backward_kernel(
 
 def _row_blocks(F: int, X: int) -> dict[str, int]:
     # With fewer than 128 pairs, some threads of a warp would hold the same elements.
-    block = max(min(triton.next_power_of_2(F), ACT_BLOCK), 128)
-    return {"BLOCK": block, "BLOCK_X": max(triton.next_power_of_2(X), 2), "num_warps": block // 128}
+    block = max(min(next_power_of_2(F), ACT_BLOCK), 128)
+    return {"BLOCK": block, "BLOCK_X": max(next_power_of_2(X), 2), "num_warps": block // 128}
 
 
 def _act(gate_up: Tensor, bias: Tensor | None, ends: Tensor, act: str, limit: float) -> Tensor:

@@ -31,6 +31,7 @@ from liger_models.kernels.moe.expert_act import _expert_act
 from liger_models.kernels.moe.grouped_mm import _rows_of_tile, _tile, most_tiles
 from liger_models.kernels.moe.permutation import unpermute
 from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 FEW_ROWS = 16
 """Number of rows of a tile. These kernels run if experts have at most this many rows on average."""
@@ -262,7 +263,7 @@ def _launch(
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
         # If rows are sorted, the rows of a tile have the same expert, which is found by the ends of X experts' rows.
-        tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
+        tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(next_power_of_2(X), 2)
     else:
         # Otherwise there is a tile per copy. A tile of several rows finds the other copies of its expert by comparison.
         tiles = count = results
@@ -279,7 +280,7 @@ def _launch(
         kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, frozen, blocks
     result = rows.new_empty(results, out // 2 if act else out)
     with on_device_of(rows):
-        kernel[(tiles * triton.cdiv(out, block_out),)](
+        kernel[(tiles * cdiv(out, block_out),)](
             rows, *stored, where, bias, result, count, width, out, K, limit, **constants
         )
     return result

@@ -23,7 +23,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
-from liger_models.kernels.tiles import dot_precision
+from liger_models.kernels.tiles import cdiv, dot_precision, next_power_of_2
 
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}
@@ -240,9 +240,9 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Ten
     out = torch.empty(S, width, dtype=rows.dtype, device=rows.device)
     (block_rows, block_out, block_in), constants = _tile(rows)
     with on_device_of(rows):
-        _product_kernel[(most_tiles(S, X, block_rows) * triton.cdiv(width, block_out),)](
+        _product_kernel[(most_tiles(S, X, block_rows) * cdiv(width, block_out),)](
             rows, weight, ends, out, X, weight.shape[1], width, *weight.stride(),
-            BLOCK_X=max(triton.next_power_of_2(X), 2), BLOCK_ROWS=block_rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
+            BLOCK_X=max(next_power_of_2(X), 2), BLOCK_ROWS=block_rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
             **constants,
         )  # fmt: skip
     return out
@@ -260,7 +260,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, library: bool) -> T
     out = torch.empty(X, height, width, dtype=left.dtype, device=left.device)
     (block_left, block_right, block_rows), constants = _tile(left)
     with on_device_of(left):
-        _outer_kernel[(X * triton.cdiv(height, block_left) * triton.cdiv(width, block_right),)](
+        _outer_kernel[(X * cdiv(height, block_left) * cdiv(width, block_right),)](
             left, right, ends, out, height, width,
             BLOCK_LEFT=block_left, BLOCK_RIGHT=block_right, BLOCK_ROWS=block_rows, **constants,
         )  # fmt: skip
@@ -279,7 +279,7 @@ def grouped_sum(
     out = torch.empty(X, W, dtype=dtype, device=rows.device)
     block_rows, block_columns = SUM_BLOCK
     with on_device_of(rows):
-        _sum_kernel[(X, triton.cdiv(W, block_columns))](
+        _sum_kernel[(X, cdiv(W, block_columns))](
             rows, ends, rows if weights is None else weights, ends if order is None else order, out, W,
             WEIGHTED=weights is not None, BLOCK_ROWS=block_rows, BLOCK_W=block_columns,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 SORT_BLOCK = 2048
 """Number of copies that a program of the sort reads at a time. There is a program for each expert, which reads the
@@ -117,8 +118,8 @@ def sort_by_expert(experts: Tensor, X: int, copies: int | None = None) -> tuple[
 
 
 def _row_grid(N: int, C: int) -> tuple[tuple[int, int], dict[str, int]]:
-    block = min(triton.next_power_of_2(C), ROW_BLOCK)
-    return (N, triton.cdiv(C, block)), {"BLOCK": block, "num_warps": max(block // 256, 1)}
+    block = min(next_power_of_2(C), ROW_BLOCK)
+    return (N, cdiv(C, block)), {"BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
 def permute(x: Tensor, slot: Tensor, S: int, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
 """Largest number of tokens and largest number of logits of a program. All logits of a token are in registers at the
@@ -149,7 +150,7 @@ _route_kernel.decides = True  # its output determines the addresses at which lat
 
 def _block(size: int) -> int:
     """Return the next power of two, but at least 2, because a tile must have at least two elements."""
-    return max(int(triton.next_power_of_2(size)), 2)
+    return max(int(next_power_of_2(size)), 2)
 
 
 def _route_tile(N: int, X: int) -> dict[str, int]:
@@ -174,7 +175,7 @@ def _route(
     if N:
         tile = _route_tile(N, X)
         with on_device_of(logits):
-            _route_kernel[(triton.cdiv(N, tile["ROWS"]),)](
+            _route_kernel[(cdiv(N, tile["ROWS"]),)](
                 logits, given, weights, experts, N, X, K=top_k, NORMALIZE=normalize, ROUND=round_weights,
                 GIVEN=given is not None, BLOCK_K=_block(top_k), **overlap(logits), **tile,
             )  # fmt: skip
@@ -189,7 +190,7 @@ def _route_backward(d_weights: Tensor, logits: Tensor, experts: Tensor, normaliz
     if N:
         tile = _route_tile(N, X)
         with on_device_of(logits):
-            _route_backward_kernel[(triton.cdiv(N, tile["ROWS"]),)](
+            _route_backward_kernel[(cdiv(N, tile["ROWS"]),)](
                 d_weights, logits, experts, d_logits, N, X, K=experts.shape[1], NORMALIZE=normalize, **tile
             )
     return d_logits

@@ -22,6 +22,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 TILE, WARPS, STAGES = 2048, 4, 3
 """Number of elements in the tile of rows that a program processes at a time, number of its warps, and number of tiles
@@ -120,7 +121,7 @@ def _as_rows(*tensors: Tensor) -> list[Tensor]:
 
 def _constants(D: int) -> dict[str, int]:
     """Return the constants of both kernels, such as the columns per row (BLOCK) and the rows per tile (ROWS)."""
-    block = triton.next_power_of_2(D)
+    block = next_power_of_2(D)
     return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
 
 
@@ -132,7 +133,7 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, gate = _as_rows(x, gate)
         N = x.shape[0] * x.shape[1]
         with on_device_of(x):
-            _gated_norm_kernel[(triton.cdiv(N, constants["ROWS"]),)](
+            _gated_norm_kernel[(cdiv(N, constants["ROWS"]),)](
                 x, gate, weight.contiguous(), y, N, x.shape[1], *x.stride()[:2], *gate.stride()[:2], eps,
                 ROUND=torch.promote_types(x.dtype, weight.dtype) == x.dtype, **constants,
             )  # fmt: skip
@@ -151,7 +152,7 @@ def _gated_norm_backward(
     constants = _constants(x.shape[-1])
     dy, x, gate = _as_rows(dy, x, gate)
     N = x.shape[0] * x.shape[1]
-    programs = min(triton.cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
+    programs = min(cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
     # Size of a tile in bytes. Shared memory holds one tile per pipeline stage.
     in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)

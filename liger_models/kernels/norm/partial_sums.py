@@ -7,6 +7,7 @@ the gradients of a weight and of a bias.
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton
+from liger_models.kernels.tiles import cdiv
 
 ROWS, COLUMNS = 256, 16
 """Number of partial sums and of columns that a program loads at a time. There are few columns per program, so that
@@ -38,6 +39,6 @@ def sum_partials(partial: Tensor, *outs: Tensor) -> None:
     """
     width = sum(out.numel() for out in outs)
     with on_device_of(partial):
-        _sum_partials_kernel[(triton.cdiv(width, COLUMNS),)](
+        _sum_partials_kernel[(cdiv(width, COLUMNS),)](
             partial, outs[0], outs[-1], len(partial), outs[0].numel(), width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
         )

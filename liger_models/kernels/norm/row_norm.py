@@ -20,7 +20,7 @@ from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.tiles import num_warps
+from liger_models.kernels.tiles import cdiv, next_power_of_2, num_warps
 
 MAX_TILE = 16384
 """Width of the widest row that a program of RMSNorm holds in registers. Wider rows are processed in tiles."""
@@ -297,7 +297,7 @@ def is_centered(kind: str) -> bool:
 def _tile(kind: str, width: int) -> tuple[int, int]:
     """Return the number of elements of a row that a program holds in registers, and the number of its warps."""
     widest, most_warps = (MAX_WIDTH, 32) if is_centered(kind) else (MAX_TILE, 16)
-    block = min(triton.next_power_of_2(width), widest)
+    block = min(next_power_of_2(width), widest)
     return block, num_warps(block, most_warps)
 
 
@@ -345,10 +345,10 @@ def normed_rows(
     h, weight = h.contiguous(), weight.contiguous()
     C = h.shape[-1]
     y = torch.empty_like(h, dtype=dtype)
-    block = min(triton.next_power_of_2(C), ELEMENTWISE_BLOCK)
+    block = min(next_power_of_2(C), ELEMENTWISE_BLOCK)
     if h.numel():
         with on_device_of(h):
-            _normed_kernel[(h.numel() // C, triton.cdiv(C, block))](
+            _normed_kernel[(h.numel() // C, cdiv(C, block))](
                 h, weight, *_contiguous(bias), statistics, y, C, weight_offset,
                 CENTERED=is_centered(kind), SCALE_IN_FP32=scale_in_fp32, BLOCK=block, num_warps=num_warps(block),
             )  # fmt: skip
@@ -387,7 +387,7 @@ def norm_backward(
         # There are enough programs to occupy the device. Each program sums dw and db over several tiles of rows.
         rows = max(BACKWARD_TILE // block, 1)
         in_flight = rows * block * sum(tensor.element_size() for tensor in (h, dy, dh) if tensor is not None)
-        programs = min(triton.cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
+        programs = min(cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
     else:
         # Rows are too wide for registers. One kernel computes dx, a row per program. Another kernel computes dw, where
         # each program sums some columns over a part of the rows.
@@ -408,7 +408,7 @@ def norm_backward(
                 SCALE_IN_FP32=scale_in_fp32, BLOCK=block, num_warps=warps,
             )  # fmt: skip
             if need_dw:
-                _rms_norm_weight_gradient_kernel[(triton.cdiv(C, WIDE_ROW_COLUMNS), programs)](
+                _rms_norm_weight_gradient_kernel[(cdiv(C, WIDE_ROW_COLUMNS), programs)](
                     dy, h, statistics, partial, N, C,
                     SCALE_IN_FP32=scale_in_fp32, BLOCK=WIDE_ROW_COLUMNS, num_warps=4,
                 )  # fmt: skip

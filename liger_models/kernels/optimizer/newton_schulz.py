@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.kernels.dispatch import INTERPRET, TRITON_DTYPES, fitting_stages, on_device_of, tl, triton, use_triton
+from liger_models.kernels.tiles import cdiv
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -128,7 +129,7 @@ def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tenso
     x, out = x.contiguous(), x.new_empty(B, N, N)
     if out.numel():
         with on_device_of(x):
-            _symmetric_product_kernel[(triton.cdiv(N, BLOCK) ** 2, B)](
+            _symmetric_product_kernel[(cdiv(N, BLOCK) ** 2, B)](
                 x, out, N, K, float(alpha), float(beta), ADDS=bool(beta), BLOCK=BLOCK, BLOCK_K=BLOCK_K,
                 SPAN=SPAN if x.dtype == torch.float32 else 0,
                 num_warps=NUM_WARPS, num_stages=fitting_stages(x, STAGES, 2 * BLOCK * BLOCK_K * x.itemsize),

@@ -53,7 +53,7 @@ from liger_models.kernels.rope.rope import (
     tables,
     tiles,
 )
-from liger_models.kernels.tiles import contiguous_rows
+from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 
 def qk_norm_rope_reference(
@@ -221,17 +221,17 @@ def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | N
     constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
         # One program has all query heads or all key heads of a token, because the norm is over all of them.
-        rows = triton.next_power_of_2(num_heads)
+        rows = next_power_of_2(num_heads)
         warps = min(rows * 2 * constants["BLOCK"] // ELEMENTS_PER_WARP, MAX_WARPS)
         constants |= {"ROWS": rows, "num_warps": max(constants["num_warps"], warps)}
-    chunks = 2 if whole else triton.cdiv(num_heads + num_kv_heads, constants["ROWS"])
-    share = triton.cdiv(num_kv_heads, chunks)
+    chunks = 2 if whole else cdiv(num_heads + num_kv_heads, constants["ROWS"])
+    share = cdiv(num_kv_heads, chunks)
     return constants | {
         "G": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
         "CHUNKS": chunks,
         "SHARE": share,
-        "SHARE_ROWS": triton.next_power_of_2(share),
+        "SHARE_ROWS": next_power_of_2(share),
     }
 
 

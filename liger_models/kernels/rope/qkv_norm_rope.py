@@ -49,7 +49,7 @@ from liger_models.kernels.rope.rope import (
     tables,
     tiles,
 )
-from liger_models.kernels.tiles import contiguous_rows
+from liger_models.kernels.tiles import cdiv, contiguous_rows
 
 
 def qkv_norm_rope_reference(
@@ -210,7 +210,7 @@ def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
         "G": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
         "PARTS": (slots - num_heads) // num_kv_heads,
-        "CHUNKS": triton.cdiv(slots, constants["ROWS"]),
+        "CHUNKS": cdiv(slots, constants["ROWS"]),
     }
 
 

@@ -27,7 +27,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.tiles import contiguous_rows
+from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
@@ -245,13 +245,13 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
 def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
     """Return the constants of a launch over a token's heads, in which each program has BLOCK pairs of ROWS heads."""
     # The number of warps depends on the width of a head. A program has as many heads as its warps can hold.
-    block = triton.next_power_of_2(head_dim // 2)
+    block = next_power_of_2(head_dim // 2)
     warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
     return {
         "D": head_dim,
         "HALF": 0 if cos is None else cos.shape[-1],
         "BLOCK": block,
-        "ROWS": min(triton.next_power_of_2(heads), max(warps * ELEMENTS_PER_WARP // (2 * block), 1)),
+        "ROWS": min(next_power_of_2(heads), max(warps * ELEMENTS_PER_WARP // (2 * block), 1)),
         "num_warps": warps,
     }
 
@@ -265,7 +265,7 @@ def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved
     if y.numel():
         constants = tiles(H, D, cos)
         with on_device_of(x):
-            _rope_kernel[(B * T * triton.cdiv(H, constants["ROWS"]),)](
+            _rope_kernel[(B * T * cdiv(H, constants["ROWS"]),)](
                 x, y, cos, sin, T, *x.stride()[:3], table_b, table_t,
                 H=H, INTERLEAVED=interleaved, INVERSE=inverse, **constants, **overlap(x),
             )  # fmt: skip
@@ -285,7 +285,7 @@ def _launch_qkv(
     parts = [packed.unsqueeze(2) if part is None else part for part in (q, k, v)]
     if packed.numel():
         with on_device_of(packed):
-            _rope_qkv_kernel[(B * T * triton.cdiv(slots, constants["ROWS"]),)](
+            _rope_qkv_kernel[(B * T * cdiv(slots, constants["ROWS"]),)](
                 packed, *parts, cos, sin, T, *packed.stride()[:2],
                 *(stride for part in parts for stride in part.stride()[:3]), table_b, table_t,
                 G=num_kv_heads, GROUP=queries, INTERLEAVED=interleaved, BACKWARD=backward,

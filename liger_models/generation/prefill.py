@@ -1,0 +1,105 @@
+"""The forward of short prompts, which runs as a CUDA graph that is replayed for prompts of similar length.
+
+The host takes longer to launch the kernels of a short prompt than a GPU takes to run them. A graph needs one launch.
+Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. No token attends to the
+padding, which comes after it, and the cache does not store the padding. Batches that are padded on the left are not
+captured, because building their attention mask waits for the GPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import layers_of
+from liger_models.layers.paged_cache import PagedCache
+
+MOST_OPERATIONS = 1e13
+"""The most floating-point operations of a forward that is captured. An H100 takes about 20 ms for them, and the host
+takes about as long to launch a forward."""
+
+MOST_GRAPHS = 8
+"""Number of graphs of prompts that a step keeps."""
+
+SHORTEST = 16
+"""Prompts are padded to a multiple of at least this many tokens."""
+
+
+class PromptBatch:
+    """Prompts of one padded shape, and the tensors from which their forward reads them.
+
+    Args:
+        ids: [B, T] int64.
+        positions: [..., 1 or B, T] int64.
+        length: number of tokens per row to which the prompts are padded on the right.
+    """
+
+    def __init__(self, ids: Tensor, positions: Tensor, length: int) -> None:
+        T = ids.shape[1]
+        more = torch.arange(1, length - T + 1, device=ids.device)
+        self.ids = nn.functional.pad(ids, (0, length - T))
+        self.positions = torch.cat([positions, positions[..., -1:] + more], -1)
+        self.last = torch.full((1,), T - 1, dtype=torch.int64, device=ids.device)
+        """The column of each row's last token, [1] int64."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a forward reads."""
+        return [self.ids, self.positions, self.last]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a graph of the forward depends on, apart from values."""
+        return self.ids.shape, self.positions.shape
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, length] int64, which is 0 for the padding."""
+        B, length = self.ids.shape
+        return (torch.arange(length, device=self.ids.device) <= self.last).long().expand(B, length)
+
+    def logits(self, model: Decoder, cache: PagedCache) -> Tensor:
+        """Run the forward, and return the logits [B, V] of each row's last token."""
+        # Without the mask: causal attention does not see the padding.
+        out = model(self.ids, position_ids=self.positions, cache=cache, return_logits=False)
+        hidden: Tensor = out.hidden_states[-1].index_select(1, self.last)  # [B, 1, C]
+        logits: Tensor = model.lm_head(hidden)
+        return logits[:, 0]
+
+
+class PromptGraph:
+    """A captured forward of prompts.
+
+    Args:
+        graph: the graph.
+        batch: the prompts whose tensors the graph reads. Later prompts are copied into them.
+        slots: [B · length] int64, where the cache stores each token; the graph reads this tensor, too.
+        logits: [B, V], the result of the last replay.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, batch: PromptBatch, slots: Tensor, logits: Tensor) -> None:
+        self.graph, self.batch, self.slots, self.logits = graph, batch, slots, logits
+
+    def replay(self, batch: PromptBatch, slots: Tensor) -> Tensor:
+        """Run the graph for other prompts of the same shapes, and return their logits [B, V]."""
+        for ours, theirs in zip((*self.batch.tensors, self.slots), (*batch.tensors, slots), strict=True):
+            ours.copy_(theirs)
+        self.graph.replay()
+        return self.logits.clone()  # the next replay overwrites them
+
+
+def most_tokens(model: Decoder) -> int:
+    """Return how many tokens a captured forward of prompts may have; 0 if prompts must not be padded on the right.
+
+    Padding would change the states of recurrent layers, and rotary frequencies that depend on the length of a row.
+    """
+    if any(layer.recurrent or getattr(layer, "needs_lengths", False) for layer in layers_of(model)):
+        return 0
+    return int(MOST_OPERATIONS / (2 * sum(parameter.numel() for parameter in model.parameters())))
+
+
+def padded_length(T: int) -> int:
+    """Return the length to which prompts of T tokens are padded, which is at most about an eighth longer."""
+    unit = max(1 << max(T.bit_length() - 4, 0), SHORTEST)
+    return -(-T // unit) * unit
