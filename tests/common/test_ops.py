@@ -5,6 +5,7 @@ from typing import Annotated, Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_models.common.ops import Argument, Arguments, Op
 
@@ -156,3 +157,38 @@ def test_gradients_have_names_of_inputs():
     backward.__annotations__["return"] = Other
     with pytest.raises(ValueError, match="y"):
         op.differentiable(_save, backward)
+
+
+def test_only_calls_that_something_observes_go_through_the_dispatcher(monkeypatch):
+    """Autograd, modes, transforms, tensors without values and subclasses; a plain call runs the forward at once."""
+
+    class Subclass(Tensor):
+        pass
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    def is_dispatched(x):
+        dispatched.clear()
+        weight = norm.weight.to(x.device)
+        outputs = op(Product(x, Norm(weight, norm.eps), False))
+        assert outputs.kept is None
+        return bool(dispatched)
+
+    names, dispatched = [], []
+    run, norm, x = op.run, Norm(torch.ones(4), 0.5), torch.randn(3, 4)
+    monkeypatch.setattr(op, "run", lambda *arguments: dispatched.append(True) or run(*arguments))
+    assert is_dispatched(x)
+    with torch.no_grad():
+        assert not is_dispatched(x)
+        assert is_dispatched(x.to("meta"))
+        assert is_dispatched(x.as_subclass(Subclass))
+        with Names():
+            assert is_dispatched(x)
+        assert "liger_models::product_of_the_tests" in names
+        torch.func.vmap(lambda x: is_dispatched(x) and x)(x[None])
+        assert dispatched
+    with torch.inference_mode():
+        assert not is_dispatched(x)

@@ -454,7 +454,7 @@ def test_prompts_that_padding_would_change_are_not_captured():
     assert most("llama", "gqa") > 2**20
     assert most("qwen3_next", next(iter(tiny("qwen3_next")))) == 0
     assert most("phi3", "longrope-partial") == 0
-    dynamic = replace(CONFIG, rope_scaling=DynamicScaling(2.0))
+    dynamic = replace(CONFIG, rope_scaling=DynamicScaling(factor=2.0))
     assert most_tokens(LigerLlama.from_config(dynamic, device="meta")) == 0
 
 
