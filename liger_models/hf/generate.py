@@ -30,7 +30,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import is_traced
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.eval_mode import evaluating
-from liger_models.generation.loop import run_steps, steps_ahead
+from liger_models.generation.loop import STEPS_AHEAD, run_steps
 from liger_models.generation.options import UNFILTERED, Settings
 from liger_models.generation.prompts import check_ids
 from liger_models.generation.rows import Step
@@ -38,7 +38,7 @@ from liger_models.hf.cache import LigerCache
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.linear import is_sharded
-from liger_models.layers.recompute import is_compiled, is_hooked
+from liger_models.layers.recompute import is_compiled
 
 logger = logging.get_logger(__name__)
 
@@ -48,8 +48,14 @@ STEPS_PER_CHECK = 8
 A criterion usually reads tokens on the host, which has to wait for all steps that were launched.
 """
 
-METHODS = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""Methods that the loop of transformers calls for each token and that the engine does not call."""
+METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""Methods, in addition to the forward, that the loop of transformers calls for each token and the engine does not."""
+
+WRAPPERS = ("accelerate.utils.operations", "torch.amp.autocast_mode", "trl.trainer.utils")
+"""Modules whose functions trainers put around the forward.
+
+Accelerate casts in the forward, where the engine computes in the dtype of the weights, and TRL adds a loss.
+"""
 
 KNOWN = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria, criteria.MaxTimeCriteria)
 """Stopping criteria that are not asked about every token."""
@@ -74,7 +80,7 @@ class EngineGeneration(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        reason = fallback_reason(self, input_ids, generation_config, synced_gpus, model_kwargs)
+        reason = fallback_reason(self, input_ids, generation_config, stopping_criteria, synced_gpus, model_kwargs)
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, LigerCache):
             cache.is_unused = False
@@ -87,7 +93,7 @@ class EngineGeneration(GenerationMixin):
 
 
 def fallback_reason(
-    model: Any, input_ids: Tensor, config: Any, synced_gpus: bool, inputs: dict[str, Any]
+    model: Any, input_ids: Tensor, config: Any, stopping_criteria: Any, synced_gpus: bool, inputs: dict[str, Any]
 ) -> str | None:
     """Return why the loop of transformers must run instead of the engine; None if the engine can run.
 
@@ -95,6 +101,7 @@ def fallback_reason(
         model: a model of `liger_models.hf`.
         input_ids: [B, T] integers.
         config: the generation config of the call.
+        stopping_criteria: the ``StoppingCriteriaList`` of the call.
         synced_gpus: whether all ranks must run the same number of forwards.
         inputs: the other arguments of ``_sample``, which are passed to the forward.
     """
@@ -104,6 +111,9 @@ def fallback_reason(
     for name in ("is_assistant", "output_attentions", "output_hidden_states", "prefill_chunk_size"):
         if getattr(config, name, None):
             return name
+
+    if stopping_criteria.max_length is None:
+        return "stopping_criteria without a maximum length"
 
     # Inputs that the engine does not take.
     decoder: CausalLM = model.model.decoder
@@ -126,8 +136,11 @@ def fallback_reason(
 
     # Code that the engine would not run: replaced methods, and hooks of the two outer modules.
     for module in (model, model.model):
-        if is_compiled(module) or (is_hooked(module) and not _is_replaceable(module)):
-            return f"hooks, compilation or a replaced forward of {type(module).__name__}"
+        hooks = (hook for registry in _registries(module) for hook in registry.values())
+        if not all(getattr(hook, "only_checks", False) or getattr(hook, "only_prepares", False) for hook in hooks):
+            return f"hooks of {type(module).__name__}"
+        if is_compiled(module) or not _is_usual(module.forward):
+            return f"a replaced or compiled forward of {type(module).__name__}"
     for name in METHODS:
         owner = inspect.unwrap(getattr(model, name)).__module__
         if not owner.startswith(("liger_models.hf.", "transformers.generation.")):
@@ -140,20 +153,21 @@ def fallback_reason(
     return "parameters on the meta device" if decoder.device.type == "meta" else None
 
 
-def _is_replaceable(module: nn.Module) -> bool:
-    """Whether the hooks and the replaced forward of a module do nothing that the engine must repeat for each token.
+def _registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
-    Hooks with an attribute ``only_prepares`` change the modules of the model, and need to run only once. Accelerate
-    replaces the forward by one that runs under autocast; the engine computes in the dtype of the parameters instead.
-    """
-    registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    names = ("only_checks", "only_prepares")
-    hooks = (hook for registry in registries for hook in registry.values())
-    forward = vars(module).get("forward")
-    is_usual = forward is None or (
-        "_original_forward" in vars(module) and getattr(forward, "__module__", "").startswith("accelerate.utils.")
-    )
-    return is_usual and all(any(getattr(hook, name, False) for name in names) for hook in hooks)
+
+def _is_usual(forward: Any) -> bool:
+    """Whether a forward is one of `liger_models.hf`, perhaps inside the functions that trainers put around it."""
+    while True:
+        function = getattr(forward, "__func__", forward)
+        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if module not in WRAPPERS:
+            return bool(module.startswith("liger_models.hf."))
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
+        # TRL's function wraps the forward of the class, and calls that of the object.
+        forward = cells["original_forward"].cell_contents if "original_forward" in cells else function.__wrapped__
 
 
 def _run(
@@ -181,6 +195,11 @@ def _run(
     new = min(criterion.max_length for criterion in lengths) - ids.shape[1]
     eos = [token for criterion in stops for token in criterion.eos_token_id.tolist()]
     pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    if pads and config._pad_token_tensor is None:
+        raise ValueError(
+            "generate: pad_token_id must be given with a stopping criterion that has stop tokens, got None. Pass "
+            "the token that fills rows after their end."
+        )
     pad = int(config._pad_token_tensor) if pads else None
 
     positions, is_usual = _positions(decoder, ids, mask, new, pixels, inputs.get("position_ids"))
@@ -200,6 +219,8 @@ def _run(
     output = Output(ids, new, pad, others, limits, streamer, keeps_scores=bool(config.output_scores and records))
     every = STEPS_PER_CHECK if ids.device.type in ACCELERATORS and streamer is None else 1
     first = slice(None, None, repeats)
+    # A user's processor or a streamer would notice further steps after the end.
+    is_noticed = streamer is not None or not all(map(_is_from_transformers, logits_processor))
     steps = run_steps(
         decoder,
         ids[first],
@@ -208,7 +229,7 @@ def _run(
         pixels,
         positions=positions if positions is None or positions.shape[-2] == 1 else positions[..., first, :],
         returns_logits=records,
-        ahead=0 if streamer is not None else steps_ahead(ids.device, settings),
+        ahead=0 if is_noticed or ids.device.type not in ACCELERATORS else STEPS_AHEAD,
     )
     with closing(steps):
         for step in steps:
@@ -309,6 +330,10 @@ class Output:
         if self.is_checked:
             return self.ids[:, : self.prompts.shape[1] + self.length].contiguous()
         return torch.cat([self.prompts, torch.stack([step.tokens for step in self.steps], 1)], 1)
+
+
+def _is_from_transformers(value: Any) -> bool:
+    return type(value).__module__.startswith("transformers.")
 
 
 def _settings(**options: Any) -> Settings:

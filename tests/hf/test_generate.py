@@ -21,15 +21,6 @@ T = 12
 
 
 @pytest.fixture
-def reasons(monkeypatch):
-    """The result of `fallback_reason` in each call of ``generate``."""
-    found = []
-    original = generate.fallback_reason
-    monkeypatch.setattr("liger_models.hf.generate.fallback_reason", lambda *x: found.append(original(*x)) or found[-1])
-    return found
-
-
-@pytest.fixture
 def deferred(monkeypatch):
     """On the CPU, too, criteria are asked after several steps."""
     monkeypatch.setattr("liger_models.hf.generate.ACCELERATORS", ("cpu",))
@@ -384,8 +375,8 @@ FALLBACKS = {
     "synced_gpus": (None, lambda ids: {"synced_gpus": True}),
     "the argument inputs_embeds": (None, lambda ids: {"inputs_embeds": torch.ones(2, T, 64)}),
     "an attention_mask with other padding": (None, lambda ids: {"attention_mask": with_padding_inside(ids)}),
-    "replaced forward of LigerModel": (hooked, lambda ids: {}),
-    "replaced forward of LlamaForCausalLM": (replaced, lambda ids: {}),
+    "hooks of LigerModel": (hooked, lambda ids: {}),
+    "a replaced or compiled forward of LlamaForCausalLM": (replaced, lambda ids: {}),
     "prepare_inputs_for_generation of": (replaced_in_a_class, lambda ids: {}),
 }
 
@@ -491,20 +482,22 @@ def test_training_between_two_calls(hf, reasons):
 
 @llama
 def test_models_in_mixed_precision(hf, reasons):
-    """Trainers of TRL generate with a model whose forward Accelerate has wrapped."""
+    """Trainers of TRL generate with a model whose forward has a loss of TRL and the casts of Accelerate around it."""
     accelerate = pytest.importorskip("accelerate")
+    trl = pytest.importorskip("trl.trainer.utils")
     ours = copy.deepcopy(hf[-1])
     without_eos(ours)
     ids = tokens("llama", "gqa", 2, T)
     options = {"max_new_tokens": 6, "do_sample": False}
     want = ours.generate(ids, **options)
+    trl.add_fused_lm_head(ours)
     prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(ours)
     assert "forward" in vars(prepared)
     assert torch.equal(prepared.generate(ids, **options), want)
     replaced(prepared)
     prepared.generate(ids, **options)
     assert reasons[:2] == [None, None]
-    assert "replaced forward" in reasons[2]
+    assert "a replaced or compiled forward" in reasons[2]
 
 
 @llama
