@@ -21,6 +21,7 @@ from liger_models.generation.rows import Rows, Step
 from liger_models.generation.speculation import speculate
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.recompute import run_preparing_hooks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -187,6 +188,7 @@ def run_steps(
         returns_logits: whether each step has its logits.
         ahead: number of steps to launch before the host reads whether every row has ended.
     """
+    run_preparing_hooks(model)
     T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
     if positions is None:

@@ -38,7 +38,7 @@ from liger_models.hf.cache import LigerCache
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.linear import is_sharded
-from liger_models.layers.recompute import is_compiled
+from liger_models.layers.recompute import has_hooks, is_compiled
 
 logger = logging.get_logger(__name__)
 
@@ -136,8 +136,7 @@ def fallback_reason(
 
     # Code that the engine would not run: replaced methods, and hooks of the two outer modules.
     for module in (model, model.model):
-        hooks = (hook for registry in _registries(module) for hook in registry.values())
-        if not all(getattr(hook, "only_checks", False) or getattr(hook, "only_prepares", False) for hook in hooks):
+        if has_hooks(module, ignored=("only_checks", "only_prepares")):
             return f"hooks of {type(module).__name__}"
         if is_compiled(module) or not _is_usual(module.forward):
             return f"a replaced or compiled forward of {type(module).__name__}"
@@ -151,10 +150,6 @@ def fallback_reason(
     if decoder.groups != ParallelGroups() or any(is_sharded(x) or hasattr(x, "ds_id") for x in shards):
         return "sharded parameters"
     return "parameters on the meta device" if decoder.device.type == "meta" else None
-
-
-def _registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _is_usual(forward: Any) -> bool:
@@ -175,9 +170,6 @@ def _run(
     inputs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Generate with the engine. The arguments and the result are those of ``_sample``."""
-    for hook in model._forward_pre_hooks.values():
-        if getattr(hook, "only_prepares", False):
-            hook(model, ())
     model.model.apply_edits()
     decoder: CausalLM = model.model.decoder
     ids = check_ids(decoder, input_ids)

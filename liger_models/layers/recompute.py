@@ -19,9 +19,25 @@ def is_hooked(module: nn.Module) -> bool:
 
     Hooks whose attribute ``only_checks`` is True are not counted, because they can only raise errors.
     """
+    return "forward" in vars(module) or has_hooks(module)
+
+
+def has_hooks(module: nn.Module, ignored: tuple[str, ...] = ("only_checks",)) -> bool:
+    """Whether a module has hooks other than those with one of the attributes ``ignored``."""
     registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     hooks = (hook for registry in registries for hook in registry.values())
-    return "forward" in vars(module) or not all(getattr(hook, "only_checks", False) for hook in hooks)
+    return any(not any(getattr(hook, name, False) for name in ignored) for hook in hooks)
+
+
+def run_preparing_hooks(module: nn.Module) -> None:
+    """Run the hooks of a module that have the attribute ``only_prepares``.
+
+    Such a hook changes the tree of modules before a forward, and does nothing if the tree has not changed since. A
+    captured graph therefore need not repeat the hook.
+    """
+    for hook in module._forward_pre_hooks.values():
+        if getattr(hook, "only_prepares", False):
+            hook(module, ())
 
 
 def repeats() -> bool | None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from liger_models.adapters import unpack_projections
+from liger_models.generation import graphs
+from liger_models.layers import recompute
 
 from ..arch.families import FIRST_CASES, LIMIT, error, tokens
 from ..late import Late, transformers
@@ -481,7 +483,7 @@ def test_training_between_two_calls(hf, reasons):
 
 
 @llama
-def test_models_in_mixed_precision(hf, reasons):
+def test_models_in_mixed_precision(hf, reasons, monkeypatch):
     """Trainers of TRL generate with a model whose forward has a loss of TRL and the casts of Accelerate around it."""
     accelerate = pytest.importorskip("accelerate")
     trl = pytest.importorskip("trl.trainer.utils")
@@ -491,6 +493,8 @@ def test_models_in_mixed_precision(hf, reasons):
     options = {"max_new_tokens": 6, "do_sample": False}
     want = ours.generate(ids, **options)
     trl.add_fused_lm_head(ours)
+    for state in (accelerate.state.AcceleratorState, accelerate.state.PartialState):  # not that of other tests
+        monkeypatch.setattr(state, "_shared_state", {})
     prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(ours)
     assert "forward" in vars(prepared)
     assert torch.equal(prepared.generate(ids, **options), want)
@@ -525,6 +529,36 @@ def test_adapters_of_peft(hf, reasons, tmp_path):
     assert torch.equal(adapted.eval().generate(**options), want)
     assert torch.equal(adapted.merge_and_unload().generate(**options), want)
     assert reasons == [None] * 4
+
+
+@llama
+def test_steps_with_adapters_of_peft_are_captured(hf, monkeypatch):
+    """The hook that puts PEFT's modules into the model runs once before the steps. Other hooks prevent graphs."""
+    peft = pytest.importorskip("peft")
+    ours = hf[-1]
+    decoder = ours.model.decoder
+    monkeypatch.setattr(graphs, "use_triton", lambda _: True)
+    monkeypatch.setattr(type(decoder), "device", torch.device("cuda"))
+    assert graphs.can_capture(decoder)
+    adapted = peft.get_peft_model(
+        unpack_projections(ours), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    assert graphs.can_capture(decoder)
+    before = graphs.state_of(decoder)
+    assert before == graphs.state_of(decoder)
+    with adapted.disable_adapter():
+        assert before != graphs.state_of(decoder)
+    assert before == graphs.state_of(decoder)
+
+    # A module of the tree that PEFT replaces without notice.
+    mlp = adapted.base_model.model.get_submodule("model.layers.0.mlp")
+    layer = mlp.down_proj
+    mlp.down_proj = layer.base_layer
+    recompute.run_preparing_hooks(decoder)
+    assert before != graphs.state_of(decoder)
+    assert not any(module is layer for module in decoder.modules())
+    decoder.layers[0].register_forward_hook(lambda *_: None)
+    assert not graphs.can_capture(decoder)
 
 
 @llama
