@@ -2,15 +2,16 @@
 
 ``generate`` of transformers reads the generation config, checks all arguments, and makes the list of logits processors
 and the list of stopping criteria. For greedy decoding and sampling it then calls ``_sample``, which is the loop over
-the new tokens. `EngineGeneration` replaces this loop by the engine. If `fallback_reason` returns a reason, the loop of
-transformers runs.
+the new tokens. `EngineGenerationMixin` replaces this loop by the engine. If `fallback_reason` returns a reason, the
+loop of transformers runs.
 
-The options in the lists are converted to options of the engine. A list with any other logits processor, or in another
-order, is called as a whole by the engine, after each step. The engine knows the criteria for the length and for stop
-tokens; it calls the others after several steps, and discards the tokens after the one at which generation should have
-ended.
+The engine has an equal option for most logits processors (`OPTIONS`). If a list has any other processor, or another
+order, the engine calls the whole list after each step. The engine knows the criteria for the length and for stop
+tokens. It asks all other criteria about each token, but only after several steps, and discards the tokens after the one
+at which generation should have ended.
 """
 
+import functools
 import inspect
 import itertools
 import math
@@ -67,7 +68,7 @@ UNREAD = {
 """Arguments that `fallback_reason` need not refuse, in addition to the pixels of the family."""
 
 
-class EngineGeneration(GenerationMixin):
+class EngineGenerationMixin(GenerationMixin):
     """Makes the engine generate the tokens of ``generate`` wherever `fallback_reason` allows it."""
 
     def _sample(
@@ -86,10 +87,24 @@ class EngineGeneration(GenerationMixin):
             cache.is_unused = False
         if reason is None:
             return _run(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-        logger.debug(f"generate: the loop of transformers runs, because of {reason}.")
+        _report(reason)
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
         )
+
+    @functools.wraps(GenerationMixin._beam_search)
+    def _beam_search(self, *args: Any, **options: Any) -> Any:
+        _report("num_beams")
+        return super()._beam_search(*args, **options)
+
+    @functools.wraps(GenerationMixin._assisted_decoding)
+    def _assisted_decoding(self, *args: Any, **options: Any) -> Any:
+        _report("drafts of an assistant")
+        return super()._assisted_decoding(*args, **options)
+
+
+def _report(reason: str) -> None:
+    logger.debug(f"generate: the loop of transformers runs, because of {reason}.")
 
 
 def fallback_reason(
@@ -219,7 +234,7 @@ def _run(
         None if mask is None else mask[first],
         settings,
         pixels,
-        positions=positions if positions is None or positions.shape[-2] == 1 else positions[..., first, :],
+        positions=positions[..., first, :] if positions.shape[-2] > 1 else positions,
         returns_logits=records,
         ahead=0 if is_noticed or ids.device.type not in ACCELERATORS else STEPS_AHEAD,
     )
@@ -339,21 +354,21 @@ def _settings(**options: Any) -> Settings:
 
 def _positions(
     decoder: CausalLM, ids: Tensor, mask: Tensor | None, new: int, pixels: dict[str, Any], given: Tensor | None
-) -> tuple[Tensor | None, bool]:
+) -> tuple[Tensor, bool]:
     """Return the positions of prompts and new tokens, and whether they are the ones that the decoder would choose."""
     usual = decoder.prompt_positions(ids, mask, new, pixels)
     if given is None:
         return usual, True
     T = ids.shape[1]
     given = given.to(ids.device)
-    if given.dim() == usual.dim() and torch.equal(given, usual[..., :T].expand_as(given)):
+    if given.dim() == usual.dim() and torch.equal(*torch.broadcast_tensors(given, usual[..., :T])):
         return usual, True
     following = given[..., -1:] + 1 + torch.arange(new, device=given.device)
     return torch.cat([given, following], -1), False
 
 
 def _filling(
-    decoder: CausalLM, ids: Tensor, mask: Tensor | None, positions: Tensor | None, pixels: dict[str, Any]
+    decoder: CausalLM, ids: Tensor, mask: Tensor | None, positions: Tensor, pixels: dict[str, Any]
 ) -> Callable[[], DecodeCache]:
     """Return a function that computes the cache of tokens [B, S]; the mask is that of the prompts."""
 
@@ -363,7 +378,7 @@ def _filling(
         with torch.no_grad(), evaluating(list(decoder.modules())):
             decoder(
                 ids.to(decoder.device), attention_mask=padded, cache=cache, return_logits=False,
-                position_ids=None if positions is None else positions[..., :S], **pixels,
+                position_ids=positions[..., :S], **pixels,
             )  # fmt: skip
         return cache
 

@@ -24,7 +24,7 @@ from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
 from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
-from liger_models.hf.generate import EngineGeneration
+from liger_models.hf.generate import EngineGenerationMixin
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.layer import Layer, layers_of
@@ -467,7 +467,7 @@ def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
     return attention_mask
 
 
-class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGeneration):
+class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
     """A language model with its head; `liger_models.hf` has a derived class for each model type.
 
     Args:

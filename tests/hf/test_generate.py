@@ -412,14 +412,33 @@ def test_when_the_loop_of_transformers_runs(hf, reason, reasons, monkeypatch):
 
 
 @llama
+def test_other_ways_of_generating_are_reported(hf, reasons, monkeypatch):
+    ours = hf[-1]
+    without_eos(ours)
+    ids, lines = tokens("llama", "gqa", 1, T), []
+    monkeypatch.setattr(generate.logger, "debug", lines.append)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    ours.generate(ids, num_beams=2, **options)
+    want = ours.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, prompt_lookup_num_tokens=2, **options), want)
+    assert torch.equal(ours.generate(ids, assistant_model=copy.deepcopy(ours), **options), want)
+    assert [line.partition("because of ")[2] for line in lines][:2] == ["num_beams.", "drafts of an assistant."]
+    assert {line.partition("because of ")[2] for line in lines[2:]} == {"drafts of an assistant.", "is_assistant."}
+    ours.generation_config.pad_token_id = None
+    with pytest.raises(ValueError, match="pad_token_id must be given with a stopping criterion that has stop tokens"):
+        ours.generate(ids, stopping_criteria=[transformers.EosTokenCriteria(5)], **options)
+
+
+@llama
 def test_positions_of_the_caller(hf, reasons):
     arch, variant, theirs, ours = hf
     without_eos(theirs, ours)
     ids = tokens(arch, variant, 2, T)
     positions = torch.arange(T).expand(2, T) + torch.tensor([[0], [5]])
-    options = {"position_ids": positions, "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
-    assert reasons == [None]
+    for chosen in ({"position_ids": positions}, {"position_ids": positions[1:], "attention_mask": padded(ids)}):
+        options = {"max_new_tokens": 6, "do_sample": False} | chosen
+        assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
+    assert reasons == [None, None]
 
 
 def test_equal_prompts_are_computed_once():
