@@ -365,6 +365,8 @@ class UnpackedModel(Node):
     def _before_forward(self, *_: Any) -> None:
         self.sync()
 
+    _before_forward.only_prepares = True  # type: ignore[attr-defined]  # see `run_preparing_hooks`
+
     def _check_config(self, config: Any) -> None:
         """Raise ValueError for settings that PEFT would silently ignore."""
         # Targets must not match parameters that can't have adapters.

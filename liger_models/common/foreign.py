@@ -47,7 +47,7 @@ _FOUR_BITS = "Load the model, add adapters with apply_lora if it is to be traine
 _SHARD = "To spread a model over GPUs, pass shard=apply_fsdp on all ranks."
 _KERNELS = "Pass kernels=KernelOptions(...), which has a field of this name; its swiglu is for GeGLU, too."
 _CACHE = "Pass cache=DecodeCache(tokens); without it generate makes its own cache."
-_GENERATE = "The models of liger_models.hf have transformers' own generate."
+_GENERATE = "The models of liger_models.hf have all arguments of transformers' generate."
 _OUTPUT = "Pass return_logprobs=True, or call the model on the tokens that generate returned."
 
 FOREIGN = {

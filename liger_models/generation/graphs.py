@@ -31,7 +31,7 @@ from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.layer import modules_of
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.paged_cache import PagedCache
-from liger_models.layers.recompute import is_compiled, is_hooked
+from liger_models.layers.recompute import has_hooks, is_compiled
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
@@ -333,8 +333,12 @@ def can_capture(model: Decoder) -> bool:
     """Whether steps of a model run as CUDA graphs.
 
     The model must be on one GPU, or sharded by `apply_tp`, in which case the all-reduces are captured, too. There must
-    be no hooks, no compiled modules and no autocast.
+    be no compiled modules, no autocast, and no hooks except those of `run_preparing_hooks`, which must have run.
     """
+
+    def is_changed(module: nn.Module) -> bool:
+        return "forward" in vars(module) or has_hooks(module, ignored=("only_checks", "only_prepares"))
+
     # A hook would run only once, during the capture, and a compiled module may launch kernels in other ways.
     device, tensor, modules = model.device.type, model.groups.tensor, modules_of(model)
     parameters = (weight for module in modules for weight in module._parameters.values() if weight is not None)
@@ -343,7 +347,7 @@ def can_capture(model: Decoder) -> bool:
         and use_triton(model.embed_tokens.weight)
         and not torch.is_autocast_enabled(device)  # the casted weights are freed when autocast ends
         and model.groups == ParallelGroups(tensor=tensor)
-        and not any(is_hooked(module) or is_compiled(module) for module in modules)
+        and not any(is_changed(module) or is_compiled(module) for module in modules)
         and (tensor is not None or not any(map(is_sharded, parameters)))
     )
 

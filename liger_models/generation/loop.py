@@ -5,7 +5,7 @@ counts as a part of a repeated sequence of tokens.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -22,6 +22,7 @@ from liger_models.generation.speculation import speculate
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import modules_of
+from liger_models.layers.recompute import run_preparing_hooks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,9 +104,10 @@ def generate(
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
     inputs = select_inputs(model, options)
+    computed: Iterator[Step]
     if settings.draft_model is None:
         ahead = steps_ahead(model.device, settings)
-        computed = _steps(model, ids, mask, settings, inputs, logprobs=return_logprobs, ahead=ahead)
+        computed = run_steps(model, ids, mask, settings, inputs, logprobs=return_logprobs, ahead=ahead)
     else:
         computed = speculate(model, ids, mask, settings, inputs, logprobs=return_logprobs)
 
@@ -142,7 +144,7 @@ def stream(
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    run = _steps if settings.draft_model is None else speculate
+    run = run_steps if settings.draft_model is None else speculate
     return _tokens(model, settings, run(model, ids, mask, settings, select_inputs(model, options)))
 
 
@@ -163,28 +165,35 @@ def steps_ahead(device: torch.device, settings: Settings) -> int:
 
 
 @torch.no_grad()
-def _steps(
+def run_steps(
     model: Decoder,
     prompts: Tensor,
     mask: Tensor | None,
     settings: Settings,
     inputs: dict[str, Any],
     *,
+    positions: Tensor | None = None,
     logprobs: bool = False,
+    returns_logits: bool = False,
     ahead: int = 0,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Yield the new tokens of each step, until every row has ended.
 
     Args:
         prompts: [B, T] int64.
         mask: [B, T] int64, which is 0 for padding; None for no padding.
         inputs: inputs of the model that belong to the prompts, in addition to the tokens.
+        positions: the positions of the prompts and of the new tokens, if they are not those of
+            `Decoder.prompt_positions`, which describes their shape.
         logprobs: whether to compute log-probabilities.
+        returns_logits: whether each step has its logits.
         ahead: number of steps to launch before the host reads whether every row has ended.
     """
+    run_preparing_hooks(model)
     T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
-    positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
+    if positions is None:
+        positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
 
     # Repeat each prompt for its rows. Without a cache, images are computed for every row.
     if repeats > 1:
@@ -195,7 +204,7 @@ def _steps(
         mask = None if mask is None else mask.repeat_interleave(repeats, 0)
         positions = positions.repeat_interleave(repeats, -2) if positions.shape[-2] > 1 else positions
 
-    rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
+    rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs, returns_logits=returns_logits)
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
 

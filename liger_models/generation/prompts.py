@@ -21,7 +21,7 @@ def batch_prompts(
 
     The mask is None if there is no padding.
     """
-    device, vocab = model.device, model.embed_tokens.num_embeddings  # placeholders may lie beyond the head's vocabulary
+    device = model.device
     prompts = torch.as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # from NumPy
     if isinstance(prompts, Tensor):
         ids = prompts[None] if prompts.dim() == 1 else prompts
@@ -31,19 +31,7 @@ def batch_prompts(
             raise ValueError("generate: attention_mask needs a tensor of prompts; a list is padded here.")
         ids, mask = _pad(prompts, settings.pad_token_id or 0)
 
-    # Check and pad the ids.
-    if ids.dim() != 2:
-        raise ValueError(f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
-    if ids.numel() == 0:
-        raise ValueError(f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-        raise ValueError(f"generate: input_ids must be integers, got {ids.dtype}.")
-    ids = ids.to(device, torch.int64)
-    low, high = (int(bound) for bound in ids.aminmax())
-    if not (low >= 0 and high < vocab):
-        raise ValueError(
-            f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
-        )
+    ids = check_ids(model, ids)
 
     # Check options that depend on the size of the batch.
     rows = len(ids) * settings.num_return_sequences
@@ -76,6 +64,28 @@ def batch_prompts(
             "a list of prompts, or pass an attention_mask if the padding tokens are meant."
         )
     return ids, None if bool(mask.all()) else mask
+
+
+def check_ids(model: Decoder, ids: Tensor) -> Tensor:
+    """Return the ids of prompts on the model's device, [B, T] int64. Synchronizes with the device.
+
+    Raises:
+        ValueError: ``ids`` is not [B, T], has no tokens, or has others than the model's.
+    """
+    vocab = model.embed_tokens.num_embeddings  # placeholders may lie beyond the head's vocabulary
+    if ids.dim() != 2:
+        raise ValueError(f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
+    if ids.numel() == 0:
+        raise ValueError(f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise ValueError(f"generate: input_ids must be integers, got {ids.dtype}.")
+    ids = ids.to(model.device, torch.int64)
+    low, high = (int(bound) for bound in ids.aminmax())
+    if not (low >= 0 and high < vocab):
+        raise ValueError(
+            f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
+        )
+    return ids
 
 
 def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:

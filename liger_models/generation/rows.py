@@ -20,11 +20,16 @@ class Step(NamedTuple):
         tokens: [B] int64, the new token of each row, or padding if the row has ended before this step.
         ended: [B] bool, whether each row has ended in this step or before.
         logprobs: [B] fp32, the log-probabilities of the tokens, with 0 for padding; None if they were not computed.
+        logits: [B, V] fp32, the logits of the model; None if they were not requested.
+        scores: [B, V] fp32, the logits after all options were applied to them, with −∞ for tokens that could not be
+            chosen; None if they were not requested.
     """
 
     tokens: Tensor
     ended: Tensor
     logprobs: Tensor | None
+    logits: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class Rows:
@@ -36,6 +41,7 @@ class Rows:
         settings: the options.
         vocab_size: V of the logits.
         logprobs: whether to compute the log-probabilities of new tokens.
+        returns_logits: whether each step has its logits.
 
     Attributes:
         ids: [B, T + max_new_tokens] int64, which is filled step by step.
@@ -44,14 +50,21 @@ class Rows:
     """
 
     def __init__(
-        self, prompts: Tensor, mask: Tensor | None, settings: Settings, vocab_size: int, *, logprobs: bool = False
+        self,
+        prompts: Tensor,
+        mask: Tensor | None,
+        settings: Settings,
+        vocab_size: int,
+        *,
+        logprobs: bool = False,
+        returns_logits: bool = False,
     ) -> None:
         (B, T), device = prompts.shape, prompts.device
         room = (0, settings.max_new_tokens)
         self.ids = self.context = nn.functional.pad(prompts, room)
         if mask is not None:
             self.context = nn.functional.pad(prompts.masked_fill(mask == 0, -1), room)
-        self.length, self.logprobs = T, logprobs
+        self.length, self.logprobs, self.returns_logits = T, logprobs, returns_logits
         self.sampler = Sampler(settings, prompts, vocab_size)
         self.stops = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device)
         self.strings = settings.stop_strings
@@ -62,8 +75,10 @@ class Rows:
     def step(self, logits: Tensor) -> Step:
         """Choose and append the next tokens from logits [B, V]."""
         end, logits = self.length, logits.float()
-        scores = logits.clone() if self.logprobs else logits  # a logits processor may overwrite the logits
-        tokens = self.sampler(self.ids[:, :end], self.context[:, :end], scores)  # [B]
+        is_kept = self.logprobs or self.returns_logits
+        scores = logits.clone() if is_kept else logits  # a logits processor may overwrite the logits
+        scores = self.sampler.scores(self.ids[:, :end], self.context[:, :end], scores)
+        tokens = self.sampler.choose(scores, end - self.sampler.prompt_length)  # [B]
         log_probs = None
         if self.logprobs:
             log_probs = log_probs_of(logits, tokens).masked_fill(self.ended, 0)
@@ -77,7 +92,8 @@ class Rows:
         self.length += 1
         if self.strings is not None:
             self._find(self.strings)
-        return Step(tokens, self.ended, log_probs)
+        returned = (logits, scores) if self.returns_logits else ()
+        return Step(tokens, self.ended, log_probs, *returned)
 
     def put(self, tokens: Tensor, column: int) -> None:
         """Write tokens [B] into a column."""

@@ -42,7 +42,11 @@ class Sampler:
             context: like ``ids``, but with −1 for padding.
             logits: [B, V] fp32.
         """
-        return self.draw(self.process(ids, context, logits), ids.shape[1] - self.prompt_length)
+        return self.choose(self.scores(ids, context, logits), ids.shape[1] - self.prompt_length)
+
+    def scores(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
+        """Apply all options to logits [B, V] fp32. The arguments are those of a call."""
+        return self.restrict(self.process(ids, context, logits))
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
         """Apply the options that also affect greedy decoding to logits [B, V]."""
@@ -78,9 +82,13 @@ class Sampler:
             logits: [B, V], the result of `process`.
             step: number of new tokens so far: one number for all rows, or [B] int64.
         """
+        return self.choose(self.restrict(logits), step)
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """Apply the options that only affect sampling to logits [B, V], the result of `process`."""
         settings = self.settings
         if not settings.do_sample:
-            return logits.argmax(1)
+            return logits
         logits = logits.float()
 
         # Apply the temperature, and then the filters. Each filter sets some logits to −∞ and leaves all others
@@ -102,6 +110,18 @@ class Sampler:
             logits = keep_epsilon(logits, settings.epsilon_cutoff)
         if settings.eta_cutoff > 0:
             logits = keep_eta(logits, settings.eta_cutoff)
+        return logits
+
+    def choose(self, logits: Tensor, step: int | Tensor) -> Tensor:
+        """Return the next tokens, [B] int64.
+
+        Args:
+            logits: [B, V], the result of `restrict`.
+            step: as for `draw`.
+        """
+        settings = self.settings
+        if not settings.do_sample:
+            return logits.argmax(1)
 
         # Draw a token, as the argmax of seeded scores or with the generator.
         if self.seeds is not None:

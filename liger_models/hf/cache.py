@@ -1,6 +1,7 @@
 """The decode cache under the cache interface of transformers, so that transformers' ``generate`` can use it."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +20,28 @@ class LigerCache(Cache):
     """The ``past_key_values`` that a model returns, and that the caller passes back with the next tokens.
 
     Attributes:
-        decode: the cache of the model's layers.
         given: the transformers cache that the caller has passed, to which the new tokens are added after the forward;
             None if the caller has passed none.
+        is_unused: whether ``generate`` has made the cache and has not started to use it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_unused: bool = False) -> None:
         super().__init__(layers=[])
-        self.decode = DecodeCache()
+        self._decode = DecodeCache()
+        self._fill: Callable[[], DecodeCache] | None = None
         self.given: Cache | None = None
+        self.is_unused = is_unused
+
+    @property
+    def decode(self) -> DecodeCache:
+        """The cache of the model's layers."""
+        if self._fill is not None:
+            self._decode, self._fill = self._fill(), None
+        return self._decode
+
+    def fill_later(self, fill: Callable[[], DecodeCache]) -> None:
+        """Fill the cache by ``fill`` when it is first used. The result of ``generate`` is seldom used to continue."""
+        self._fill = fill
 
     @classmethod
     def in_place_of(cls, past_key_values: object, *, allowed: bool) -> "LigerCache":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from liger_models.arch.auto import get_arch
@@ -24,6 +24,7 @@ from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
 from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
+from liger_models.hf.generate import EngineGenerationMixin
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.layer import Layer, layers_of
@@ -466,7 +467,7 @@ def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
     return attention_mask
 
 
-class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
+class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
     """A language model with its head; `liger_models.hf` has a derived class for each model type.
 
     Args:
@@ -652,7 +653,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *others, **options)
         # Any cache_implementation gives the same cache, which has no fixed size.
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = LigerCache()
+            model_kwargs["past_key_values"] = LigerCache(is_unused=True)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Raise an error, because continuous batching in transformers has a paged cache that needs other kernels.

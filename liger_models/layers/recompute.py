@@ -19,13 +19,27 @@ def is_hooked(module: nn.Module) -> bool:
 
     Hooks whose attribute ``only_checks`` is True are not counted, because they can only raise errors.
     """
-    if "forward" in module.__dict__:
-        return True
+    return "forward" in module.__dict__ or has_hooks(module)
+
+
+def has_hooks(module: nn.Module, ignored: tuple[str, ...] = ("only_checks",)) -> bool:
+    """Whether a module has hooks other than those with one of the attributes ``ignored``."""
     registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    for registry in registries:  # every fused layer asks this in every forward, so nothing is created here
-        if registry and not all(getattr(hook, "only_checks", False) for hook in registry.values()):
+    for registry in registries:  # every fused layer asks this in every forward, so nothing is created for empty ones
+        if registry and not all(any(getattr(hook, name, False) for name in ignored) for hook in registry.values()):
             return True
     return False
+
+
+def run_preparing_hooks(module: nn.Module) -> None:
+    """Run the hooks of a module that have the attribute ``only_prepares``.
+
+    Such a hook changes the tree of modules before a forward, and does nothing if the tree has not changed since. A
+    captured graph therefore need not repeat the hook.
+    """
+    for hook in module._forward_pre_hooks.values():
+        if getattr(hook, "only_prepares", False):
+            hook(module, ())
 
 
 def repeats() -> bool | None:

@@ -172,7 +172,7 @@ def test_a_model_continues_a_text(model):
     steps = list(model.stream("a few", max_new_tokens=3))
     assert torch.equal(torch.stack(steps, 1), want[:, -len(steps) :])
     for argument, message in (
-        ({"num_beams": 4}, "transformers' own generate"),
+        ({"num_beams": 4}, "all arguments of transformers' generate"),
         ({"streamer": object()}, "Iterate over model.stream"),
         ({"max_length": 9}, "Pass max_new_tokens, which does not count the prompt"),
     ):

@@ -7,6 +7,17 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture
+def reasons(monkeypatch):
+    """What `fallback_reason` returned in each call of ``generate``: None where the engine has run."""
+    from liger_models.hf import generate
+
+    found = []
+    original = generate.fallback_reason
+    monkeypatch.setattr(generate, "fallback_reason", lambda *x: found.append(original(*x)) or found[-1])
+    return found
+
+
+@pytest.fixture
 def hf(request, root):
     """(architecture, variant, the model in transformers, the same through `liger_models.hf`)."""
     from liger_models.hf.auto import model_class

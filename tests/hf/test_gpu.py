@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import liger_models.hf
+from liger_models.adapters import unpack_projections
+from liger_models.generation.graphs import can_capture
 
 from .. import processes
 from ..arch.families import error, make_folder
@@ -50,6 +52,81 @@ def test_generation(models):
     for options in ({"do_sample": False}, {"num_beams": 3}):
         options |= {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0}
         assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
+
+
+def test_the_engine_behind_generate(models, reasons):
+    """Criteria, streamers, prompts on the CPU, adapters and new weights between two calls of captured steps."""
+    theirs, ours = models
+    ids = torch.randint(3, 100, (3, 40), device="cuda")
+    for model in models:
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    free = theirs.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
+    ends = torch.stack([free[0, 45], free[1, 60], free[2, 51]])
+
+    class Streamer(transformers.generation.BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens.append(value)
+
+        def end(self):
+            self.tokens = torch.cat([self.tokens[0], torch.stack(self.tokens[1:], 1)], 1)
+
+    def at_end(tokens, scores, **_):
+        return tokens[:, -1] == ends
+
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+    for chosen in ({}, {"stopping_criteria": [at_end]}, {"eos_token_id": 7, "stopping_criteria": [at_end]}):
+        want = theirs.generate(ids, **options, **chosen)
+        for _ in range(3):
+            assert torch.equal(ours.generate(ids, **options, **chosen), want)
+        streamer = Streamer()
+        assert torch.equal(ours.generate(ids, streamer=streamer, **options, **chosen), want)
+        assert torch.equal(streamer.tokens, want.cpu())
+    on_host = ours.generate(ids.cpu(), **options | {"attention_mask": mask.cpu()})
+    assert torch.equal(on_host, free.cpu())
+
+    draws = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": True, "num_return_sequences": 4}
+    runs = []
+    for _ in range(2):
+        transformers.set_seed(0)
+        runs.append(ours.generate(ids, **draws))
+    assert torch.equal(*runs)
+    assert set(reasons) == {None}
+
+    with torch.no_grad():
+        for model in models:
+            model.get_output_embeddings().weight.neg_()
+    assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
+
+
+def test_graphs_of_models_with_adapters(models):
+    """PEFT's adapters, switched off and with new weights."""
+    peft = pytest.importorskip("peft")
+    _, ours = models
+    ids = torch.randint(3, 100, (3, 40), device="cuda")
+    ours.generation_config.eos_token_id, ours.generation_config.pad_token_id = None, 0
+    options = {"max_new_tokens": 20, "do_sample": False}
+    plain = ours.generate(ids, **options)
+    adapted = peft.get_peft_model(
+        unpack_projections(ours), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    ).eval()
+    assert can_capture(ours.model.decoder)
+    seen = [plain]
+    for scale in (0.1, 0.3):
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=scale)
+        want = ours.generate(ids, use_cache=False, **options)
+        for _ in range(2):
+            assert torch.equal(adapted.generate(input_ids=ids, **options), want)
+        assert not any(torch.equal(want, tokens) for tokens in seen)
+        seen.append(want)
+        with adapted.disable_adapter():
+            assert torch.equal(adapted.generate(input_ids=ids, **options), plain)
 
 
 FSDP = """

@@ -16,7 +16,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("case", [("llama", "gqa"), ("gemma2", "gqa"), FIRST_CASES[-1]], ids="-".join)
-def test_loading_log_likelihoods_and_generation(case, root):
+def test_loading_log_likelihoods_and_generation(case, root, reasons):
     """Rows padded on the right without a mask, and prompts padded on the left with one."""
     folder = make_folder(*case, root)
     theirs, ours = hf_model(folder), hf_auto.model_class(case[0]).from_pretrained(folder, **OPTIONS)
@@ -35,3 +35,4 @@ def test_loading_log_likelihoods_and_generation(case, root):
     options = {"attention_mask": (prompts != 0).long(), "stopping_criteria": stop, "pad_token_id": 0}
     options |= {"max_length": 20, "use_cache": True, "do_sample": False}
     assert torch.equal(ours.generate(input_ids=prompts, **options), theirs.generate(input_ids=prompts, **options))
+    assert reasons == [None]

@@ -95,7 +95,7 @@ def test_generation(hf):
 
 @llama
 def test_the_parts_of_generation(hf):
-    """Streamers, criteria, processors, scores, drafts: transformers' own loop runs."""
+    """Streamers, criteria, processors, scores, a cache that is passed back, drafts."""
     arch, variant, theirs, ours = hf
     ids = tokens(arch, variant, 1, T)
 

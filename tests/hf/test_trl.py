@@ -261,8 +261,8 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_groups_of_completions(folder, kind):
-    """The same completions and steps; the loss of a batch's second step is not 0."""
+def test_groups_of_completions(folder, kind, reasons):
+    """The same completions, which the engine generates, and steps; the loss of a batch's second step is not 0."""
     run = assert_trains_the_same(
         lambda ours: getattr(trl, f"{kind}Trainer")(
             load(folder, ours), reward, args=getattr(trl, f"{kind}Config")(kind, **SHARED | GROUPS),
@@ -273,6 +273,7 @@ def test_groups_of_completions(folder, kind):
     first, second = lines(run)
     assert first["reward"] > 0
     assert abs(second["loss"]) > 0.01
+    assert {*reasons} == {None}
     assert_saves_a_checkpoint(run)
 
 
@@ -362,7 +363,7 @@ def test_a_head_in_fp32(folder):
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
-def test_adapters_by_the_names_of_transformers(folder, kind):
+def test_adapters_by_the_names_of_transformers(folder, kind, reasons):
     """The trainer adds them; a step is that of transformers' model, which reads the file."""
     peft = pytest.importorskip("peft")
     from liger_models.adapters import unpack_projections
@@ -380,6 +381,7 @@ def test_adapters_by_the_names_of_transformers(folder, kind):
         )  # fmt: skip
 
     run = assert_trains_the_same(make, falls=kind != "GRPO")
+    assert {*reasons} == ({None} if kind == "GRPO" else set())
     run.save_model("adapter")
     theirs = peft.PeftModel.from_pretrained(load(folder, ours=False), "adapter")
     ids = torch.arange(3, 12)[None]
