@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from liger_models.parallel.fsdp import apply_fsdp, compile_blocks, reshard
 from liger_models.parallel.state import load_state, newest_checkpoint, save_state
 from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
+from liger_models.train.defaults import choose_dtype, choose_folder, choose_objective
 from liger_models.train.finite import FiniteChecks
 from liger_models.train.folder import lock_folder
 from liger_models.train.metrics import Log, flops
@@ -92,8 +93,10 @@ def train(options: TrainOptions) -> None:
     """
     # The lock comes last, because all ranks must be able to report that it is taken.
     device = select_device(options.device)
-    output = prepare_paths(options)
+    prepare_paths(options)
     started_group = start_group(device)
+    options = choose_folder(options)
+    output = Path(str(options.output))
     with lock_folder(output):
         stop = run(options, output, device)
 
@@ -112,10 +115,11 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
     mesh = make_mesh(options, device)
     data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
     seed_all(options.seed + data_rank, deterministic=options.deterministic)
-    options = fetch_files(options)
+    options = choose_objective(fetch_files(options))
 
     # The model, sharded, and what else the objective needs, such as a reference model.
     dtype = computing_dtype(options, device)
+    options = choose_dtype(options, dtype)
     model, objective = load_model(options, device, mesh, dtype), make_objective(options)
     objective.prepare(model, lambda name: load_frozen(fetch(name), device, dtype))
 
@@ -215,15 +219,16 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
     log.close()
     checkpoints.finish()
     if stop.signal:
-        say(f"Stopped after step {step} of {steps}, which is saved in {output}. The same command goes on from there.")
+        command = "The same command" + f" with --output {output}" * (options.given["output"] is None)
+        say(f"Stopped after step {step} of {steps}, which is saved in {output}. {command} goes on from there.")
     else:
         finite.check_weights(max(start, steps))
         export(options, model, output)
     return stop
 
 
-def prepare_paths(options: TrainOptions) -> Path:
-    """Check the paths of the data, and create and return the folder of the run.
+def prepare_paths(options: TrainOptions) -> None:
+    """Check the paths of the data, and create the folder of the run if the options name it.
 
     Raises:
         ValueError: a path of the data does not exist, or the output is a file.
@@ -233,6 +238,8 @@ def prepare_paths(options: TrainOptions) -> Path:
         exists = Path(path).exists() or path.startswith(PREFIX)
         if not exists:
             raise ValueError(f"train: data must be files or folders, got {path}, which does not exist.")
+    if options.output is None:
+        return
     output = Path(options.output)
     try:  # other ranks create it at the same time
         output.mkdir(parents=True, exist_ok=True)
@@ -244,7 +251,6 @@ def prepare_paths(options: TrainOptions) -> Path:
             f"train: output must be a folder that can be written, got {output}: {error}. Check its permissions, or "
             "name another folder."
         ) from error
-    return output
 
 
 def select_device(name: str | None) -> torch.device:
@@ -300,7 +306,7 @@ def fetch_files(options: TrainOptions) -> TrainOptions:
     """Return the options with ModelScope names replaced by local folders, after checking the format of the data."""
     if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
         data, eval_data = ([fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data))
-        options = replace(options, model=fetch(options.model), data=data, eval_data=eval_data)
+        options = options.changed(model=fetch(options.model), data=data, eval_data=eval_data)
     find_files([*options.data, *options.eval_data])
     return options
 
@@ -458,7 +464,7 @@ def announce(
 ) -> None:
     """Print a summary of the model, the data and the steps. If there is a plan, print it and write it to a file."""
     # An estimate of the memory, where there is one, and a GPU to compare it with.
-    output, is_first_rank, peak = Path(options.output), dist.get_rank() == 0, None
+    output, is_first_rank, peak = Path(str(options.output)), dist.get_rank() == 0, None
     can_estimate = make_objective(options).shares_rows and options.tensor_parallel == 1 and model.visual is None
     if plan is None and can_estimate and model.device.type != "cpu":
         peak = estimate_step(options, model).peak(options.checkpointing or "selective", options.accumulate)
@@ -473,7 +479,7 @@ def announce(
         (output / "memory.json").write_text(json.dumps({**asdict(plan), "peak": plan.peak}, indent=2) + "\n")
     if is_first_rank:
         say(f"data        {data.describe()}")
-    if warning := warn_of_few_steps(options, steps, ranks):
+    if warning := warn_of_few_steps(options, steps, options.accumulate / len(data), ranks):
         say(warning)
     if warning := check_turn_end(model):
         say(warning)
@@ -708,7 +714,7 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
         standalone: whether an error with a self-explanatory message ends the process with exit code 1 and this message
             in one line. If False, the error is raised.
     """
-    options = read_options(TrainOptions, arguments, command)
+    options = read_options(TrainOptions, arguments, command, positionals=("model", "data"))
     try:
         train(options)
     except KeyboardInterrupt:

@@ -209,8 +209,13 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     shown = capfd.readouterr().out.splitlines()
     assert shown[0] == f"model       {folder / 'checkpoint'} (LigerLlama)"
     assert shown[1] == "parameters  34,080, of which 34,080 (100.00%) are trained"
-    assert shown[2] == "batch       1 sequences of 64 tokens: 64 tokens a step"
-    assert ("memory" in shown[4]) == (device == "cuda")
+    assert shown[2:5] == [
+        "objective   sft (default)",
+        "training    all weights in bfloat16",
+        "optimizer   adamw, lr 2e-05 (default)",
+    ]
+    assert shown[5] == "batch       1 sequences of 64 tokens: 64 tokens a step"
+    assert ("memory" in shown[7]) == (device == "cuda")
     place = shown.index("data        380 examples, format text: train.jsonl")
     assert shown[place + 1] == "    « 1 times 0 is 0.</s>»"
     header = next(line for line in shown if "loss" in line)
@@ -302,14 +307,16 @@ def test_the_last_step_ends_with_the_epochs(folder, tmp_path, capfd, epochs, acc
     assert f"steps       {steps} ({batches / len(data):.2f} epochs)" in shown
     state = torch.load(tmp_path / "run" / f"step-{steps:08}" / "rank-0.pt", weights_only=True)
     assert state["data"]["passed"] == batches
-    assert f"warning: the epochs have only {steps} steps of {accumulate} sequences of 64 tokens" in shown
+    share = f" and a step of {accumulate} sequences of 64 tokens takes {accumulate / len(data):.0%} of the data, so"
+    assert f"warning: the run has only {steps} steps,{share * (accumulate > len(data) / 20)}" in shown
 
 
 def test_the_learning_rate_of_adapters_is_larger():
     rates = {}
-    for given in ({}, {"lora_r": 4}, {"lora_r": 4, "objective": "dpo"}, {"lora_r": 4, "lr": 1e-3}):
-        rates[tuple(given)] = TrainOptions(model="m", data="d", output="o", **given).lr
-    assert [*rates.values()] == [2e-5, 2e-4, 2e-5, 1e-3]
+    lora = {"lora_r": 4}
+    for given in ({}, lora, {"objective": "dpo"}, {**lora, "objective": "dpo"}, {**lora, "lr": 1e-3}):
+        rates[str(given)] = TrainOptions(model="m", data="d", output="o", **given).lr
+    assert [*rates.values()] == [2e-5, 2e-4, 1e-6, 1e-5, 1e-3]
 
 
 def train_adapters(folder: Path, output: str, **options: Any) -> None:
