@@ -129,13 +129,12 @@ class ParallelOptions:
     tensor_parallel: int = option("GPUs that share the layers, and the batch", 1, at_least=1)
     context_parallel: int = option("GPUs that share the tokens of a row, and the batch", 1, at_least=1)
     checkpointing: str | None = option(
-        "checkpointing policy: none, selective (default) or full; with memory it is planned",
+        "checkpointing policy: none, selective or full; default: a plan, the fastest one that fits",
         None,
         choices=CHECKPOINTING_POLICIES,
     )
     memory: str | None = option(
-        "memory of each GPU that the run may take, such as 60GB or a share with a percent sign; what is recomputed or "
-        "offloaded, and where the optimizer steps, is then planned",
+        "memory of each GPU that the plan may take, such as 60GB or a share with a percent sign; default: what is free",
         None,
     )
     device: str | None = option(
