@@ -16,6 +16,7 @@ from liger_models.data.formats import recognized_format
 from liger_models.data.sources import find_files
 from liger_models.distributed.ranks import run_on_rank_zero
 from liger_models.parallel.state import newest_checkpoint
+from liger_models.train.remote_data import Name, is_remote
 from liger_models.train.resume import OPTIONS
 from liger_models.train.train_options import TrainOptions
 
@@ -32,7 +33,9 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
     """
     if options.output is not None:
         return options
-    model, data = (re.split(r"[/\\:]", name.rstrip("/\\"))[-1] for name in (options.model, options.data[0]))
+    source = options.data[0]
+    source = Name.parse(source).repo if is_remote(source) else source
+    model, data = (re.split(r"[/\\:]", name.rstrip("/\\"))[-1] for name in (options.model, source))
     name = re.sub(r"[^\w.-]+", "-", f"{model}-{data.partition('.')[0] or data}")
 
     def create() -> str:

@@ -54,6 +54,7 @@ from liger_models.train.objective_options import make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
 from liger_models.train.optimizer import LigerAdamW, split_by_decay, step_in_backward
 from liger_models.train.options import read_options
+from liger_models.train.remote_data import Name, fetch_data, is_remote
 from liger_models.train.report import (
     banner,
     check_turn_end,
@@ -246,9 +247,13 @@ def prepare_paths(options: TrainOptions) -> None:
         OSError: the folder cannot be created.
     """
     for path in (*options.data, *options.eval_data):
-        exists = Path(path).exists() or path.startswith(PREFIX)
-        if not exists:
-            raise ValueError(f"train: data must be files or folders, got {path}, which does not exist.")
+        if is_remote(path):
+            Name.parse(path)  # refuses a malformed name
+        elif not Path(path).exists():
+            raise ValueError(
+                f"train: data must be files or folders, got {path}, which does not exist. The name of a data set on "
+                "the hub begins with hub:, as in hub:owner/name."
+            )
     if options.output is None:
         return
     output = Path(options.output)
@@ -314,9 +319,12 @@ def all_ranks(device: torch.device) -> DeviceMesh:
 
 
 def fetch_files(options: TrainOptions) -> TrainOptions:
-    """Return the options with ModelScope names replaced by local folders, after checking the format of the data."""
-    if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
-        data, eval_data = ([fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data))
+    """Return the options with local files for downloaded models and data, after checking the format of the data."""
+    names = [*options.data, *options.eval_data]
+    if options.model.startswith(PREFIX) or any(map(is_remote, names)):
+        output = Path(str(options.output))
+        files = fetch_data(names, output, resumes=newest_checkpoint(output) is not None)
+        data, eval_data = files[: len(options.data)], files[len(options.data) :]
         options = options.changed(model=fetch(options.model), data=data, eval_data=eval_data)
     find_files([*options.data, *options.eval_data])
     return options

@@ -40,11 +40,14 @@ class DataOptions:
     """Model and data."""
 
     model: str = option("folder of a checkpoint, or its name on the Hugging Face hub or modelscope:owner/name")
-    data: list[str] = option("files or folders to train on: .jsonl, .txt, .parquet")
+    data: list[str] = option(
+        "files or folders to train on: .jsonl, .txt, .parquet; or data sets: hub:owner/name, hub:owner/name:split, "
+        "modelscope:owner/name"
+    )
     output: str | None = option(
         "folder of the run, for checkpoints, log.jsonl and the trained model; default: a new folder in runs", None
     )
-    eval_data: list[str] = option("files or folders to evaluate on", [])
+    eval_data: list[str] = option("files, folders or data sets to evaluate on", [])
     length: int = option("tokens in a packed row", 4096, at_least=2)
     overflow: str | None = option("split (default) or truncate documents longer than a row", None, choices=OVERFLOWS)
     format: str | None = option("format of the examples, such as alpaca; default: recognized by their columns", None)
