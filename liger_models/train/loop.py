@@ -529,7 +529,6 @@ def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
 
 def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> CausalLM:
     """Load the model, with adapters if the options ask for them, and shard it. The model computes in ``dtype``."""
-    is_quantized = any(getattr(options, name) for name in STORED)
 
     def adapt_and_shard(model: CausalLM) -> CausalLM:
         if options.attention_dropout is not None:
@@ -542,7 +541,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
             quantize_base(model, dtype="nf4" if options.lora_4bit else "float8")
 
         # Shards. Tensor parallelism shards layers first; FSDP shards what each rank has then.
-        if is_quantized and dist.get_world_size() == 1:
+        if not needs_fsdp(options, dtype):
             return model
         if options.tensor_parallel > 1:
             model = apply_tp(model, mesh["shared"], sequence_parallel=True)
@@ -558,6 +557,16 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         shard=adapt_and_shard,
         keep_float8=options.lora_keep_float8,
     )
+
+
+def needs_fsdp(options: TrainOptions, dtype: torch.dtype) -> bool:
+    """Return whether FSDP must shard the weights, or convert them to the ``dtype`` of the computation.
+
+    On one device, weights in this dtype are used as they are, which saves FSDP's copies.
+    """
+    is_quantized = any(getattr(options, name) for name in STORED)
+    is_converted = not (options.dtype == "bfloat16" and dtype == torch.bfloat16)
+    return dist.get_world_size() > 1 or (is_converted and not is_quantized)
 
 
 def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:

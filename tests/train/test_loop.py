@@ -28,6 +28,7 @@ from liger_models.adapters import load_adapter
 from liger_models.data import collate
 from liger_models.memory import training_memory
 from liger_models.parallel import clip_grad_norm_, compile_blocks, save_state
+from liger_models.train import loop
 from liger_models.train.loop import (
     TrainOptions,
     check_groups,
@@ -230,6 +231,29 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     assert LigerLlama.from_pretrained(tmp_path / "run" / "model", progress=False).dtype == torch.bfloat16
     if device == "cuda":
         assert lines[-1]["memory_gib"] > 0
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"lora_r": 4, "lora_dropout": 0.1}], ids=["all", "adapters"])
+def test_a_single_process_in_bfloat16_needs_no_fsdp(folder, tmp_path, monkeypatch, options):
+    """It has the bits of a run with FSDP, and resumes that run."""
+    given: dict[str, Any] = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64}
+    given |= {"workers": 0, "batch_size": 2, "dtype": "bfloat16", "log_every": 1, "save_every": 2, "lr": 1e-2}
+    given |= options
+    wraps = mock.Mock(side_effect=loop.apply_fsdp)
+    monkeypatch.setattr(loop, "apply_fsdp", wraps)
+    train(TrainOptions(**given, output=str(tmp_path / "plain"), steps=4))
+    assert not wraps.called
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "needs_fsdp", lambda *_: True)
+        train(TrainOptions(**given, output=str(tmp_path / "sharded"), steps=4))
+    assert wraps.called
+    assert log(tmp_path / "sharded") == log(tmp_path / "plain")
+    stopped = shutil.ignore_patterns("adapter", "model", "step-00000004")
+    shutil.copytree(tmp_path / "sharded", tmp_path / "resumed", ignore=stopped)
+    (tmp_path / "resumed" / "latest").write_text("step-00000002\n")
+    train(TrainOptions(**given, output=str(tmp_path / "resumed"), steps=4))
+    assert log(tmp_path / "resumed") == log(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
