@@ -301,7 +301,9 @@ def merge(
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(ctx: typer.Context) -> None:
-    """Train with a YAML or JSON file of options: **train config.yaml --lr 1e-5**; **train --help** lists them.
+    """Train a model on data: **train MODEL DATA --lora-r 16**; **train --help** lists the options.
+
+    A YAML or JSON file may hold the options: **train config.yaml --lr 1e-5**.
 
     This runs on one device. For several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
     """

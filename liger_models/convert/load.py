@@ -425,12 +425,15 @@ def _one_dtype(
             counts[FLOATS.get(tensor.dtype, torch.bfloat16)] += math.prod(tensor.shape)  # codes are read as bfloat16
     if len(counts) == 1:
         return None
+    return declared_dtype(hf_config) or counts.most_common(1)[0][0]
+
+
+def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype of the weights in the content of config.json; None if there is none."""
     configs = hf_config, hf_config.get("text_config") or {}
     declared = [config.get(key) for config in configs for key in ("dtype", "torch_dtype")]
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
-    return next(
-        (by_name[name] for name in declared if isinstance(name, str) and name in by_name), counts.most_common(1)[0][0]
-    )
+    return next((by_name[name] for name in declared if isinstance(name, str) and name in by_name), None)
 
 
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from liger_models.data.sources import TOKEN_COLUMNS
+from liger_models.data.sources import TOKEN_COLUMNS, read_records
 from liger_models.text.tokenizer import Tokenizer
 
 ROLES = {
@@ -249,6 +249,23 @@ class Formats:
         # Other columns, such as images, stay in the example.
         others = {name: value for name, value in record.items() if name not in _COLUMNS}
         return others | example
+
+
+def recognized_format(source: Any) -> str | None:
+    """Return the name of the format that the first record of a source has; None if it has none, or cannot be read.
+
+    A record that is both a document and something else is a document, except for an answer with a label.
+
+    Args:
+        source: as `find_files` returns it.
+    """
+    try:
+        _, record = next(read_records(source, sorted(_COLUMNS)))
+    except (ImportError, OSError, StopIteration, ValueError):
+        return None
+    fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
+    documents = [name for name in fitting if name in DOCUMENTS and "kto" not in fitting]
+    return next(iter(documents + fitting), None)
 
 
 def mark_learned(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> str:

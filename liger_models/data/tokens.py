@@ -238,6 +238,11 @@ class _Counted:
         self.size, self.checksum = self.size + len(view), zlib.crc32(view, self.checksum)
 
 
+def default_cache() -> Path:
+    """Return the folder ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "liger_models"
+
+
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
     """Return the tokens of a source from the cache. If they are missing, each host's first rank tokenizes the source.
 
@@ -257,8 +262,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     Raises:
         ValueError: an example is malformed, the tokens in the cache are damaged, or its images have changed.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "liger_models"
-    cache = Path(cache_dir or default).absolute()
+    cache = Path(cache_dir or default_cache()).absolute()
     with raise_on_all_ranks(), long_work("tokenize"):
         first = cache / _fingerprint(source, encoder)
         folder = _newest(first)

@@ -370,6 +370,26 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def end_pass(model: nn.Module) -> None:
+    """End a forward or backward that an exception has interrupted, without its gradients, on a single rank.
+
+    FSDP2 would otherwise take the next forward for a part of the interrupted pass.
+    """
+    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        state._modules_to_run_forward.clear()
+
+    # What FSDP2 does at the end of a backward. Without gradients there is nothing to reduce.
+    for state in states:
+        if state._is_root:
+            state._root_post_backward_final_callback()
+
+
 @contextmanager
 def unsharded(model: Model) -> Iterator[Model]:
     """Context manager with a model that has the gathered parameters of ``model`` and needs no communication.

@@ -6,7 +6,6 @@ of GPUs, on CPUs with gloo, and in a single process without torchrun. A run that
 checkpoint.
 """
 
-import json
 import math
 import os
 import sys
@@ -15,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,13 @@ from liger_models.data.dataset import PackedDataset
 from liger_models.data.loader import PackedLoader
 from liger_models.data.sources import find_files
 from liger_models.layers.layer import layers_of
-from liger_models.memory.estimate import TrainingMemory
-from liger_models.memory.plan import MemoryPlan, parse_memory, plan_memory
+from liger_models.memory.plan import MemoryPlan, parse_memory
 from liger_models.parallel.context import apply_cp
 from liger_models.parallel.fsdp import apply_fsdp, compile_blocks, reshard
 from liger_models.parallel.state import load_state, newest_checkpoint, save_state
 from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
+from liger_models.train.defaults import choose_dtype, choose_folder, choose_objective
 from liger_models.train.finite import FiniteChecks
 from liger_models.train.folder import lock_folder
 from liger_models.train.metrics import Log, flops
@@ -55,17 +54,19 @@ from liger_models.train.objective_options import make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
 from liger_models.train.optimizer import LigerAdamW, split_by_decay, step_in_backward
 from liger_models.train.options import read_options
+from liger_models.train.remote_data import Name, fetch_data, is_remote
 from liger_models.train.report import (
     banner,
     check_turn_end,
-    estimate,
     next_steps,
     sample,
     say,
     warn_of_few_steps,
 )
+from liger_models.train.restart import PATIENCE, new_store
 from liger_models.train.resume import changed_options, fixed_settings
 from liger_models.train.seed import seed_all
+from liger_models.train.step_plan import StepPlan, estimate_step
 from liger_models.train.stopping import Stop, keep_signal_handlers
 from liger_models.train.train_options import STORED, TrainOptions
 
@@ -74,28 +75,37 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 
 @keep_signal_handlers()
-def train(options: TrainOptions) -> None:
+def train(options: TrainOptions, *, restarts: bool = False) -> None:
     """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
 
     Every rank must call this function. If there is no process group, the function initializes the process group of
     torchrun or, without torchrun, of a single process. After SIGINT (Ctrl-C) or SIGTERM the run saves a checkpoint and
     exports nothing. A second signal ends the run at once.
 
+    Args:
+        options: the options of the run.
+        restarts: whether the processes of several ranks start themselves again, with the arguments of the command line,
+            if one of them runs out of memory and a smaller plan exists. If False, the rank raises the error, and the
+            next run in the folder uses the smaller plan.
+
     Raises:
         KeyboardInterrupt: SIGINT has stopped the run.
         SystemExit: SIGTERM has stopped the run.
         ValueError: the device or a data file does not exist, data have no targets, ``options.output`` is a file,
             another process trains in it, it holds a run with another model, other data or another objective, the
-            number of ranks does not fit, no step fits into ``options.memory``, or a loss, the norm of the gradients or
-            a weight is not finite.
+            number of ranks does not fit, no step fits into the memory, or a loss, the norm of the gradients or a weight
+            is not finite.
+        torch.OutOfMemoryError: a step does not fit into the memory of the device.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
     # The lock comes last, because all ranks must be able to report that it is taken.
     device = select_device(options.device)
-    output = prepare_paths(options)
+    prepare_paths(options)
     started_group = start_group(device)
+    options = choose_folder(options)
+    output = Path(str(options.output))
     with lock_folder(output):
-        stop = run(options, output, device)
+        stop = run(options, output, device, restarts=restarts)
 
     # A group that the caller has made stays. Signals take effect after all cleanup.
     if started_group:
@@ -105,17 +115,18 @@ def train(options: TrainOptions) -> None:
     stop.leave()
 
 
-def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
+def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: bool = False) -> Stop:
     """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals."""
     # Budget, mesh and seed: whatever can fail before a large model is loaded.
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     mesh = make_mesh(options, device)
     data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
     seed_all(options.seed + data_rank, deterministic=options.deterministic)
-    options = fetch_files(options)
+    options = choose_objective(fetch_files(options))
 
     # The model, sharded, and what else the objective needs, such as a reference model.
     dtype = computing_dtype(options, device)
+    options = choose_dtype(options, dtype)
     model, objective = load_model(options, device, mesh, dtype), make_objective(options)
     objective.prepare(model, lambda name: load_frozen(fetch(name), device, dtype))
 
@@ -126,18 +137,14 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
     if not options.lora_r and not data.has_images:
         freeze_images(model)
 
-    # What is recomputed or offloaded, by a policy or by a plan for a memory budget.
-    plan = None if budget is None else plan_step(options, model, budget, dtype)
-    if plan is None:
-        model.set_checkpointing(options.checkpointing or "selective")
-    else:
-        plan.apply(model)
+    # What is recomputed or offloaded, by a policy or by a plan.
+    step_plan = StepPlan(options, model, dtype, budget, restarts=restarts)
     if options.compile:
         compile_blocks(model)
 
     # The optimizer, and the saved state if the run resumes. The current options override the saved ones.
     progress = Progress(options, data, objective)
-    updates = Updates(model, options, plan, progress, dtype)
+    updates = Updates(model, options, step_plan.plan, progress, dtype)
     parts = (model, updates.optimizer, updates.scheduler, loader, updates.scaler)
     settings = fixed_settings(options, objective)
     start = load_state(output, *parts, settings=settings) or 0
@@ -151,7 +158,7 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
             f"{output}: this run already finished ({start} of {steps} steps). Nothing is trained; the result is "
             "exported again. Raise steps or epochs to train on, or use another output for a new run."
         )
-    announce(options, model, data, plan, progress, start)
+    announce(options, model, data, step_plan, progress, start)
     log = Log(output, start, steps, device, data_ranks, report_to=options.report_to, options=asdict(options))
 
     # Signals and checks of finite numbers begin with the first step.
@@ -168,13 +175,7 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
         log.count(batches, operations)
 
         # Forward and backward of each batch, then one update.
-        num_items = objective.num_items(batches)
-        loss, metrics = torch.zeros((), device=device), Metrics()
-        for batch in batches:
-            batch_loss, batch_metrics = objective.loss(model, batch, num_items)
-            updates.backward(batch_loss)
-            loss += batch_loss.detach()
-            add_metrics(metrics, batch_metrics)
+        loss, metrics = step_plan.run(step, batches, partial(forward_backward, model, objective, batches, updates))
         lr, norm = updates.step()
         finite.watch(step, loss, norm)
 
@@ -211,28 +212,50 @@ def run(options: TrainOptions, output: Path, device: torch.device) -> Stop:
             break
 
     # The end: wait for the last checkpoint, then export, unless a signal has stopped the run.
+    step_plan.close()
     stop.close()
     log.close()
     checkpoints.finish()
     if stop.signal:
-        say(f"Stopped after step {step} of {steps}, which is saved in {output}. The same command goes on from there.")
+        command = "The same command" + f" with --output {output}" * (options.given["output"] is None)
+        say(f"Stopped after step {step} of {steps}, which is saved in {output}. {command} goes on from there.")
     else:
         finite.check_weights(max(start, steps))
         export(options, model, output)
     return stop
 
 
-def prepare_paths(options: TrainOptions) -> Path:
-    """Check the paths of the data, and create and return the folder of the run.
+def forward_backward(
+    model: CausalLM, objective: Objective, batches: list[Batch], updates: "Updates"
+) -> tuple[Tensor, Metrics]:
+    """Compute the gradients of a step. Returns the loss of this rank [] and the metrics."""
+    num_items = objective.num_items(batches)
+    loss, metrics = torch.zeros((), device=model.device), Metrics()
+    for batch in batches:
+        batch_loss, batch_metrics = objective.loss(model, batch, num_items)
+        updates.backward(batch_loss)
+        loss += batch_loss.detach()
+        add_metrics(metrics, batch_metrics)
+    return loss, metrics
+
+
+def prepare_paths(options: TrainOptions) -> None:
+    """Check the paths of the data, and create the folder of the run if the options name it.
 
     Raises:
         ValueError: a path of the data does not exist, or the output is a file.
         OSError: the folder cannot be created.
     """
     for path in (*options.data, *options.eval_data):
-        exists = Path(path).exists() or path.startswith(PREFIX)
-        if not exists:
-            raise ValueError(f"train: data must be files or folders, got {path}, which does not exist.")
+        if is_remote(path):
+            Name.parse(path)  # refuses a malformed name
+        elif not Path(path).exists():
+            raise ValueError(
+                f"train: data must be files or folders, got {path}, which does not exist. The name of a data set on "
+                "the hub begins with hub:, as in hub:owner/name."
+            )
+    if options.output is None:
+        return
     output = Path(options.output)
     try:  # other ranks create it at the same time
         output.mkdir(parents=True, exist_ok=True)
@@ -244,7 +267,6 @@ def prepare_paths(options: TrainOptions) -> Path:
             f"train: output must be a folder that can be written, got {output}: {error}. Check its permissions, or "
             "name another folder."
         ) from error
-    return output
 
 
 def select_device(name: str | None) -> torch.device:
@@ -272,7 +294,7 @@ def start_group(device: torch.device) -> bool:
     # torchrun describes its group in variables. A single process needs neither a port nor a store on the network.
     by_torchrun = "RANK" in os.environ
     single: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    dist.init_process_group(dist.get_default_backend_for_device(device), **({} if by_torchrun else single))
+    dist.init_process_group(dist.get_default_backend_for_device(device), **(new_store() if by_torchrun else single))
     return True
 
 
@@ -297,10 +319,13 @@ def all_ranks(device: torch.device) -> DeviceMesh:
 
 
 def fetch_files(options: TrainOptions) -> TrainOptions:
-    """Return the options with ModelScope names replaced by local folders, after checking the format of the data."""
-    if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
-        data, eval_data = ([fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data))
-        options = replace(options, model=fetch(options.model), data=data, eval_data=eval_data)
+    """Return the options with local files for downloaded models and data, after checking the format of the data."""
+    names = [*options.data, *options.eval_data]
+    if options.model.startswith(PREFIX) or any(map(is_remote, names)):
+        output = Path(str(options.output))
+        files = fetch_data(names, output, resumes=newest_checkpoint(output) is not None)
+        data, eval_data = files[: len(options.data)], files[len(options.data) :]
+        options = options.changed(model=fetch(options.model), data=data, eval_data=eval_data)
     find_files([*options.data, *options.eval_data])
     return options
 
@@ -454,26 +479,25 @@ class Checkpoints:
 
 
 def announce(
-    options: TrainOptions, model: CausalLM, data: PackedDataset, plan: MemoryPlan | None, progress: Progress, start: int
+    options: TrainOptions, model: CausalLM, data: PackedDataset, step_plan: StepPlan, progress: Progress, start: int
 ) -> None:
-    """Print a summary of the model, the data and the steps. If there is a plan, print it and write it to a file."""
-    # An estimate of the memory, where there is one, and a GPU to compare it with.
-    output, is_first_rank, peak = Path(options.output), dist.get_rank() == 0, None
-    can_estimate = make_objective(options).shares_rows and options.tensor_parallel == 1 and model.visual is None
-    if plan is None and can_estimate and model.device.type != "cpu":
-        peak = estimate_step(options, model).peak(options.checkpointing or "selective", options.accumulate)
+    """Print a summary of the model, the data, the plan and the steps."""
+    # An estimate of the memory for a policy of the user, where there is one, and a GPU to compare it with.
+    is_first_rank, peak = dist.get_rank() == 0, None
+    can_estimate = step_plan.is_estimated and model.visual is None
+    if step_plan.plan is None and can_estimate and model.device.type != "cpu":
+        peak = estimate_step(options, model).peak(str(options.checkpointing), options.accumulate)
     ranks, steps, epochs = dist.get_world_size(), progress.steps, progress.epochs
 
     # Lines that rank 0 prints. Some of them need a computation on all ranks.
     say(*banner(model, options, ranks=ranks, memory=peak, start=start, steps=steps, epochs=epochs))
     if changes := changed_options(options, start):
         say(f"changed     {'; '.join(changes)}")
-    if plan is not None and is_first_rank:
-        say(*str(plan).splitlines())
-        (output / "memory.json").write_text(json.dumps({**asdict(plan), "peak": plan.peak}, indent=2) + "\n")
+    if step_plan.lines:
+        say(*step_plan.lines)
     if is_first_rank:
         say(f"data        {data.describe()}")
-    if warning := warn_of_few_steps(options, steps, ranks):
+    if warning := warn_of_few_steps(options, steps, options.accumulate / len(data), ranks):
         say(warning)
     if warning := check_turn_end(model):
         say(warning)
@@ -505,7 +529,6 @@ def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
 
 def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype) -> CausalLM:
     """Load the model, with adapters if the options ask for them, and shard it. The model computes in ``dtype``."""
-    is_quantized = any(getattr(options, name) for name in STORED)
 
     def adapt_and_shard(model: CausalLM) -> CausalLM:
         if options.attention_dropout is not None:
@@ -518,7 +541,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
             quantize_base(model, dtype="nf4" if options.lora_4bit else "float8")
 
         # Shards. Tensor parallelism shards layers first; FSDP shards what each rank has then.
-        if is_quantized and dist.get_world_size() == 1:
+        if not needs_fsdp(options, dtype):
             return model
         if options.tensor_parallel > 1:
             model = apply_tp(model, mesh["shared"], sequence_parallel=True)
@@ -534,6 +557,16 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         shard=adapt_and_shard,
         keep_float8=options.lora_keep_float8,
     )
+
+
+def needs_fsdp(options: TrainOptions, dtype: torch.dtype) -> bool:
+    """Return whether FSDP must shard the weights, or convert them to the ``dtype`` of the computation.
+
+    On one device, weights in this dtype are used as they are, which saves FSDP's copies.
+    """
+    is_quantized = any(getattr(options, name) for name in STORED)
+    is_converted = not (options.dtype == "bfloat16" and dtype == torch.bfloat16)
+    return dist.get_world_size() > 1 or (is_converted and not is_quantized)
 
 
 def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
@@ -554,43 +587,6 @@ def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM
     shard = partial(apply_fsdp, mesh=all_ranks(device), param_dtype=dtype)
     model = load_by_name(name, shard=shard, dtype=dtype, device=device)
     return model.requires_grad_(False).eval()
-
-
-def estimate_step(options: TrainOptions, model: CausalLM) -> TrainingMemory:
-    """Estimate the memory of a step on this rank."""
-    return estimate(
-        model,
-        options.batch_size * options.length // options.sharing,
-        four_bit=options.lora_4bit,
-        float8=options.lora_float8,
-        moments_8bit=options.moments_8bit,
-        muon=options.optimizer == "muon",
-    )
-
-
-def plan_step(options: TrainOptions, model: CausalLM, budget: int, dtype: torch.dtype) -> MemoryPlan:
-    """Plan the fastest step within a budget in bytes, the same on all ranks.
-
-    The plan may put the optimizer step into the backward only if nothing needs all gradients at once: neither clipping
-    (``max_norm`` is inf), nor accumulation, nor a loss scale. With Muon, the plan keeps the momentum on the device and
-    the optimizer step after the backward, because Muon needs all gradients.
-    """
-    # All ranks plan with rank 0's estimate, because its shards are the largest.
-    estimates = [estimate_step(options, model)]
-    dist.broadcast_object_list(estimates)
-    is_adamw, is_clipped = options.optimizer == "adamw", options.max_norm != math.inf
-    needs_all_gradients = is_clipped or options.accumulate > 1 or dtype == torch.float16
-    return plan_memory(
-        model,
-        options.batch_size * options.length // options.sharing,
-        budget,
-        memory=estimates[0],
-        length=options.length,
-        accumulate=options.accumulate,
-        checkpointing=options.checkpointing,
-        host_moments=is_adamw and model.device.type == "cuda",
-        in_backward=is_adamw and not needs_all_gradients,
-    )
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:
@@ -708,13 +704,15 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
         standalone: whether an error with a self-explanatory message ends the process with exit code 1 and this message
             in one line. If False, the error is raised.
     """
-    options = read_options(TrainOptions, arguments, command)
+    options = read_options(TrainOptions, arguments, command, positionals=("model", "data"))
     try:
-        train(options)
+        train(options, restarts=arguments is None)
     except KeyboardInterrupt:
         sys.exit(130)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         lost = any(words in str(error) for words in LOST_RANK)
+        if lost and arguments is None:  # it may have started again, and so may this process
+            time.sleep(PATIENCE)
         if not standalone or (isinstance(error, RuntimeError) and not lost):  # of PyTorch: the traceback says where
             raise
         message = f"another process of the run has ended. Look for its error. ({error})" if lost else str(error)

@@ -9,7 +9,7 @@ from liger_models.distributed.ranks import is_distributed, long_work, raise_on_a
 PREFIX = "modelscope:"
 
 
-def fetch(name: str, *, dataset: bool = False) -> str:
+def fetch(name: str, *, dataset: bool = False, revision: str | None = None) -> str:
     """Return the local folder of ``modelscope:owner/name``, which is downloaded unless it is in ModelScope's cache.
 
     Other names are returned unchanged. Every rank must call this function. The first rank of each host downloads, and
@@ -18,6 +18,7 @@ def fetch(name: str, *, dataset: bool = False) -> str:
     Args:
         name: ``modelscope:owner/name``, or anything else.
         dataset: whether the name is that of a data set instead of a model.
+        revision: branch, tag or commit of a data set; None for the default.
 
     Raises:
         ImportError: ModelScope's client is not installed.
@@ -29,15 +30,16 @@ def fetch(name: str, *, dataset: bool = False) -> str:
     for turn in (True, False):
         with raise_on_all_ranks(), long_work("download"):
             if first == turn:
-                folder = _download(name.removeprefix(PREFIX), dataset)
+                folder = _download(name.removeprefix(PREFIX), dataset, revision)
     return folder
 
 
-def _download(name: str, dataset: bool) -> str:
+def _download(name: str, dataset: bool, revision: str | None) -> str:
     try:
         client: Any = importlib.import_module("modelscope.hub.snapshot_download")
     except ImportError as error:
         raise ImportError(
             f"train: {PREFIX}{name} needs ModelScope's client, got no such package. Run: pip install modelscope"
         ) from error
-    return str(client.dataset_snapshot_download(name) if dataset else client.snapshot_download(name))
+    options = {} if revision is None else {"revision": revision}
+    return str(client.dataset_snapshot_download(name, **options) if dataset else client.snapshot_download(name))

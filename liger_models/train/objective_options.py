@@ -41,8 +41,11 @@ class ObjectiveOptions:
     The objective and its options, under TRL's names. None means the default of the objective.
     """
 
-    objective: str = option(
-        "what is learned: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo", "sft", choices=tuple(OBJECTIVES)
+    objective: str | None = option(
+        "what is learned: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo; default: dpo for pairs, kto for "
+        "labeled answers, and otherwise sft",
+        None,
+        choices=tuple(OBJECTIVES),
     )
     beta: float | None = _of(
         "dpo, orpo, cpo, simpo, kto, distill, grpo",

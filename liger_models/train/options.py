@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from liger_models.common.printable import printable
 
 Options = TypeVar("Options")
+FILES = (".yaml", ".yml", ".json")
+"""Endings of files of options."""
 
 
 def option(
@@ -105,7 +107,13 @@ def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
     return None
 
 
-def read_options(cls: type[Options], arguments: Sequence[str] | None = None, command: str | None = None) -> Options:
+def read_options(
+    cls: type[Options],
+    arguments: Sequence[str] | None = None,
+    command: str | None = None,
+    *,
+    positionals: Sequence[str] = (),
+) -> Options:
     """Read options from a command line. If it names a YAML or JSON file, other arguments override those in the file.
 
     The process exits with a message if an option is unknown or invalid, or the file cannot be read.
@@ -116,11 +124,17 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
             the first line of the base class's docstring.
         arguments: the arguments. Default: those of the process.
         command: name of the command in messages. Default: that of the process.
+        positionals: names of options that may be given without their names, such as ("model", "data") for
+            ``train MODEL DATA``. A single argument without a name is always a file of options.
     """
     # Without a usage of its own, argparse would print all options before the message of an error.
-    usage = "%(prog)s [-h] [config] [--option value ...]"
+    config = f"a {', '.join(FILES[:-1])} or {FILES[-1]} file of these options"
+    pair = " ".join(name.upper() for name in positionals)
+    usage = f"%(prog)s [-h] [config{' | ' * bool(pair)}{pair}] [--option value ...]"
     parser = argparse.ArgumentParser(command, usage, _title(cls))
-    parser.add_argument("config", nargs="?", type=Path, help="a .yaml, .yml or .json file of these options")
+    if pair:
+        config += f", or {pair}, which mean {' and '.join(map(_flag, positionals))}"
+    parser.add_argument("config", nargs="*", help=config)
 
     # An option for each field, in the group of the class that declares it. Options that are not given are left out of
     # the result, so that they do not override the file.
@@ -148,14 +162,36 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
         for argument in unparsed:
             if argument.startswith("--"):
                 raise ValueError(_unknown(cls, argument.partition("=")[0], [_flag(name) for name in types]))
-        if unparsed:
-            raise ValueError(
-                f"{cls.__name__}: one file must hold the options, got also {' '.join(unparsed)}. Leave it out."
-            )
-        file = values.pop("config")
-        return options_from(cls, ({} if file is None else _read(file)) | values)
+        unnamed = [*values.pop("config"), *unparsed]  # argparse leaves over what follows an option
+        return options_from(cls, _unnamed_options(cls, unnamed, positionals, values) | values)
     except (OSError, ValueError) as error:
         parser.error(printable(str(error)))
+
+
+def _unnamed_options(
+    cls: type, unnamed: Sequence[str], positionals: Sequence[str], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options that arguments without a name stand for: a file of options, or one option each."""
+    if len(unnamed) <= 1 and all(Path(name).suffix.lower() in FILES or not positionals for name in unnamed):
+        return _read(Path(unnamed[0])) if unnamed else {}
+    pair = " ".join(name.upper() for name in positionals)
+    files = [name for name in unnamed[:1] if Path(name).suffix.lower() in FILES]
+    if files or not positionals:
+        raise ValueError(
+            f"{cls.__name__}: one file must hold the options, got also {' '.join(unnamed[1:])}. Leave it out."
+        )
+    if len(unnamed) != len(positionals):
+        raise ValueError(
+            f"{cls.__name__}: arguments without a name must be {pair}, or one file of options that ends in "
+            f"{', '.join(FILES)}, got {' '.join(unnamed)}. Write {' '.join(map(_flag, positionals))} for the others."
+        )
+    twice = [name for name in positionals if name in named]
+    if twice:
+        raise ValueError(
+            f"{cls.__name__}: {twice[0]} must be given once, got {unnamed[positionals.index(twice[0])]} and "
+            f"{_flag(twice[0])}. Leave one out."
+        )
+    return dict(zip(positionals, unnamed, strict=True))
 
 
 def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:

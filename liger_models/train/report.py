@@ -28,12 +28,12 @@ from liger_models.memory.estimate import TrainingMemory, training_memory, with_p
 from liger_models.parallel.fsdp import reshard
 from liger_models.train.moments import moment_dtype
 from liger_models.train.objective_options import make_objective
-from liger_models.train.train_options import TrainOptions
+from liger_models.train.train_options import STORED, TrainOptions
 
 WIDTH = 100
 """Maximum number of columns of a line."""
-FEW_STEPS = 30
-"""Number of steps of a run below which the run prints advice to use fewer batches per step."""
+FEW_STEPS, LARGE_STEP = 50, 1 / 20
+"""Number of steps of a run below which, and share of the data in a step above which, the run prints a warning."""
 HEADER_EVERY = 25
 """Number of lines after which the names of the columns are repeated."""
 SAMPLE_TOKENS = 64
@@ -147,13 +147,27 @@ def banner(
         device_name = torch.get_device_module(device).get_device_name()
         total = torch.get_device_module(device).get_device_properties(device).total_memory
     begin = f"resumed after step {start:,}" if start else "from the start"
+
+    # What is trained and how, and which of it is a default.
+    default = {name: " (default)" if value is None else "" for name, value in options.given.items()}
+    if default["objective"] and options.objective != "sft":
+        default["objective"] = " (recognized by the columns of the data)"
+    if default["dtype"] and options.lora_r:
+        default["dtype"] = " (the checkpoint's)"
+    default["output"] = " (default; to resume the run, name it with --output)" if default["output"] else ""
+    weights = f"adapters of rank {options.lora_r} on weights" if options.lora_r else "all weights"
+    stored = next((name for name in STORED if getattr(options, name)), None)
+    stored = "" if stored is None else f", {stored}"
     parts = {
         "model": f"{options.model} ({type(model).__name__.removeprefix('FSDP')})",
         "parameters": f"{parameters:,}, of which {trained:,} ({trained / parameters:.2%}) are trained",
+        "objective": f"{options.objective}{default['objective']}",
+        "training": f"{weights} in {options.dtype}{default['dtype']}{stored}",
+        "optimizer": f"{options.optimizer}, lr {options.lr:g}{default['lr']}",
         "batch": f"{sequences:,} sequences of {length:,} tokens: {sequences * length:,} tokens a step",
         "devices": f"{ranks} x {device_name}" + f", {sharing} of which share a batch" * (sharing > 1),
         "memory": None if memory is None else f"about {memory / 2**30:.1f} of {total / 2**30:.1f} GiB (estimate)",
-        "output": str(Path(options.output)),
+        "output": f"{Path(str(options.output))}{default['output']}",
         "steps": f"{steps:,} ({epochs:.2f} epochs), {begin}",
     }
     return [f"{part:<10}  {text}" for part, text in parts.items() if text is not None]
@@ -247,16 +261,30 @@ def estimate(
     return of_rank._replace(temporary=gathered)
 
 
-def warn_of_few_steps(options: TrainOptions, steps: int, ranks: int) -> str | None:
-    """Return a warning if the epochs have few steps because each step takes many batches; None otherwise."""
-    sequences = options.batch_size * options.accumulate * (ranks // options.sharing)
-    if options.steps is not None or steps >= FEW_STEPS or options.batch_size * options.accumulate == 1:
+def warn_of_few_steps(options: TrainOptions, steps: int, share: float, ranks: int) -> str | None:
+    """Return a warning if the run has few steps, or if a step takes much of the data; None otherwise.
+
+    Args:
+        options: the options of the run.
+        steps: number of steps of the whole run.
+        share: share of the data that a step takes.
+        ranks: number of processes.
+    """
+    is_short, is_large = steps < FEW_STEPS, share > LARGE_STEP
+    if not is_short and not is_large:
         return None
+    sequences = options.batch_size * options.accumulate * (ranks // options.sharing)
     unit = "examples" if make_objective(options).compares else f"sequences of {options.length:,} tokens"
-    return (
-        f"warning: the epochs have only {steps} steps of {sequences} {unit}, in which little is learned. Lower "
-        f"accumulate ({options.accumulate}) or batch_size ({options.batch_size}), or raise epochs ({options.epochs:g})."
-    )
+    step = f"a step of {sequences} {unit} takes {share:.0%} of the data"
+    reasons = [f"the run has only {steps} steps"] * is_short + [step] * is_large
+
+    # What to change: the size of a step if it is too large, and the number of steps if it is too small.
+    sizes = {name: getattr(options, name) for name in ("accumulate", "batch_size")}
+    sizes = {name: size for name, size in sizes.items() if size > 1} or {"length": options.length}
+    advice = [f"lower {' or '.join(f'{name} ({size})' for name, size in sizes.items())}"] * is_large
+    more = f"epochs ({options.epochs:g})" if options.steps is None else f"steps ({options.steps})"
+    advice += [f"raise {more}"] * is_short
+    return f"warning: {', and '.join(reasons)}, so little is learned. To change that, {', or '.join(advice)}."
 
 
 def check_turn_end(model: CausalLM) -> str | None:

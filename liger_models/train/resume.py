@@ -42,7 +42,7 @@ def changed_options(options: TrainOptions, start: int) -> list[str]:
         Texts such as "lr 1e-05 instead of 2e-05".
     """
     # JSON has no tuples, so that only what went through JSON can be compared.
-    path, now = Path(options.output) / OPTIONS, json.loads(json.dumps(asdict(options)))
+    path, now = Path(str(options.output)) / OPTIONS, json.loads(json.dumps(asdict(options)))
     try:
         before: Mapping[str, Any] = json.loads(path.read_text()) if start > 0 else {}
     except (OSError, ValueError):  # a former version wrote none, or the machine lost power

@@ -4,8 +4,9 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +17,18 @@ from liger_models.data.formats import Formats
 from liger_models.data.pixels import BROKEN_MEDIA
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.text.chat import MULTI_TURN
-from liger_models.train.objective_options import ObjectiveOptions, make_objective
+from liger_models.train.objective_options import OBJECTIVES, ObjectiveOptions, make_objective
 from liger_models.train.options import check_options, option
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """Maps options that are dtypes to their allowed values."""
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
 """Maps each method to its peak learning rate. Adapters start at zero and need a larger one."""
+COMPARING_RATES = {"full": 1e-6, "lora": 1e-5}
+"""The same for objectives that compare or sample answers."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_float8"
 """Options with which the weights under adapters are quantized."""
 
@@ -34,9 +40,14 @@ class DataOptions:
     """Model and data."""
 
     model: str = option("folder of a checkpoint, or its name on the Hugging Face hub or modelscope:owner/name")
-    data: list[str] = option("files or folders to train on: .jsonl, .txt, .parquet")
-    output: str = option("folder of the run, for checkpoints, log.jsonl and the trained model")
-    eval_data: list[str] = option("files or folders to evaluate on", [])
+    data: list[str] = option(
+        "files or folders to train on: .jsonl, .txt, .parquet; or data sets: hub:owner/name, hub:owner/name:split, "
+        "modelscope:owner/name"
+    )
+    output: str | None = option(
+        "folder of the run, for checkpoints, log.jsonl and the trained model; default: a new folder in runs", None
+    )
+    eval_data: list[str] = option("files, folders or data sets to evaluate on", [])
     length: int = option("tokens in a packed row", 4096, at_least=2)
     overflow: str | None = option("split (default) or truncate documents longer than a row", None, choices=OVERFLOWS)
     format: str | None = option("format of the examples, such as alpaca; default: recognized by their columns", None)
@@ -67,7 +78,8 @@ class OptimizerOptions:
     """Optimizer and precision."""
 
     lr: float = option(
-        "highest learning rate; default: 2e-5, or 2e-4 for adapters with objectives sft, pretrain and distill",
+        "highest learning rate; default: 2e-5, and 1e-6 for objectives that compare or sample answers; ten times that "
+        "for adapters",
         None,
         more_than=0,
     )
@@ -81,10 +93,10 @@ class OptimizerOptions:
         "highest learning rate of what Muon trains; default: lr", None, more_than=0, read_by=("optimizer", ["muon"])
     )
     max_norm: float = option("norm to which the gradients are clipped", 1.0, more_than=0, may_be_infinite=True)
-    dtype: str = option(
+    dtype: str | None = option(
         "dtype of the weights: float32, bfloat16, or float16 with a loss scale; float16 and adapters are trained in "
-        "float32",
-        "float32",
+        "float32; default: float32, and under adapters the checkpoint's",
+        None,
     )
     attention_dropout: float | None = option(
         "dropout probability of attention weights; default: the checkpoint's, often 0", None, is_share=True
@@ -120,13 +132,12 @@ class ParallelOptions:
     tensor_parallel: int = option("GPUs that share the layers, and the batch", 1, at_least=1)
     context_parallel: int = option("GPUs that share the tokens of a row, and the batch", 1, at_least=1)
     checkpointing: str | None = option(
-        "checkpointing policy: none, selective (default) or full; with memory it is planned",
+        "checkpointing policy: none, selective or full; default: a plan, the fastest one that fits",
         None,
         choices=CHECKPOINTING_POLICIES,
     )
     memory: str | None = option(
-        "memory of each GPU that the run may take, such as 60GB or a share with a percent sign; what is recomputed or "
-        "offloaded, and where the optimizer steps, is then planned",
+        "memory of each GPU that the plan may take, such as 60GB or a share with a percent sign; default: what is free",
         None,
     )
     device: str | None = option(
@@ -163,20 +174,27 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
     """The options of a run."""
 
     def __post_init__(self) -> None:
+        # Options whose default depends on others, as the user has given them.
+        self.given = {name: getattr(self, name) for name in ("objective", "lr", "dtype", "output")}
+        self.objective = self.objective or "sft"
+        if self.dtype is None and not self.lora_r:
+            self.dtype = "float32"
+
         # Check each option by itself, by the metadata of its field.
         check_options(self)
         for name, dtypes in DTYPES.items():  # "bf16" and torch.bfloat16 become "bfloat16"
-            dtype = as_dtype(f"TrainOptions: {name}", getattr(self, name), dtypes)
-            setattr(self, name, str(dtype).removeprefix("torch."))
+            if getattr(self, name) is not None:
+                dtype = as_dtype(f"TrainOptions: {name}", getattr(self, name), dtypes)
+                setattr(self, name, str(dtype).removeprefix("torch."))
         if self.tensorboard:
             warnings.warn(
                 "TrainOptions: tensorboard is deprecated. Write report_to: [tensorboard].", FutureWarning, stacklevel=2
             )
             self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
 
-        # Objectives that compare answers keep the small learning rate for adapters, too.
-        learns_texts = self.objective in ("sft", "pretrain", "distill")
-        self.lr = self.lr or LEARNING_RATES["lora" if self.lora_r and learns_texts else "full"]
+        # Objectives that compare answers need smaller learning rates.
+        rates = COMPARING_RATES if OBJECTIVES[self.objective].compares else LEARNING_RATES
+        self.lr = self.lr or rates["lora" if self.lora_r else "full"]
 
         # Options that exclude each other.
         self._check_names()
@@ -184,13 +202,19 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
         self._check_sharing()
         self._check_objective()
 
+    def changed(self, **changes: Any) -> "Self":
+        """Return a copy with changed options that still knows which options the user has given."""
+        copy = replace(self, **changes)
+        copy.given = self.given
+        return copy
+
     def _check_names(self) -> None:
         if len(self.data) == 0:
             raise ValueError("TrainOptions: data must be files or folders, got none. Name one.")
         if "" in (*self.data, *self.eval_data):  # "" is the current folder
             raise ValueError("TrainOptions: data must be files or folders, got ''. Name one.")
         for name in ("model", "output"):
-            if not getattr(self, name):
+            if getattr(self, name) == "":
                 raise ValueError(f"TrainOptions: {name} must have a name, got ''. Give one.")
         are_positive = all(0 < share < math.inf for share in self.data_shares)
         if len(self.data_shares) not in (0, len(self.data)) or not are_positive:

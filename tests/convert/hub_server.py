@@ -33,7 +33,10 @@ class Repo:
 
 
 class HubServer:
-    """The hub: ``repos`` by id, ``requests`` as (method, path), and switches for failures."""
+    """The hub: ``repos``, ``requests`` as (method, path), and switches for failures.
+
+    ``repos`` has the repositories by their ids, which begin with "datasets/" for data sets.
+    """
 
     def __init__(self, token: str = "hf_secret") -> None:
         self.token = token
@@ -94,6 +97,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._create()
             case ["api", "models", owner, name, *rest]:
                 self._with_repo(f"{owner}/{name}", lambda repo: self._api(repo, f"{owner}/{name}", rest))
+            case ["api", "datasets", owner, name, *rest]:
+                repo_id = f"datasets/{owner}/{name}"
+                self._with_repo(repo_id, lambda repo: self._api(repo, repo_id, rest))
+            case ["datasets", owner, name, "resolve", revision, *path]:
+                repo_id = f"datasets/{owner}/{name}"
+                self._with_repo(repo_id, lambda repo: self._resolve(repo, repo_id, revision, "/".join(path)))
             case [owner, git, "info", "lfs", "objects", "batch"]:
                 self._with_repo(f"{owner}/{git.removesuffix('.git')}", lambda repo: self._lfs_batch())
             case ["lfs", oid]:

@@ -28,6 +28,7 @@ from liger_models.adapters import load_adapter
 from liger_models.data import collate
 from liger_models.memory import training_memory
 from liger_models.parallel import clip_grad_norm_, compile_blocks, save_state
+from liger_models.train import loop
 from liger_models.train.loop import (
     TrainOptions,
     check_groups,
@@ -209,8 +210,13 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     shown = capfd.readouterr().out.splitlines()
     assert shown[0] == f"model       {folder / 'checkpoint'} (LigerLlama)"
     assert shown[1] == "parameters  34,080, of which 34,080 (100.00%) are trained"
-    assert shown[2] == "batch       1 sequences of 64 tokens: 64 tokens a step"
-    assert ("memory" in shown[4]) == (device == "cuda")
+    assert shown[2:5] == [
+        "objective   sft (default)",
+        "training    all weights in bfloat16",
+        "optimizer   adamw, lr 2e-05 (default)",
+    ]
+    assert shown[5] == "batch       1 sequences of 64 tokens: 64 tokens a step"
+    assert ("memory" in shown[7]) == (device == "cuda")
     place = shown.index("data        380 examples, format text: train.jsonl")
     assert shown[place + 1] == "    « 1 times 0 is 0.</s>»"
     header = next(line for line in shown if "loss" in line)
@@ -225,6 +231,29 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     assert LigerLlama.from_pretrained(tmp_path / "run" / "model", progress=False).dtype == torch.bfloat16
     if device == "cuda":
         assert lines[-1]["memory_gib"] > 0
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"lora_r": 4, "lora_dropout": 0.1}], ids=["all", "adapters"])
+def test_a_single_process_in_bfloat16_needs_no_fsdp(folder, tmp_path, monkeypatch, options):
+    """It has the bits of a run with FSDP, and resumes that run."""
+    given: dict[str, Any] = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64}
+    given |= {"workers": 0, "batch_size": 2, "dtype": "bfloat16", "log_every": 1, "save_every": 2, "lr": 1e-2}
+    given |= options
+    wraps = mock.Mock(side_effect=loop.apply_fsdp)
+    monkeypatch.setattr(loop, "apply_fsdp", wraps)
+    train(TrainOptions(**given, output=str(tmp_path / "plain"), steps=4))
+    assert not wraps.called
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "needs_fsdp", lambda *_: True)
+        train(TrainOptions(**given, output=str(tmp_path / "sharded"), steps=4))
+    assert wraps.called
+    assert log(tmp_path / "sharded") == log(tmp_path / "plain")
+    stopped = shutil.ignore_patterns("adapter", "model", "step-00000004")
+    shutil.copytree(tmp_path / "sharded", tmp_path / "resumed", ignore=stopped)
+    (tmp_path / "resumed" / "latest").write_text("step-00000002\n")
+    train(TrainOptions(**given, output=str(tmp_path / "resumed"), steps=4))
+    assert log(tmp_path / "resumed") == log(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -302,14 +331,16 @@ def test_the_last_step_ends_with_the_epochs(folder, tmp_path, capfd, epochs, acc
     assert f"steps       {steps} ({batches / len(data):.2f} epochs)" in shown
     state = torch.load(tmp_path / "run" / f"step-{steps:08}" / "rank-0.pt", weights_only=True)
     assert state["data"]["passed"] == batches
-    assert f"warning: the epochs have only {steps} steps of {accumulate} sequences of 64 tokens" in shown
+    share = f" and a step of {accumulate} sequences of 64 tokens takes {accumulate / len(data):.0%} of the data, so"
+    assert f"warning: the run has only {steps} steps,{share * (accumulate > len(data) / 20)}" in shown
 
 
 def test_the_learning_rate_of_adapters_is_larger():
     rates = {}
-    for given in ({}, {"lora_r": 4}, {"lora_r": 4, "objective": "dpo"}, {"lora_r": 4, "lr": 1e-3}):
-        rates[tuple(given)] = TrainOptions(model="m", data="d", output="o", **given).lr
-    assert [*rates.values()] == [2e-5, 2e-4, 2e-5, 1e-3]
+    lora = {"lora_r": 4}
+    for given in ({}, lora, {"objective": "dpo"}, {**lora, "objective": "dpo"}, {**lora, "lr": 1e-3}):
+        rates[str(given)] = TrainOptions(model="m", data="d", output="o", **given).lr
+    assert [*rates.values()] == [2e-5, 2e-4, 1e-6, 1e-5, 1e-3]
 
 
 def train_adapters(folder: Path, output: str, **options: Any) -> None:

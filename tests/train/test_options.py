@@ -149,6 +149,30 @@ def test_an_unknown_option_of_the_command_line(capsys, arguments, message):
     assert message in error
 
 
+def test_arguments_without_a_name(tmp_path, capsys):
+    def read(*arguments: str) -> Options:
+        return read_options(Options, arguments, positionals=("name", "data"))
+
+    assert read("n", "d") == read("--rate", "0.5", "n", "d") == read("n", "--rate", "0.5", "d")
+    assert read("n", "d") == Options(name="n", data=["d"])
+    assert read("n.d", "d.json") == Options(name="n.d", data=["d.json"])
+    for ending in (".yaml", ".yml", ".json", ".YAML"):
+        file = tmp_path / f"options{ending}"
+        file.write_text('{"data": "d", "name": "n"}')
+        assert read(str(file), "--rate", "2") == Options(name="n", data=["d"], rate=2.0)
+    for arguments, message in {
+        ("n",): "must be NAME DATA, or one file of options that ends in .yaml, .yml, .json, got n. Write --name --data",
+        ("n", "d", "e"): "got n d e. Write --name --data",
+        ("n", "d", "--data", "e"): "data must be given once, got d and --data. Leave one out.",
+        ("a.yaml", "d"): "one file must hold the options, got also d. Leave it out.",
+    }.items():
+        with pytest.raises(SystemExit):
+            read(*arguments)
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage.endswith("[-h] [config | NAME DATA] [--option value ...]")
+        assert message in error
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -26,7 +26,7 @@ def test_the_option_file_of_0_1_0_loads():
         model="checkpoint", data=["texts.jsonl"], output="run", length=32, overflow="split", format="text",
         data_shares=[1.0], max_samples=48, batch_size=2, accumulate=2, workers=0, steps=4, lr=1e-2, warmup=0.25,
         lora_r=4, lora_alpha=8.0, lora_dropout=0.1, lora_targets=["down_proj"], lora_plus_ratio=4.0,
-        checkpointing="selective", seed=3, log_every=1, save_every=2, export_dtype="float32",
+        checkpointing="selective", seed=3, log_every=1, save_every=2, export_dtype="float32", dtype="float32",
     )  # fmt: skip
     assert dataclasses.asdict(options) == dataclasses.asdict(expected)
 

@@ -1,0 +1,99 @@
+"""Options that a run chooses by its model and data where the user has not: objective, dtype and folder."""
+
+import json
+import re
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+
+from liger_models.convert.files import CONFIG, read_json_config
+from liger_models.convert.hub import naming
+from liger_models.convert.load import declared_dtype
+from liger_models.data.formats import recognized_format
+from liger_models.data.sources import find_files
+from liger_models.distributed.ranks import run_on_rank_zero
+from liger_models.parallel.state import newest_checkpoint
+from liger_models.train.remote_data import Name, is_remote
+from liger_models.train.resume import OPTIONS
+from liger_models.train.train_options import TrainOptions
+
+RUNS = Path("runs")
+"""The folder of the runs whose folder the user has not named."""
+OBJECTIVE_OF = {"preference": "dpo", "kto": "kto"}
+"""Maps formats of data to the objective that they train with by default. All others train with sft."""
+
+
+def choose_folder(options: TrainOptions) -> TrainOptions:
+    """Return the options with a new folder for the run if the user has named none. Every rank must call this function.
+
+    The folder is named after model and data. Its name gets a number if the folder exists, so no run is overwritten.
+    """
+    if options.output is not None:
+        return options
+    source = options.data[0]
+    source = Name.parse(source).repo if is_remote(source) else source
+    model, data = (re.split(r"[/\\:]", name.rstrip("/\\"))[-1] for name in (options.model, source))
+    name = re.sub(r"[^\w.-]+", "-", f"{model}-{data.partition('.')[0] or data}")
+
+    def create() -> str:
+        for number in count(1):
+            folder = RUNS / (name if number == 1 else f"{name}-{number}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            break
+        return str(folder)
+
+    return options.changed(output=run_on_rank_zero("output", create))
+
+
+def choose_objective(options: TrainOptions) -> TrainOptions:
+    """Return the options with the objective for the format of the data if the user has named none.
+
+    Data that do not exist or cannot be read keep the objective sft, which reports them.
+    """
+    if options.given["objective"] is not None or options.field is not None:
+        return options
+    name = options.format or recognized_format(find_files(options.data))
+    objective = OBJECTIVE_OF.get(name or "")
+    if objective is None:
+        return options
+    # The learning rate depends on the objective, and KTO compares the answers of a batch.
+    batch_size = max(options.batch_size, 2) if objective == "kto" else options.batch_size
+    return options.changed(objective=objective, lr=options.given["lr"], batch_size=batch_size)
+
+
+def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
+    """Return the options with the dtype of the weights under adapters if the user has named none.
+
+    This is the dtype of the checkpoint. A run that resumes keeps the dtype with which it began.
+
+    Args:
+        options: the options of the run, whose folder is chosen.
+        computing: the dtype of the computation, in which 16-bit weights are kept.
+    """
+    if options.dtype is not None:
+        return options
+    begun = begun_options(options).get("dtype")
+    if begun is not None:
+        return options.changed(dtype=begun)
+    folder = Path(options.model)
+    if not folder.exists():
+        with naming(options.model):
+            folder = Path(huggingface_hub.hf_hub_download(options.model, CONFIG)).parent
+    declared = declared_dtype(read_json_config(folder))
+    return options.changed(dtype="float32" if declared == torch.float32 else computing)
+
+
+def begun_options(options: TrainOptions) -> dict[str, Any]:
+    """Return the options with which the run in ``options.output`` was last started; empty for a new run."""
+    output = Path(str(options.output))
+    try:
+        begun = json.loads((output / OPTIONS).read_text()) if newest_checkpoint(output) else {}
+    except (OSError, ValueError):  # the machine lost power
+        return {}
+    return dict(begun)
