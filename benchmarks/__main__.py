@@ -15,6 +15,7 @@ from . import (
     images,
     load,
     longest,
+    paths,
     profile,
     report,
     rollout,
@@ -28,6 +29,7 @@ from .rows import RESULTS
 from .training.modes import Mode
 
 BENCHMARKS = {
+    "paths": paths,
     "train": train,
     "families": families,
     "profile": profile,

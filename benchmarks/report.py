@@ -21,6 +21,7 @@ from . import (
     images,
     load,
     longest,
+    paths,
     plots,
     profile,
     rollout,
@@ -55,6 +56,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "headline": Part(("train", "families"), headline.table, False, summary=True),
+    "paths": Part(("paths",), paths.table, False),
     "train-short": Part(("train",), train.short_table, False, summary=True),
     "train": Part(("train",), train.table, True),
     "families": Part(("families",), families.table, True),
