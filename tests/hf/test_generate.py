@@ -325,8 +325,9 @@ def test_stop_strings_and_pipelines(hf, reasons, deferred):
     assert set(reasons) == {None}
 
 
+@pytest.mark.parametrize("by_criterion", [True, False])
 @llama
-def test_streamers(hf, reasons, deferred, capsys):
+def test_streamers(hf, reasons, deferred, capsys, by_criterion):
     arch, variant, theirs, ours = hf
     without_eos(theirs, ours)
     tokenizer = word_tokenizer()
@@ -334,7 +335,8 @@ def test_streamers(hf, reasons, deferred, capsys):
     end = theirs.generate(ids, max_new_tokens=9, do_sample=False)[:, -2]
     texts = []
     for model in (theirs, ours):
-        options = {"max_new_tokens": 12, "do_sample": False, "stopping_criteria": [Recorded(end)]}
+        options = {"max_new_tokens": 12, "do_sample": False}
+        options |= {"stopping_criteria": [Recorded(end)]} if by_criterion else {"eos_token_id": end.item()}
         tokens_of = model.generate(ids, streamer=transformers.TextStreamer(tokenizer), **options)
         printed = capsys.readouterr().out
         streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
