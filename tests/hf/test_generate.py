@@ -248,6 +248,21 @@ def test_scores_logits_and_the_cache(hf, reasons):
     assert plain.scores is plain.logits is plain.past_key_values is None
 
 
+@pytest.mark.cases(4)
+@every_family
+def test_going_on_with_the_returned_cache(hf, reasons):
+    ours = hf[-1]
+    without_eos(ours)
+    ids = tokens(*hf[:2], 2, T)
+    options = {"do_sample": False, "use_cache": True}
+    want = ours.generate(ids, max_new_tokens=7, **options)
+    first = ours.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **options)
+    cache = first.past_key_values
+    assert cache.get_seq_length() == T + 2
+    assert torch.equal(ours.generate(first.sequences, past_key_values=cache, max_new_tokens=4, **options), want)
+    assert reasons == [None, None, "past_key_values"]
+
+
 class Recorded:
     """A criterion that ends a row at a token, and remembers the lengths that it was asked about."""
 
