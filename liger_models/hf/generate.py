@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,15 @@ UNREAD = {
     "token_type_ids", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 """Arguments that `fallback_reason` need not refuse, in addition to the pixels of the family."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_stored_signature(method: Method) -> Method:
+    """Decorate a method so that ``inspect.signature``, which ``generate`` calls several times, takes less time."""
+    method.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return method
 
 
 class EngineGenerationMixin(GenerationMixin):
