@@ -17,7 +17,7 @@ from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.logits import next_logits
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
 from liger_models.generation.prompts import Prompts, batch_prompts
-from liger_models.generation.rows import Rows, Step
+from liger_models.generation.rows import Rows, Step, copy_later
 from liger_models.generation.speculation import speculate
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
@@ -175,6 +175,7 @@ def run_steps(
     positions: Tensor | None = None,
     logprobs: bool = False,
     returns_logits: bool = False,
+    copies_tokens: bool = False,
     ahead: int = 0,
 ) -> Generator[Step, None, None]:
     """Yield the new tokens of each step, until every row has ended.
@@ -187,6 +188,7 @@ def run_steps(
             `Decoder.prompt_positions`, which describes their shape.
         logprobs: whether to compute log-probabilities.
         returns_logits: whether each step has its logits.
+        copies_tokens: whether to start to copy the tokens of each step to the host.
         ahead: number of steps to launch before the host reads whether every row has ended.
     """
     run_preparing_hooks(model)
@@ -216,7 +218,10 @@ def run_steps(
         for end in range(T, S):
             with evaluating(modules):
                 logits = logits_of(end)
-            computed.append((rows.step(logits), rows.read_later()))
+            step = rows.step(logits)
+            if copies_tokens:
+                step = step._replace(read_tokens=copy_later(step.tokens))
+            computed.append((step, rows.read_later()))
             while len(computed) > (ahead if end < S - 1 else 0):
                 step, all_ended = computed.popleft()
                 yield step

@@ -23,6 +23,8 @@ class Step(NamedTuple):
         logits: [B, V] fp32, the logits of the model; None if they were not requested.
         scores: [B, V] fp32, the logits after all options were applied to them, with −∞ for tokens that could not be
             chosen; None if they were not requested.
+        read_tokens: function that waits until the tokens have been copied to the host, and returns them, [B] int64;
+            None if no copy was requested.
     """
 
     tokens: Tensor
@@ -30,6 +32,7 @@ class Step(NamedTuple):
     logprobs: Tensor | None
     logits: Tensor | None = None
     scores: Tensor | None = None
+    read_tokens: Callable[[], Tensor] | None = None
 
 
 class Rows:
@@ -119,15 +122,26 @@ class Rows:
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known
-        # With pinned memory, the copy runs asynchronously after the step. The event marks the end of the copy.
-        copy = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(self.ended.all(), non_blocking=True)
-        copied = torch.accelerator.current_stream(self.ended.device).record_event()
+        read = copy_later(self.ended.all())
+        return lambda: bool(read())
 
-        def read() -> bool:
-            copied.synchronize()
-            return bool(copy)
 
-        return read
+def copy_later(x: Tensor) -> Callable[[], Tensor]:
+    """Start to copy a tensor to the host, and return a function that waits for the copy and returns it.
+
+    Kernels that are launched afterwards do not delay the copy.
+    """
+    if x.device.type not in ACCELERATORS:
+        return lambda: x
+    # With pinned memory, the copy runs asynchronously. The event marks the end of the copy.
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.accelerator.current_stream(x.device).record_event()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return read
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,15 @@ UNREAD = {
     "token_type_ids", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 """Arguments that `fallback_reason` need not refuse, in addition to the pixels of the family."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_stored_signature(method: Method) -> Method:
+    """Decorate a method so that ``inspect.signature``, which ``generate`` calls several times, takes less time."""
+    method.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return method
 
 
 class EngineGenerationMixin(GenerationMixin):
@@ -226,8 +235,10 @@ def _run(
     output = Output(ids, new, pad, others, limits, streamer, keeps_scores=bool(config.output_scores and records))
     every = STEPS_PER_CHECK if ids.device.type in ACCELERATORS and streamer is None else 1
     first = slice(None, None, repeats)
-    # A user's processor or a streamer would notice further steps after the end.
-    is_noticed = streamer is not None or not all(map(_is_from_transformers, logits_processor))
+    # A user's processor would notice further steps after the end. A streamer reads a token while the next step runs.
+    ahead = STEPS_AHEAD if streamer is None else 0 if others else 1
+    if ids.device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
+        ahead = 0
     steps = run_steps(
         decoder,
         ids[first],
@@ -236,7 +247,8 @@ def _run(
         pixels,
         positions=positions[..., first, :] if positions.shape[-2] > 1 else positions,
         returns_logits=records,
-        ahead=0 if is_noticed or ids.device.type not in ACCELERATORS else STEPS_AHEAD,
+        copies_tokens=streamer is not None and not others,
+        ahead=ahead,
     )
     with closing(steps):
         for step in steps:
@@ -330,7 +342,7 @@ class Output:
             self.unfinished = self.unfinished & ~(done | step.ended)
             self.has_ended = not bool(self.unfinished.any())
         if self.streamer is not None:
-            self.streamer.put(tokens.cpu())
+            self.streamer.put(tokens.cpu() if step.read_tokens is None else step.read_tokens())
 
     def sequences(self) -> Tensor:
         """Return the prompts and the new tokens, [B, T + n] int64."""

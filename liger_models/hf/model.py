@@ -24,7 +24,7 @@ from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
 from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
-from liger_models.hf.generate import EngineGenerationMixin
+from liger_models.hf.generate import EngineGenerationMixin, with_stored_signature
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.layer import Layer, layers_of
@@ -522,6 +522,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
         """Whether the loss is computed from logits, because a user has replaced the loss function or the head."""
         return "_loss_function" in vars(self) or self.loss_type != LOSS_TYPE or self.has_own_head
 
+    @with_stored_signature
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -668,6 +669,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
             "generate on a padded batch, or model.model.decoder.rollout(prompts)."
         )
 
+    @with_stored_signature
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,

@@ -19,6 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from liger_models.hf import generate
 from liger_models.hf.lm_eval import LigerLM
 
 from ..arch.families import make_folder
@@ -94,10 +95,15 @@ def assert_same_answers(one: Any, other: Any) -> None:
     assert len({*texts}) > 3
 
 
-def test_by_its_name(folder):
+def test_by_its_name(folder, monkeypatch):
+    """The engine generates the texts."""
+    reasons = []
+    original = generate.fallback_reason
+    monkeypatch.setattr(generate, "fallback_reason", lambda *x: reasons.append(original(*x)) or reasons[-1])
     lm = make(LigerLM)
     assert type(lm.model).__module__ == "liger_models.hf"
     assert_same_answers(lm, make(HFLM))
+    assert {*reasons} == {None}
 
 
 def test_a_model_that_is_there(folder):

@@ -248,6 +248,21 @@ def test_scores_logits_and_the_cache(hf, reasons):
     assert plain.scores is plain.logits is plain.past_key_values is None
 
 
+@pytest.mark.cases(4)
+@every_family
+def test_going_on_with_the_returned_cache(hf, reasons):
+    ours = hf[-1]
+    without_eos(ours)
+    ids = tokens(*hf[:2], 2, T)
+    options = {"do_sample": False, "use_cache": True}
+    want = ours.generate(ids, max_new_tokens=7, **options)
+    first = ours.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **options)
+    cache = first.past_key_values
+    assert cache.get_seq_length() == T + 2
+    assert torch.equal(ours.generate(first.sequences, past_key_values=cache, max_new_tokens=4, **options), want)
+    assert reasons == [None, None, "past_key_values"]
+
+
 class Recorded:
     """A criterion that ends a row at a token, and remembers the lengths that it was asked about."""
 
@@ -325,8 +340,9 @@ def test_stop_strings_and_pipelines(hf, reasons, deferred):
     assert set(reasons) == {None}
 
 
+@pytest.mark.parametrize("by_criterion", [True, False])
 @llama
-def test_streamers(hf, reasons, deferred, capsys):
+def test_streamers(hf, reasons, deferred, capsys, by_criterion):
     arch, variant, theirs, ours = hf
     without_eos(theirs, ours)
     tokenizer = word_tokenizer()
@@ -334,7 +350,8 @@ def test_streamers(hf, reasons, deferred, capsys):
     end = theirs.generate(ids, max_new_tokens=9, do_sample=False)[:, -2]
     texts = []
     for model in (theirs, ours):
-        options = {"max_new_tokens": 12, "do_sample": False, "stopping_criteria": [Recorded(end)]}
+        options = {"max_new_tokens": 12, "do_sample": False}
+        options |= {"stopping_criteria": [Recorded(end)]} if by_criterion else {"eos_token_id": end.item()}
         tokens_of = model.generate(ids, streamer=transformers.TextStreamer(tokenizer), **options)
         printed = capsys.readouterr().out
         streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
