@@ -331,8 +331,8 @@ def test_the_last_step_ends_with_the_epochs(folder, tmp_path, capfd, epochs, acc
     assert f"steps       {steps} ({batches / len(data):.2f} epochs)" in shown
     state = torch.load(tmp_path / "run" / f"step-{steps:08}" / "rank-0.pt", weights_only=True)
     assert state["data"]["passed"] == batches
-    share = f" and a step of {accumulate} sequences of 64 tokens takes {accumulate / len(data):.0%} of the data, so"
-    assert f"warning: the run has only {steps} steps,{share * (accumulate > len(data) / 20)}" in shown
+    share = f", and a step of {accumulate} sequences of 64 tokens takes {accumulate / len(data):.0%} of the data"
+    assert f"warning: the run has only {steps} steps{share * (accumulate > len(data) / 20)}. So few" in shown
 
 
 def test_the_learning_rate_of_adapters_is_larger():
