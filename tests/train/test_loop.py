@@ -604,7 +604,7 @@ def test_two_ranks_train_with_moments_of_8_bits_and_go_on(folder, two, sharing):
 def test_the_example_of_a_file(tmp_path):
     options = read_options(TrainOptions, [str(ROOT / "examples" / "train.yaml"), "--output", "another"])
     assert (options.model, options.data, options.output) == ("meta-llama/Llama-3.1-8B", ["train.jsonl"], "another")
-    assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, "selective")
+    assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, None)
     text = (ROOT / "examples" / "train.yaml").read_text().replace("# lora", "lora").replace("# dtype", "dtype")
     (tmp_path / "lora.yaml").write_text(text)
     options = read_options(TrainOptions, [str(tmp_path / "lora.yaml")])
