@@ -284,7 +284,7 @@ def warn_of_few_steps(options: TrainOptions, steps: int, share: float, ranks: in
     advice = [f"lower {' or '.join(f'{name} ({size})' for name, size in sizes.items())}"] * is_large
     more = f"epochs ({options.epochs:g})" if options.steps is None else f"steps ({options.steps})"
     advice += [f"raise {more}"] * is_short
-    return f"warning: {', and '.join(reasons)}, so little is learned. To change that, {', or '.join(advice)}."
+    return f"warning: {', and '.join(reasons)}. So few updates often learn little: {', or '.join(advice)}."
 
 
 def check_turn_end(model: CausalLM) -> str | None:

@@ -33,7 +33,7 @@ def test_a_model_and_data_alone(folder, tmp_path, monkeypatch, capfd):  # noqa: 
     assert "optimizer   adamw, lr 2e-05 (default)" in shown
     assert "output      runs/checkpoint-train (default; to resume the run, name it with --output)" in shown
     assert "sequences of 4,096 tokens takes" in shown
-    assert "so little is learned. To change that, lower length (4096), or raise epochs (1)." in shown
+    assert "So few updates often learn little: lower length (4096), or raise epochs (1)." in shown
     main([*words, "--steps", "2"])
     main([*words, "--steps", "3", "--output", "runs/checkpoint-train-2"])
     assert [line["step"] for line in log(tmp_path / "runs" / "checkpoint-train-2")] == [2, 3]

@@ -331,8 +331,8 @@ def test_the_last_step_ends_with_the_epochs(folder, tmp_path, capfd, epochs, acc
     assert f"steps       {steps} ({batches / len(data):.2f} epochs)" in shown
     state = torch.load(tmp_path / "run" / f"step-{steps:08}" / "rank-0.pt", weights_only=True)
     assert state["data"]["passed"] == batches
-    share = f" and a step of {accumulate} sequences of 64 tokens takes {accumulate / len(data):.0%} of the data, so"
-    assert f"warning: the run has only {steps} steps,{share * (accumulate > len(data) / 20)}" in shown
+    share = f", and a step of {accumulate} sequences of 64 tokens takes {accumulate / len(data):.0%} of the data"
+    assert f"warning: the run has only {steps} steps{share * (accumulate > len(data) / 20)}. So few" in shown
 
 
 def test_the_learning_rate_of_adapters_is_larger():
@@ -604,7 +604,7 @@ def test_two_ranks_train_with_moments_of_8_bits_and_go_on(folder, two, sharing):
 def test_the_example_of_a_file(tmp_path):
     options = read_options(TrainOptions, [str(ROOT / "examples" / "train.yaml"), "--output", "another"])
     assert (options.model, options.data, options.output) == ("meta-llama/Llama-3.1-8B", ["train.jsonl"], "another")
-    assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, "selective")
+    assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, None)
     text = (ROOT / "examples" / "train.yaml").read_text().replace("# lora", "lora").replace("# dtype", "dtype")
     (tmp_path / "lora.yaml").write_text(text)
     options = read_options(TrainOptions, [str(tmp_path / "lora.yaml")])
