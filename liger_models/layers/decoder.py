@@ -16,6 +16,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.compile_ahead import compile_ahead
 from liger_models.layers.embedding import LigerEmbedding, zero_padding_row
 from liger_models.layers.frozen import own_parameters
 from liger_models.layers.head_request import HeadRequest, LossTargets, in_graph
@@ -607,6 +608,7 @@ class Decoder(nn.Module):
             options: arguments of `forward` that are fields of `HeadRequest`.
         """
         request = HeadRequest.of(options)
+        compile_ahead(self, embeds, layout, options)
         cache, groups, T = layout.cache, self.groups, layout.position_ids.shape[-1]
         request.check(embeds.shape[0], T, cached=cache is not None)
         groups.check_tokens(T, whole=cache is not None or request.needs_all_tokens)

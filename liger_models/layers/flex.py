@@ -70,6 +70,8 @@ def flex_by_blocks(
     if D < LEAST_HEAD_DIM:
         q, k, v = (F.pad(x, (0, LEAST_HEAD_DIM - D)) for x in (q, k, v))
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if hasattr(q, "fake_mode") and not torch.compiler.is_compiling():
+        return (q + k.sum() + v.sum())[..., :D]  # without values, only the graph of autograd matters
     # The separate kernel for few queries is avoided, because it does not support all head dimensions.
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if 128 < D <= 256 and takes_flash(q.dtype, D) and q.is_cuda and _on_hopper():

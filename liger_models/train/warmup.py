@@ -1,22 +1,21 @@
 """Compilation of a training step's Triton kernels ahead of time and in parallel."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from typing import Any
 
 import torch
 from torch import nn
 
 from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
+from liger_models.layers.compile_ahead import Kernels, Launch, compile_all, never_ahead
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
     """Compile the kernels of this package that ``model(**batch)`` and its backward launch, unless already compiled.
 
-    Triton compiles each kernel at its first launch, one after the other, while the GPU waits. `warm_up` first runs the
-    model and records the kernels without launching them. Then threads compile them in parallel. Triton's cache on disk
-    keeps the compiled kernels for later processes. Kernels of other packages run as usual.
+    The first training step of most models does the same by itself (`layers/compile_ahead.py`), but that of distributed,
+    quantized and compiled models and of models with hooks does not. `warm_up` first runs the model and records the
+    kernels without launching them. Then threads compile them in parallel. Triton's cache on disk keeps the compiled
+    kernels for later processes. Kernels of other packages run as usual.
 
     Args:
         model: the model in the mode, precision, compilation and sharding of the training. Its weights and the random
@@ -41,17 +40,18 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         )
     if not HAS_TRITON or INTERPRET or not torch.cuda.is_available():
         return 0
-    from triton import AsyncCompileMode, knobs
+    from triton import knobs
 
-    # (kernel, device, key of the specialization) -> what `preload` needs, so that each is compiled once.
-    kernels: dict[Any, tuple[Any, int, str]] = {}
+    kernels: Kernels = {}
+    never_ahead(model)
 
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
         # Kernels of other packages run: later kernels may depend on their results, and autotuners on their times.
         if not fn.module.startswith("liger_models.") or getattr(kernel, "decides", False):
             return False
-        kernels[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
+        device, specialization = compile["device"], compile["specialization_data"]
+        kernels[kernel, device, compile["key"]] = Launch(kernel, device, specialization)
         return True  # tells Triton to neither compile nor launch it
 
     computing = torch.device("cuda", torch.cuda.current_device())  # the weights may be elsewhere
@@ -68,15 +68,5 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         for parameter in trained:
             parameter.grad = None
 
-    def compile_all(target: int) -> None:
-        with AsyncCompileMode(pool), torch.cuda.device(target):
-            for kernel, device, specialization in kernels.values():
-                if device == target:
-                    kernel.preload(specialization)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # One mode for each device: a mode shares its kernels, which then load on its first device only. A context for
-        # each: a mode that is interrupted stays active in its context.
-        for target in sorted({device for _, device, _ in kernels.values()}):
-            copy_context().run(compile_all, target)
+    compile_all(kernels)
     return len(kernels)

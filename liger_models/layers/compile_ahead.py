@@ -1,0 +1,268 @@
+"""Compilation of a training step's Triton kernels in parallel, before the first step launches them.
+
+Triton compiles a kernel at its first launch, so the kernels of a first step would be compiled one after the other.
+`compile_ahead` first runs the step on tensors without values, which takes milliseconds per block and no memory on the
+GPU, and records the kernels that the step launches. Threads then compile these kernels in parallel, while the real step
+begins. A launch waits if its kernel is still being compiled. Threads suffice, because Triton's compiler releases
+Python's lock.
+
+If the step cannot run on tensors without values, Triton compiles the kernels at their launch. The results are the same.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_models.common.errors import is_traced
+from liger_models.common.ops import LIBRARY
+from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
+from liger_models.layers.recompute import is_compiled, is_hooked
+
+LOG = logging.getLogger(__name__)
+
+_done: WeakSet[nn.Module] = WeakSet()
+"""The models whose kernels were compiled ahead, or never will be."""
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel that is not compiled yet.
+
+    Attributes:
+        kernel: the `triton.JITFunction`.
+        device: index of the device.
+        specialization: the argument of `triton.JITFunction.preload`.
+    """
+
+    kernel: Any
+    device: int
+    specialization: str
+
+
+Kernels = dict[tuple[Any, int, str], Launch]
+"""Maps a kernel, a device and the key of a specialization to a launch. Launches with equal keys share a compilation."""
+
+
+def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mapping[str, Any]) -> None:
+    """Start to compile the kernels of ``model.run(embeds, layout, **options)`` and its backward.
+
+    Only the first call for a model on an NVIDIA GPU with gradients has an effect, and only if the model is not
+    distributed, has plain parameters, and has no hooks.
+
+    Args:
+        model: the `Decoder`.
+        embeds, layout, options: the arguments of `Decoder.run`.
+    """
+    if not embeds.is_cuda or is_traced() or not torch.is_grad_enabled() or model in _done:
+        return
+    if not _has_kernels(embeds) or not _runs_on_fakes(model, embeds, options):
+        return
+    _done.add(model)
+    kernels: Kernels = {}
+    try:
+        with torch.random.fork_rng([embeds.device]):
+            record_step(model, embeds, layout, options, kernels)
+    except Exception:  # the kernels of the step's first part are compiled anyway
+        LOG.debug("The step does not run on tensors without values.", exc_info=True)
+    LOG.debug("%d kernels are compiled ahead.", len(kernels))
+    if len(kernels) > 1:
+        start_compilation(kernels)
+
+
+def never_ahead(model: nn.Module) -> None:
+    """Let `compile_ahead` ignore the modules of ``model``, because their kernels are compiled in another way."""
+    _done.update(model.modules())
+
+
+def _has_kernels(embeds: Tensor) -> bool:
+    capturing = torch.cuda.is_current_stream_capturing()
+    return HAS_TRITON and not INTERPRET and torch.version.hip is None and not capturing
+
+
+def _runs_on_fakes(model: Any, embeds: Tensor, options: Mapping[str, Any]) -> bool:
+    """Whether the step can run on fake tensors without effects on anything else."""
+    if hasattr(embeds, "fake_mode") or options.get("loss_function") is not None or any(vars(model.groups).values()):
+        return False
+    tensors = [*model.parameters(), *model.buffers()]
+    return (
+        all(type(tensor) in (nn.Parameter, Tensor) and tensor.device == embeds.device for tensor in tensors)
+        and any(tensor.requires_grad for tensor in tensors)
+        and not any(is_hooked(module) or is_compiled(module) for module in model.modules())
+    )
+
+
+def record_step(model: Any, embeds: Tensor, layout: Any, options: Mapping[str, Any], kernels: Kernels) -> None:
+    """Add the kernels that ``model.run(embeds, layout, **options)`` and its backward launch to ``kernels``.
+
+    The step runs on tensors without values. Neither the model nor its gradients change.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports torch's compiler, which takes a second
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        leaf: Tensor = mode.from_tensor(tensor.detach())
+        return leaf.requires_grad_(tensor.requires_grad)
+
+    with mode, _Implementations(), recording(kernels), torch.enable_grad():
+        # A parameter with several names becomes one tensor.
+        weights = {parameter: fake(parameter) for parameter in model.parameters()}
+        named = {name: weights[tensor] for name, tensor in model.named_parameters(remove_duplicate=False)}
+        x = fake(embeds)
+        options = {name: fake(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+        layout = replace(layout, masks=dict(layout.masks))  # layers may add masks
+        with _reparametrize_module(model, named):
+            results = model.run(x, layout, **options)._asdict()
+        # The first result that there is: a loss or, for losses outside of the model, a tensor from which they start.
+        names = ("loss", "log_probs", "logits", "hidden_states")
+        result = next(results[name] for name in names if results[name] is not None)
+        total = (result[-1] if isinstance(result, tuple) else result).sum()
+        # Unlike `backward`, `grad` sets the gradient of no tensor.
+        inputs = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
+        torch.autograd.grad(total, inputs, allow_unused=True)
+
+
+class _Implementations(TorchDispatchMode):
+    """A context manager in which fake tensors run the implementations of this package's ops, which launch kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != LIBRARY.ns:
+            return func(*args, **(kwargs or {}))
+        keys = torch._C.DispatchKey
+        has_own = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), keys.CUDA)
+        on_cuda = any(isinstance(x, Tensor) and x.is_cuda for x in args)
+        with self:  # for ops within this op
+            return func._op_dk(keys.CUDA if has_own and on_cuda else keys.CompositeExplicitAutograd, *args)
+
+
+@contextmanager
+def recording(kernels: Kernels) -> Iterator[None]:
+    """Return a context manager in which launches on fake tensors only add their kernels to ``kernels``.
+
+    Launches on other tensors run as usual, in all threads. Kernels that are already compiled are not added.
+    """
+    from torch._subclasses import fake_tensor
+    from triton import knobs
+    from triton.runtime import jit
+
+    FakeTensor: Any = fake_tensor.FakeTensor
+    JITFunction: Any = jit.JITFunction
+    launching = threading.local()  # autograd runs the backward in another thread
+    run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def run_or_record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not any(isinstance(value, FakeTensor) for value in (*args, *options.values())):
+            return run(kernel, *args, grid=grid, warmup=warmup, **options)
+        launching.fake = True
+        try:
+            return run(kernel, *args, grid=(1,), warmup=True, **options)
+        finally:
+            launching.fake = False
+
+    def record(**about: Any) -> bool:
+        if not getattr(launching, "fake", False):
+            return hook is not None and bool(hook(**about))
+        kernel, device = about["fn"].jit_function, about["compile"]["device"]
+        launch = Launch(kernel, device, about["compile"]["specialization_data"])
+        kernels[kernel, device, about["compile"]["key"]] = launch
+        return True  # tells Triton not to compile it
+
+    def address(x: Tensor) -> int:  # as aligned as that of a tensor with values: an allocation starts at 512 bytes
+        return 512 + int(x.storage_offset()) * x.element_size()
+
+    JITFunction.run, knobs.runtime.jit_cache_hook, FakeTensor.data_ptr = run_or_record, record, address
+    try:
+        yield
+    finally:
+        JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
+        del FakeTensor.data_ptr
+
+
+def start_compilation(kernels: Kernels) -> threading.Thread:
+    """Start to compile kernels in parallel, and return the thread that waits for them.
+
+    A launch of one of these kernels waits until this kernel is compiled. If a compilation fails, the launch raises the
+    error.
+    """
+    submitted = threading.Event()
+
+    def compile_in_thread() -> None:
+        try:
+            compile_all(kernels, submitted=submitted, ignore_errors=True)
+        except Exception:
+            LOG.debug("Kernels are compiled when they are launched.", exc_info=True)
+        finally:
+            submitted.set()
+
+    thread = threading.Thread(target=compile_in_thread, name="compile_ahead")
+    thread.start()
+    submitted.wait()  # a launch before would compile the kernel a second time
+    return thread
+
+
+def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, ignore_errors: bool = False) -> None:
+    """Compile kernels in parallel, and wait for all of them.
+
+    Args:
+        kernels: the kernels, on any number of devices.
+        submitted: event that is set when the kernels of the first device have been submitted.
+        ignore_errors: whether the error of a compilation is raised only by the launch of the kernel.
+    """
+    from triton import AsyncCompileMode
+
+    def compile_for(device: int) -> None:
+        with AsyncCompileMode(pool, ignore_errors=ignore_errors), torch.cuda.device(device):
+            for launch in kernels.values():
+                if launch.device == device:
+                    launch.kernel.preload(launch.specialization)
+            if submitted is not None:
+                submitted.set()
+
+    with _parsing_in_turn(), ThreadPoolExecutor(compile_threads()) as pool:
+        # One mode for each device: a mode shares its kernels, which then load on its first device only. A context for
+        # each: a mode that is interrupted stays active in its context.
+        for device in sorted({launch.device for launch in kernels.values()}):
+            copy_context().run(compile_for, device)
+
+
+@contextmanager
+def _parsing_in_turn() -> Iterator[None]:
+    """Return a context manager in which only one thread at a time parses a kernel.
+
+    In two threads, Python's parser may raise "AST constructor recursion depth mismatch" (cpython#106905).
+    """
+    from triton.runtime.jit import JITFunction
+
+    owner: Any = next(kind for kind in JITFunction.__mro__ if "parse" in vars(kind))
+    parse, lock = owner.parse, threading.Lock()
+
+    def parse_in_turn(kernel: Any) -> Any:
+        with lock:
+            return parse(kernel)
+
+    owner.parse = parse_in_turn
+    try:
+        yield
+    finally:
+        owner.parse = parse
+
+
+def compile_threads() -> int:
+    """Return the number of threads that compile: the cores of this process, divided by the ranks on this host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(cores // max(int(ranks) if ranks.isdigit() else 1, 1), 1)

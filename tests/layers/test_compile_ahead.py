@@ -1,0 +1,253 @@
+import json
+import os
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_models import LigerLlama, LlamaConfig
+from liger_models.kernels.dispatch import HAS_TRITON
+from liger_models.layers import compile_ahead as module
+from liger_models.layers.compile_ahead import Launch, compile_ahead, compile_threads, never_ahead, start_compilation
+
+from ..processes import ROOT, run
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+STEP = Path(__file__).with_name("compile_ahead_step.py")
+
+
+def run_step(folder, policy, *more, **sizes):
+    """Return the number of kernels that the script recorded."""
+    script = run(STEP, json.dumps(SIZES | sizes), policy, *more, cwd=ROOT, TRITON_CACHE_DIR=str(folder))
+    return int(script.stdout)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize(
+    ("family", "more", "policy"),
+    [("llama", {}, "selective"), ("gemma3_text", {}, "none"), ("qwen3_5_text", LINEAR, "full")],
+)
+def test_the_recorded_kernels_are_those_of_the_step(family, more, policy, tmp_path):
+    assert run_step(tmp_path, policy, model_type=family, **more) >= 12
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_the_launches_of_a_step_find_their_kernels(tmp_path):
+    assert run_step(tmp_path, "none", "compile", model_type="llama") >= 12
+
+
+@pytest.fixture
+def model():
+    return LigerLlama.from_config(LlamaConfig(**SIZES))
+
+
+def runs(model, **options):
+    return module._runs_on_fakes(model, torch.zeros(1, 4, 64), options)
+
+
+def test_models_that_run_on_fakes(model):
+    assert runs(model, labels=torch.zeros(1, 4))
+    assert not runs(model, loss_function=lambda *_: 0)
+    hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert not runs(model)
+    hook.remove()
+    assert runs(model)
+    model.layers[1].compile(backend="eager")
+    assert not runs(model)
+
+
+def test_frozen_and_distributed_models_do_not_run_on_fakes(model):
+    model.groups.__dict__["tensor"] = object()
+    assert not runs(model)
+    model.groups.__dict__["tensor"] = None
+    assert runs(model)
+    assert not runs(model.requires_grad_(False))
+
+
+class OnCuda:
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The models whose steps are recorded, and what the recording raises."""
+    models, errors, started = [], [], []
+
+    def record(model, embeds, layout, options, kernels):
+        models.append(model)
+        kernels |= {index: Launch(None, 0, "") for index in range(2)}
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(module, "record_step", record)
+    monkeypatch.setattr(module, "_has_kernels", lambda embeds: True)
+    monkeypatch.setattr(module, "_runs_on_fakes", lambda *_: True)
+    monkeypatch.setattr(module, "start_compilation", lambda kernels: started.append(len(kernels)))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    return models, errors, started
+
+
+def test_only_the_first_training_step_is_recorded(recorded, model):
+    models, _, started = recorded
+    with torch.no_grad():
+        compile_ahead(model, OnCuda, None, {})
+    compile_ahead(model, torch.zeros(1), None, {})
+    assert not models
+    for _ in range(2):
+        compile_ahead(model, OnCuda, None, {})
+    assert models == [model]
+    assert started == [2]
+
+
+def test_a_step_that_does_not_run_on_fakes_keeps_its_first_kernels(recorded, model):
+    _, errors, started = recorded
+    errors.append(ValueError("no values"))
+    compile_ahead(model, OnCuda, None, {})
+    assert started == [2]
+
+
+def test_warmed_up_models_are_not_recorded(recorded, model):
+    models, _, _ = recorded
+    never_ahead(torch.nn.Sequential(model))
+    compile_ahead(model, OnCuda, None, {})
+    assert not models
+
+
+class Kernel:
+    """As `triton.JITFunction`: compiles through the active mode, when the test allows."""
+
+    def __init__(self, error=None):
+        self.error, self.kernel, self.allowed = error, None, threading.Event()
+
+    def preload(self, specialization):
+        from triton.runtime._async_compile import active_mode
+
+        self.kernel = active_mode.get().submit(id(self), self.make, lambda made: setattr(self, "kernel", made))
+
+    def make(self):
+        self.allowed.wait()
+        if self.error:
+            raise self.error
+        return threading.current_thread()
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_launches_wait_for_their_own_kernel_and_raise_its_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(module, "compile_threads", lambda: 2)
+    slow, good, bad = Kernel(), Kernel(), Kernel(RuntimeError("no registers"))
+    thread = start_compilation({kernel: Launch(kernel, 0, "") for kernel in (slow, good, bad)})
+    good.allowed.set()
+    assert good.kernel.name != threading.current_thread().name  # a launch reads an attribute of the kernel
+    assert thread.is_alive()
+    bad.allowed.set()
+    with pytest.raises(RuntimeError, match="no registers"):
+        bad.kernel.result()
+    slow.allowed.set()
+    thread.join()
+    assert isinstance(slow.kernel, threading.Thread)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_one_thread_at_a_time_parses(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    owner = next(kind for kind in JITFunction.__mro__ if "parse" in vars(kind))
+    entered, parsing, most = threading.Barrier(2), [], []
+
+    def parse(kernel):
+        parsing.append(kernel)
+        most.append(len(parsing))
+        time.sleep(0.02)  # long enough for the other thread to enter
+        parsing.pop()
+
+    def enter(kernel):
+        entered.wait()
+        owner.parse(kernel)
+
+    monkeypatch.setattr(owner, "parse", parse)
+    with module._parsing_in_turn():
+        threads = [threading.Thread(target=enter, args=(object(),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1, 1]
+    assert owner.parse is parse
+
+
+def test_ranks_of_a_host_share_its_cores(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    assert compile_threads() == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert compile_threads() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert compile_threads() == 1
+
+
+PROGRAM = """
+import logging
+import sys
+import threading
+import torch
+from triton import knobs
+from liger_models import AutoLigerModel
+
+logging.getLogger("liger_models.layers.compile_ahead").setLevel(logging.DEBUG)
+logging.basicConfig()
+threads = {{}}
+
+
+
+def listen(*, src, **_):
+    threads.setdefault(threading.current_thread().name, []).append(src.name)
+
+
+knobs.compilation.listener = listen
+model = AutoLigerModel.from_config({sizes}, device="cuda", dtype=torch.bfloat16)
+ids = torch.randint(256, (2, 256), device="cuda")
+loss = model.train()(input_ids=ids, labels=ids).loss
+loss.backward()
+print(threads, file=sys.stderr)
+assert threading.main_thread().name not in threads
+assert sum(map(len, threads.values())) > 8
+print(loss.item())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("gemma3_text", {"sliding_window": 64}),
+        ("qwen3_5_text", LINEAR),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ],
+)
+def test_the_first_step_compiles_nothing_one_after_the_other(family, more, tmp_path):
+    program = tmp_path / "step.py"
+    program.write_text(PROGRAM.format(sizes=SIZES | more | {"model_type": family}))
+    loss = run(program, cwd=ROOT, TRITON_CACHE_DIR=str(tmp_path)).stdout
+    assert abs(float(loss) - torch.tensor(256.0).log()) < 0.5
