@@ -1,6 +1,7 @@
 """The backends of op tests, and a fixture that shows outputs that no kernel wrote."""
 
 import gc
+import itertools
 import os
 import zlib
 from collections import defaultdict
@@ -38,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & GROUPS:
             item.add_marker("distributed")
             item.add_marker(pytest.mark.xdist_group("process groups"))  # started once, by one worker
+        elif parameters and isinstance(pair := parameters.params.get("pair"), tuple):
+            item.add_marker(pytest.mark.xdist_group(pair[0]))  # models of a family are made once, by one worker
     for item in beyond_the_cases(items):
         item.add_marker("matrix")
     # The longest tests come first: at the end they would run alone.
@@ -85,9 +88,23 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 def pytest_collection_finish() -> None:
     """Exclude modules and tests from later garbage collections, and collect less often."""
+    leave_out_of_collections()
+    gc.set_threshold(10_000)
+
+
+def leave_out_of_collections() -> None:
+    """Exclude what there is now from later garbage collections, which many tests ask for. They would take seconds."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
+
+
+FINISHED = itertools.count(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Every fifty tests, exclude the modules and models that the last ones have left, too."""
+    if next(FINISHED) % 50 == 0:
+        leave_out_of_collections()
 
 
 BACKENDS = [

@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 FORKSERVER = get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["tests.no_gpu", "torch._dynamo", "pytest", "liger_models.train.loop", "liger_models.parallel.fsdp"]
+    ["tests.no_gpu", "pytest", "torch._inductor.compile_fx", "liger_models.train.loop", "tests.arch.families"]
 )
 
 

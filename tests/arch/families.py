@@ -102,6 +102,33 @@ def one_of_each_kind() -> frozenset[str]:
     return frozenset(chosen)
 
 
+@cache
+def one_of_each_setting() -> frozenset[tuple[str, str]]:
+    """The first case of each family; and for each further setting of a configuration, a case that has it."""
+    chosen = list(FIRST_CASES)
+    seen = set().union(*(settings(case) for case in chosen))
+    for case in sorted(CASES, key=lambda case: simplicity(case[0])):
+        if settings(case) - seen:
+            seen |= settings(case)
+            chosen.append(case)
+    return frozenset(chosen)
+
+
+def settings(case: tuple[str, str]) -> set[tuple[str, Any]]:
+    """The keys in which a case differs from its family's base, with the values that are no numbers or lists."""
+    arch, variant = case
+    file = DATA / arch / "tiny.json"
+    parts = [json.loads(file.read_text())["variants"][variant]] if file.exists() else []
+    found: set[tuple[str, Any]] = set()
+    while parts:
+        for key, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            else:
+                found.add((key, value if isinstance(value, bool | str | None) else type(value)))
+    return found
+
+
 def beyond_kinds(arch: str) -> Any:
     """The marker ``matrix`` for all families but those of `one_of_each_kind`.
 
@@ -115,8 +142,20 @@ def of_each_kind(cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(case, marks=beyond_kinds(case if isinstance(case, str) else case[0])) for case in cases]
 
 
+def beyond_settings(case: tuple[str, str]) -> Any:
+    """The marker ``matrix`` for all cases but those of `one_of_each_setting`.
+
+    For tests in which a setting does in one family what it does in others. All cases are compared with transformers,
+    and exported.
+    """
+    return () if case in one_of_each_setting() else pytest.mark.matrix
+
+
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
+one_case_of_each_setting = pytest.mark.parametrize(
+    "pair", [pytest.param(case, marks=beyond_settings(case)) for case in CASES], indirect=True, ids="-".join
+)
 one_case_of_each_kind = pytest.mark.parametrize("pair", of_each_kind(FIRST_CASES), indirect=True, ids="-".join)
 
 one_text_case_of_each_kind = pytest.mark.parametrize(

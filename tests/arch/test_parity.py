@@ -21,6 +21,7 @@ from .families import (
     LIMIT,
     assert_same_gradients,
     auto_class,
+    beyond_settings,
     error,
     every_case,
     gradients_of,
@@ -28,6 +29,7 @@ from .families import (
     load,
     one_case_each,
     one_case_of_each_kind,
+    one_case_of_each_setting,
     tokens,
     variants,
 )
@@ -111,7 +113,7 @@ def test_num_items_in_batch(pair):
         assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, want) <= LIMIT
 
 
-PADDED = [(case, "left") for case in CASES]
+PADDED = [pytest.param(case, "left", marks=beyond_settings(case)) for case in CASES]
 PADDED += [pytest.param(case, "right", marks=() if case in FIRST_CASES else pytest.mark.matrix) for case in CASES]
 
 
@@ -140,7 +142,7 @@ def test_padded_batches(pair, side):
     assert_same_gradients(ours, theirs)
 
 
-@every_case
+@one_case_of_each_setting
 def test_packed_documents_are_separate_documents(pair):
     """One packed row gives the logits, the loss and the gradients of each document alone."""
     arch, variant, theirs, ours = pair
@@ -198,7 +200,7 @@ def test_causality(pair):
     assert error(after[:, 9:], before[:, 9:]) > 1e-2
 
 
-@every_case
+@one_case_of_each_setting
 def test_cached_decode(pair):
     """Pieces after each other, at last single tokens, give the logits of the whole."""
     arch, variant, _, ours = pair
@@ -312,7 +314,7 @@ def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
-@every_case
+@one_case_of_each_setting
 def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
     """The names and shapes of its parameters, which it writes on demand, give the same model as the hub's."""
     arch, variant, theirs, ours = pair
