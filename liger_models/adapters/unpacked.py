@@ -130,7 +130,7 @@ class UnpackedLMHead(Layer):
 
     def extra_repr(self) -> str:
         """Return the advice that the head takes no adapter, which PEFT shows in its error."""
-        return "has the loss inside: train it with modules_to_save, or adapt it with liger_models.adapters.apply_lora"
+        return "lm_head has the loss inside: train it with modules_to_save or liger_models.adapters.apply_lora"
 
 
 class Node(nn.Module):

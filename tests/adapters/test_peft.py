@@ -330,7 +330,7 @@ def test_one_graph():
             {"target_modules": SEVEN},
             r"got 'down_proj', which means model\..*\.experts.down_proj as well",
         ),
-        ("llama", {"target_modules": ["lm_head"]}, "train it with modules_to_save"),
+        ("llama", {"target_modules": ["lm_head"]}, "lm_head has the loss inside: train it with modules_to_save"),
         ("llama", {"target_modules": ["self_attn"]}, "is not supported"),
         ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, "mlp: PEFT must replace linear"),
         ("mixtral", {"target_parameters": ["experts.nothing"]}, "target_parameters must be empty"),

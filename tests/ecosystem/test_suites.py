@@ -25,8 +25,7 @@ SUITES = Path(__file__).with_name("suites")
 FAMILIES = os.environ.get("LIGER_FAMILIES", "llama gemma2 mixtral qwen3 qwen3_next").split()
 PEFT_MODELS = {"llama": "tiny-random-LlamaForCausalLM", "qwen2": "tiny-dummy-qwen2"}
 """Family -> what the ids of PEFT's tests of its model have in them."""
-TRAINERS = os.environ.get("LIGER_TRAINERS", "dpo kto").split()
-"""The trainers whose tests are run. The others take longer: sft, reward, rloo, grpo."""
+TRAINERS = os.environ.get("LIGER_TRAINERS", "sft reward dpo kto rloo grpo").split()
 
 
 def distribution(name: str, folder: Path) -> Path:
