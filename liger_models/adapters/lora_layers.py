@@ -285,6 +285,24 @@ class LinearAdapters(nn.ModuleDict):
         return packed.chunk(group.size)[group.rank] if self.sharded_dim == 0 else packed
 
 
+def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `low_rank_linear`, which has no backward, takes x [..., C] and a weight in ``dtype``."""
+    return (
+        not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
+        and x.dtype in TRITON_DTYPES
+        and dtype == x.dtype
+        and use_triton(x)
+    )
+
+
+def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """Return y [..., O] plus the low-rank term of x [..., C], A [R, C] and B [O, R]."""
+    low = F.linear(x, A).to(y.dtype)  # [..., R]
+    if is_batch_invariant():
+        return y + F.linear(low, B.to(y.dtype))
+    return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), B.T.to(y.dtype)).view_as(y)
+
+
 class LoRALinear(nn.Linear, Layer):
     """A linear layer with a frozen weight [O, C] and adapters for some of the matrices that are packed in it."""
 
@@ -396,13 +414,9 @@ class LoRALinear(nn.Linear, Layer):
             frozen = self.frozen_weight
             return low_rank_linear(x, self.weight if frozen is None else frozen.to(x.dtype), bias, (A, B))
 
-        # Compute the product with the frozen weight, and then the term of the adapters through [..., R].
+        # Compute the product with the frozen weight, and then the term of the adapters.
         y = self.base_product(x, bias if scale is None else None)
-        low = F.linear(self.dropout(x), A).to(y.dtype)
-        if is_batch_invariant():
-            y = y + F.linear(low, B.to(y.dtype))
-        else:
-            y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), B.T.to(y.dtype)).view_as(y)
+        y = add_low_rank(y, self.dropout(x), A, B)
         if scale is not None:  # DoRA scales the product before the bias is added
             y = y * scale.to(y.dtype)
             y = y if bias is None else y + bias.to(y.dtype)
@@ -411,12 +425,9 @@ class LoRALinear(nn.Linear, Layer):
     def _fuses(self, x: Tensor) -> bool:
         """Whether `low_rank_linear`, which has no backward, computes the layer."""
         return (
-            not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
-            and self.is_low_rank
+            self.is_low_rank
             and not is_sharded(self.weight)
-            and x.dtype in TRITON_DTYPES
-            and (self.weight.dtype == x.dtype or frozen_format(self) is not None)
-            and use_triton(x)
+            and takes_adapters(x, x.dtype if frozen_format(self) is not None else self.weight.dtype)
         )
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from liger_models.adapters.lora import adaptable_layers, matches, unsupported_linears
 from liger_models.adapters.lora_layers import short_name, with_class
+from liger_models.adapters.unpacked_linear import UnpackedLinear
 from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import check_values
 from liger_models.convert.files import CONFIG, read_json
@@ -76,50 +77,6 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
             "layers, and once: use what the first call returned."
         )
     return UnpackedModel(model, causal_lms[0])
-
-
-class UnpackedLinear(Layer):
-    """A packed projection from [C] to [O], split into one linear layer per matrix of the checkpoint.
-
-    Args:
-        packed: the projection.
-        weight: its weight as an expression over the checkpoint's matrices.
-        bias: its bias as an expression over the checkpoint's vectors; None for a projection without bias.
-    """
-
-    def __init__(self, packed: nn.Linear, weight: Expression, bias: Expression | None) -> None:
-        super().__init__()
-        self.weight_expression, self.bias_expression = weight, bias
-        biases = {} if bias is None else bias.unpack(packed.bias)
-        for name, matrix in weight.unpack(packed.weight).items():
-            part = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
-            part.weight = _new_parameter(matrix, like=packed.weight)
-            if biases:
-                part.bias = _new_parameter(biases[name.removesuffix("weight") + "bias"], like=packed.bias)
-            self.add_module(short_name(name), part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., C] to [..., O] in the order of the packed rows."""
-        # The expression that packs the rows of the weight also packs the outputs of a token; `vmap` applies it to all
-        # tokens.
-        names = self.weight_expression.names()
-        outputs = {name: part(x).flatten(0, -2) for name, part in zip(names, self.children(), strict=True)}
-        packed = torch.vmap(self.weight_expression.pack)(outputs)  # [tokens, O]
-        y: Tensor = packed.unflatten(0, x.shape[:-1])
-        return y
-
-    def packed(self) -> nn.Linear:
-        """Pack the parts, which must have no adapters, into one linear layer with new parameters."""
-        parts: list[Any] = [*self.children()]
-        names = self.weight_expression.names()
-        weight = self.weight_expression.pack({name: part.weight for name, part in zip(names, parts, strict=True)})
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").train(self.training)
-        linear.weight = _new_parameter(weight, like=parts[0].weight)
-        if self.bias_expression is not None:
-            names = self.bias_expression.names()
-            bias = self.bias_expression.pack({name: part.bias for name, part in zip(names, parts, strict=True)})
-            linear.bias = _new_parameter(bias, like=parts[0].bias)
-        return linear
 
 
 class UnpackedLMHead(Layer):
@@ -206,6 +163,8 @@ class UnpackedModel(Node):
     """Last parts of those names in `fixed` that are linear layers or experts in transformers."""
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
+    said: set[str]
+    """Warnings that have been given; see `UnpackedLinear`."""
     adapter_configs: dict[str, Any] | None
     """Maps adapters' names to their PEFT configurations; None before the first adapter and after unloading."""
     checked: set[str]
@@ -213,7 +172,7 @@ class UnpackedModel(Node):
 
     def __init__(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         super().__init__()
-        self.fixed, self.skipped = [], set()
+        self.fixed, self.skipped, self.said = [], set(), set()
         self.adapter_configs, self.checked = None, set()
         self.input_hooks: list[Any] = []
 
@@ -267,16 +226,18 @@ class UnpackedModel(Node):
                 full_name = f"{path}.{name}".lstrip(".")
                 expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
 
-            if _is_same_module(module, expressions) and (path in linears or not isinstance(module, nn.Linear)):
-                # In transformers there is the same module, for example a norm, the embedding or an output projection.
+            is_leaf = not isinstance(module, nn.Linear) or isinstance(module, LigerLMHead)
+            if is_leaf and _is_same_module(module, expressions):
+                # In transformers there is the same module, for example a norm or the embedding.
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
                 theirs, _, _ = next(iter(expressions.values())).names()[0].rpartition(".")
                 self._add_leaf_at(theirs, owner, owner_name)
             elif path in linears:
-                # This is a packed projection, for which transformers has one linear layer per matrix.
-                unpacked = UnpackedLinear(linears[path][0], expressions["weight"], expressions.get("bias"))
-                setattr(owner, owner_name, unpacked.train(module.training))
+                # A projection, for which transformers has one linear layer per matrix.
+                bias = expressions.get("bias")
+                unpacked = UnpackedLinear(linears[path][0], expressions["weight"], bias, self.said)
+                setattr(owner, owner_name, unpacked)
                 for name in expressions:
                     setattr(module, name, None)  # frees the memory
                 for name in expressions["weight"].names():
@@ -622,11 +583,6 @@ def _untie_if_different(model: CausalLM) -> None:
     head = cast(Any, model.lm_head)
     if model.config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:
         model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
-
-
-def _new_parameter(values: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a copy of ``values`` as a parameter that requires a gradient if ``like`` does."""
-    return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), like.requires_grad)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from liger_models.layers.norm import (
     is_fusible,
     is_plain,
     low_rank_of,
+    row_order,
     weight_of,
 )
 from liger_models.layers.recompute import is_hooked, recomputes, repeats, run_twice
@@ -121,8 +122,9 @@ class GatedMLP(Layer):
     def _fuses(self, x: Tensor) -> bool:
         """Whether `gated_mlp` or `float8_gated_mlp` computes the whole MLP."""
         linears = self.gate_up_proj, self.down_proj
-        fusible = self.multipliers == (1.0, 1.0) and (is_fusible(*linears) or float8_recipe(*linears) is not None)
-        return self.kernel and fusible and use_triton(x)
+        fusible = is_fusible(*linears) or float8_recipe(*linears) is not None
+        plain = self.multipliers == (1.0, 1.0) and row_order(self.gate_up_proj) is None
+        return self.kernel and plain and fusible and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].

@@ -318,6 +318,12 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
     return None if low_rank is None else low_rank(dtype)
 
 
+def row_order(linear: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return what moves the outputs of a fused op to the order of a layer's outputs; None if they have this order."""
+    order: Callable[[Tensor], Tensor] | None = getattr(linear, "row_order", None)
+    return order
+
+
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
     """Return this rank's part of a layer's weight, dense or a `FrozenWeight`, in autocast's dtype."""
     frozen: FrozenWeight | None = getattr(linear, "frozen_weight", None)
@@ -362,4 +368,7 @@ def add_norm_linear(
     if recipe:
         assert isinstance(weight, Tensor)
         return float8_norm_linear(x, residual, fused, weight, bias, recipe, gathered_float8(linear))
-    return norm_linear(x, residual, fused, weight, bias, ranks_of(linear), low_rank_of(linear, weight.dtype))
+    low_rank = low_rank_of(linear, weight.dtype)
+    y, residual = norm_linear(x, residual, fused, weight, bias, ranks_of(linear), low_rank)
+    order = row_order(linear)
+    return y if order is None else order(y), residual
