@@ -107,8 +107,10 @@ def events(monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        ("llama",), ("gemma2",), ("gemma3_text",), ("mixtral",), ("gpt_oss",), ("gemma4_text",), ("olmo3",),
-        ("qwen2_vl",), ("mllama",), ("qwen3_next",), ("qwen3_5_text",),
+        ("llama",), ("gemma2",), ("mixtral",), ("gpt_oss",), ("gemma4_text",), ("qwen2_vl",), ("mllama",),
+        ("qwen3_next",),
+        # Windows and gated delta rules, as in those above.
+        *(pytest.param((arch,), marks=pytest.mark.matrix) for arch in ("gemma3_text", "olmo3", "qwen3_5_text")),
     ],
     ids="-".join,
 )  # fmt: skip

@@ -204,9 +204,10 @@ def test_the_cache_is_computed_anew_where_each_row_gets_long():
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("kind", LENGTHS)
-def test_frequencies_of_documents_in_one_graph(kind):
+def test_frequencies_of_documents_in_one_graph(kind, compiler):
     model = with_lengths(LENGTHS[kind])
     ids, bounds = torch.randint(2, 50, (1, 40)), torch.tensor([0, 8, 25, 40])
-    compiled = torch.compile(lambda: model(ids, cu_seqlens=bounds).logits, fullgraph=True)
+    compiled = torch.compile(lambda: model(ids, cu_seqlens=bounds).logits, fullgraph=True, backend=compiler)
     torch.testing.assert_close(compiled(), model(ids, cu_seqlens=bounds).logits, atol=1e-5, rtol=1e-5)

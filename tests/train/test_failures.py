@@ -178,8 +178,9 @@ def test_a_full_disk(folder, whole, tmp_path):  # noqa: F811
 @pytest.mark.parametrize(
     ("where", "killed"),
     [
-        ("die in a step", 1), ("die in a step", 0), ("die in a save", 1), ("die in a save", 0),
-        ("die with the tokens", 0), ("die in the export", 0),
+        ("die in a step", 1), ("die in a save", 0), ("die with the tokens", 0), ("die in the export", 0),
+        pytest.param("die in a step", 0, marks=pytest.mark.matrix),
+        pytest.param("die in a save", 1, marks=pytest.mark.matrix),
     ],
 )  # fmt: skip
 def test_one_of_two_ranks_is_killed(folder, whole, tmp_path, where, killed):  # noqa: F811

@@ -100,7 +100,7 @@ def without(inputs, *missing):
     return [inputs[ORDER.index(name)] for name in names], names
 
 
-@pytest.mark.cases(60)
+@pytest.mark.cases(32)
 @MODES
 @pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize(("shape", "width", "out"), SHAPES, ids=str)
@@ -241,7 +241,7 @@ def low_ranks(shape, width, out, dtype, device):
     return [torch.randn(*size, generator=generator).mul(0.25).to(device, dtype) for size in sizes]
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @MODES
 @NORMS
 @pytest.mark.parametrize("shape", [(11, 72), (2, 3, 64), (1, 130)], ids=str)

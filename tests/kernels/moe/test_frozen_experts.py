@@ -93,7 +93,7 @@ def test_blocks_are_those_of_a_linear_layer(backend, size, number):
         assert found.nbytes == math.prod(size[:2]) * (size[2] + -(-size[2] // BLOCK) * number.itemsize)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(6)
 @RECOMPUTE
 @STORED
 @pytest.mark.parametrize("few", [True, False])
