@@ -13,6 +13,8 @@ from .training.modes import title
 BARS = {"train": train.bars, "families": families.bars, "ops": ops.bars}
 LABEL_WIDTH = 50
 """Characters in a line of a label."""
+STYLE = {"svg.fonttype": "none", "font.size": 8}
+"""Settings of matplotlib for all plots."""
 LINE = 0.14
 """Height of a line of a label, in inches."""
 
@@ -21,14 +23,14 @@ def plot(name: str, rows: Rows, folder: Path) -> None:
     """Write ``folder/NAME.svg``: curves for "curves", and bars for a benchmark in `BARS`."""
     import matplotlib  # an optional extra
 
-    # Without salt and date, equal results give equal files.
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 8}
     from matplotlib import pyplot
 
-    figure = draw_curves(rows) if name == "curves" else draw_bars(name, rows)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    # With a fixed salt and without a date, equal results give equal files.
+    with pyplot.rc_context(STYLE | {"svg.hashsalt": name}):
+        figure = draw_curves(rows) if name == "curves" else draw_bars(name, rows)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
 
 

@@ -308,10 +308,12 @@ def test_every_plot_can_be_drawn(tmp_path):
 
 @pytest.mark.parametrize("name", plots.BARS)
 def test_no_label_of_a_bar_lies_over_another(name):
-    pytest.importorskip("matplotlib").use("svg")
-    figure = plots.draw_bars(name, [row for row in read(RESULTS) if row["benchmark"] == name])
-    figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("svg")
+    with matplotlib.rc_context(plots.STYLE):
+        figure = plots.draw_bars(name, [row for row in read(RESULTS) if row["benchmark"] == name])
+        figure.draw_without_rendering()
+        boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
     assert len(boxes) > 5
     assert figure.get_size_inches()[1] < 16
     labels = [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
