@@ -10,8 +10,9 @@ import torch
 import liger_models.hf
 from liger_models.adapters.unpacked_linear import UnpackedLinear
 
-from ..adapters.test_lora import IDS, stir
-from ..arch.families import LIMIT, error, hf_model, make_folder
+from ..adapters.test_lora import IDS, stir, with_image
+from ..arch.families import LIMIT, error, hf_model, make_folder, tiny
+from ..arch.families import load as load_native
 from ..late import Late
 
 peft = Late("peft", needs="PEFT is not installed")
@@ -130,3 +131,33 @@ def test_names_that_match_nothing_leave_a_model_that_computes(folder, tmp_path):
     assert error(model(IDS).logits, before) <= LIMIT
     model.save_pretrained(tmp_path)
     assert error(hf_model(tmp_path)(IDS).logits, before) <= LIMIT
+
+
+@pytest.mark.filterwarnings("ignore:.* all linear layers have adapters except:UserWarning")
+@pytest.mark.parametrize(
+    ("arch", "name", "targets"),
+    [
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", r".*language_model.*_proj"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("phi3", "Phi3ForCausalLM", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
+    ],
+    ids=["images", "experts", "fused"],
+)
+def test_other_families(arch, name, targets, tmp_path):
+    """A step is that of PEFT on transformers' class."""
+    folder = make_folder(arch, next(iter(tiny(arch))), tmp_path)
+    config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=targets)
+    theirs = stir(peft.get_peft_model(hf_model(folder), config)).train()
+    theirs.save_pretrained(tmp_path / "adapter")
+    ids, _, inputs = with_image(arch, load_native(arch, folder))
+    inputs = {"input_ids": ids, "labels": ids} | {key: each for key, each in inputs.items() if key != "labels"}
+    model = getattr(liger_models.hf, name).from_pretrained(folder, dtype=torch.float32)
+    ours = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True).train()
+    losses = [adapted(**inputs).loss for adapted in (theirs, ours)]
+    for loss in losses:
+        loss.backward()
+    assert error(losses[1], losses[0]) <= LIMIT
+    want = {key: each.grad for key, each in theirs.named_parameters() if each.requires_grad}
+    got = {key: each.grad for key, each in ours.named_parameters() if each.requires_grad}
+    assert got.keys() == want.keys()
+    assert all(error(got[key], want[key]) <= 2 * LIMIT for key in want)
