@@ -18,7 +18,7 @@ import functools
 import os
 import posixpath
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,7 +380,8 @@ class UnpackedModel(Node):
             if isinstance(node, Node):
                 yield from (node.get_submodule(name) for name in node.leaves)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def check_names(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raise ValueError if the state dict has tensors of modules that the tree does not have."""
         expected = {prefix + name for name in self.state_dict(keep_vars=True)}
         unexpected = [name for name in state_dict if name.startswith(prefix) and name not in expected]
         if unexpected:
@@ -389,6 +390,9 @@ class UnpackedModel(Node):
                 f"{len(unexpected)} others: {', '.join(unexpected[:3])}. Experts, routers and the head have no "
                 "adapters."
             )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.check_names(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # The interface for PEFT, TRL and training loops
@@ -553,6 +557,11 @@ class UnpackedModel(Node):
             model.config, model.lm_head = config, head
             for path, layer in unpacked.items():
                 model.set_submodule(path, layer)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tree has no modules of PEFT."""
+        return {name for name, _ in self.named_parameters(remove_duplicate=False)} == self.plain_names
 
     def _check_plain(self) -> None:
         """Raise ValueError if the model has adapters."""

@@ -156,7 +156,7 @@ class UnpackedLinear(Layer):
         biases = [None] * len(rows) if bias is None else [*bias.unpack(packed.bias.detach()).values()]
         for name, matrix, vector in zip(self.names, matrices, biases, strict=True):
             part = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta").train(packed.training)
-            same = len(rows) == 1 and self.joined is not None
+            same = len(rows) == 1 and self.row_order is None
             part.weight = packed.weight if same else nn.Parameter(matrix, packed.weight.requires_grad)
             if vector is not None:
                 part.bias = nn.Parameter(_copy(vector), packed.bias.requires_grad)

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import open_safetensors, read_headers
+from liger_models.hf.adapted import Adaptable
 from liger_models.hf.checkpoint import (
     PREFIX,
     Checkpoint,
@@ -29,7 +30,7 @@ from liger_models.layers.linear import is_sharded
 SCORE = "score.weight"
 
 
-class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
+class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel):
     """A body with a linear head on the last token of each text. `liger_models.hf` has one class per model type.
 
     The language-model head of the decoder is not used. It is tied to the embedding, so it adds no parameter.
@@ -41,7 +42,6 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
 
     accepts_loss_kwargs = True
     """Tells Trainer to pass ``num_items_in_batch``."""
-    peft_config = CausalLM.peft_config
 
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
         if decoder is None:

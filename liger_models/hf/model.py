@@ -20,6 +20,7 @@ from liger_models.common.errors import check_values, is_traced
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
 from liger_models.distributed.ranks import rank
+from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
 from liger_models.hf.config import class_name, to_json, to_liger
@@ -251,6 +252,18 @@ class LigerModel(Loading, LigerPreTrainedModel):
         mismatched = load_body(cls.__name__, model.decoder, folder, stored, draws=ignore_mismatched_sizes)
         return model, [], mismatched
 
+    def train(self, mode: bool = True) -> Any:
+        """Set training or eval mode."""
+        super().train(mode)
+        self.decoder.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if "decoder" not in self._modules:  # it is below PEFT's tree, which lacks the rotary tables
+            self.decoder._apply(fn, recurse)
+        return self
+
     @property
     def caches_only_keys(self) -> bool:
         """Whether decoding caches only keys and values, and neither linear-attention states nor data about images."""
@@ -272,7 +285,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     def __getattr__(self, name: str) -> Any:
         # The parts come first: a part that is missing, such as a tower, is then an error of the decoder.
-        if name in PARTS:
+        if name in PARTS and name not in self._modules:
             return getattr(self.decoder, name)
         try:
             return super().__getattr__(name)
@@ -283,7 +296,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in PARTS:
+        if name not in PARTS or name in self._modules:  # PEFT's tree has some of them
             super().__setattr__(name, value)
             return
         if name == "embed_tokens":
@@ -467,7 +480,7 @@ def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
     return attention_mask
 
 
-class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
+class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
     """A language model with its head; `liger_models.hf` has a derived class for each model type.
 
     Args:
@@ -478,7 +491,6 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
 
     accepts_loss_kwargs = True
     """Tells Trainer to pass ``num_items_in_batch``."""
-    peft_config = CausalLM.peft_config
     has_own_head = False
     """Whether a user has replaced the head by a module that returns logits and no loss."""
 
@@ -504,7 +516,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
         # The body has the same configuration, whose edits it applies.
         if name == "config" and "model" in self._modules:
             self.model.config = value
-        if name != "lm_head":
+        if name != "lm_head" or self.tree is not None:
             super().__setattr__(name, value)
             return
         # nn.Module would register the new head here, where the property hides it.
@@ -514,7 +526,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the children. For PEFT, which freezes all children of the model, the head is included."""
         yield from super().named_children()
-        if sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
+        if self.tree is None and sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
 
     @property

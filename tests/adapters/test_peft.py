@@ -483,10 +483,9 @@ def hf_llama(folder, **options):
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["o_proj"], None, "all-linear"], ids=str)
-@pytest.mark.parametrize("door", [False, True], ids=["bare", "hf"])
-def test_the_error_of_a_packed_model_names_the_way(folder, targets, door):
+def test_the_error_of_a_packed_model_names_the_way(folder, targets):
     """Also where PEFT finds none of the names."""
-    model = hf_llama(folder) if door else load("llama", folder)
+    model = load("llama", folder)
     assert not hasattr(model, "peft_config")  # which other tools ask
     before = model.state_dict().keys()
     with pytest.raises(ValueError, match=r"must be unpacked.* Pass unpack_projections\(model\)"):

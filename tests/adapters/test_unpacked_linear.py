@@ -75,12 +75,15 @@ FAMILIES = {
 @pytest.mark.filterwarnings("ignore:.* all linear layers have adapters except:UserWarning")
 def test_a_step_is_that_of_peft(arch, use_rslora, root, by_peft, recwarn):
     variant = next(iter(tiny(arch)))
-    model = adapt(load(arch, make_folder(arch, variant, root)), target_modules=FAMILIES[arch], use_rslora=use_rslora)
+    ids, plain = tokens(arch, variant, 2, 12), load(arch, make_folder(arch, variant, root))
+    before = plain(ids).logits
+    model = adapt(plain, target_modules=FAMILIES[arch], use_rslora=use_rslora)
     layers = [layer for layer in model.base_model.model.causal_lm.modules() if isinstance(layer, UnpackedLinear)]
     assert layers
     assert all(layer.is_low_rank for layer in layers)
-    ids = tokens(arch, variant, 2, 12)
-    got = step(model, ids)
+    with model.disable_adapter():
+        assert error(model.eval()(input_ids=ids).logits, before) <= LIMIT
+    got = step(model.train(), ids)
     with by_peft():
         assert not any(layer.is_low_rank for layer in layers)
         want = step(model, ids)

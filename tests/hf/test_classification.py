@@ -157,13 +157,11 @@ def test_lora(root):
 def test_peft(root, arch, options):
     """Adapters and scores are trained as on transformers' model; the files of either load into the other; merged."""
     theirs, ours = make(make_folder(arch, "gqa", root))
-    with pytest.raises(ValueError, match=r"must be unpacked.* Pass unpack_projections\(model\)"):
-        peft.get_peft_model(ours, peft.LoraConfig(target_modules="all-linear"))
     folder = "classifier"
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(**options))
     theirs.save_pretrained("start")
-    new = peft.get_peft_model(unpack_projections(type(ours).from_pretrained(folder)), peft.LoraConfig(**options))
-    ours = peft.PeftModel.from_pretrained(unpack_projections(ours), "start", is_trainable=True).train()
+    new = peft.get_peft_model(type(ours).from_pretrained(folder), peft.LoraConfig(**options))
+    ours = peft.PeftModel.from_pretrained(ours, "start", is_trainable=True).train()
     names = [{name for name, each in model.named_parameters() if each.requires_grad} for model in (theirs, new, ours)]
     assert "base_model.model.score.modules_to_save.default.weight" in names[0]
     assert names[1] == names[2] == names[0]

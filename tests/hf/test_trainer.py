@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import liger_models.hf
-from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
 
 from .. import processes
@@ -195,14 +194,12 @@ def test_peft(folder):
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
 
-    with pytest.raises(ValueError, match=r"Pass unpack_projections\(model\)"):
-        adapt(load(folder))
-    adapted = adapt(unpack_projections(load(folder)))
+    adapted = adapt(load(folder))
     run = trainer(adapted, max_steps=4, **recomputing())
     run.train()
     assert losses(run)[-1] < losses(run)[0]
     whole = [parameter.clone() for parameter in adapted.parameters()]
-    resumed = trainer(adapt(unpack_projections(load(folder))), max_steps=4, **recomputing())
+    resumed = trainer(adapt(load(folder)), max_steps=4, **recomputing())
     resumed.train(resume_from_checkpoint="out/checkpoint-2")
     assert all(map(torch.equal, whole, resumed.model.parameters()))
     written = json.loads(Path("out/checkpoint-4/adapter_config.json").read_text())
@@ -210,7 +207,7 @@ def test_peft(folder):
     ids = torch.arange(3, 14)[None]
     adapted.eval()
     expected = adapted(input_ids=ids).logits
-    loaded = peft.PeftModel.from_pretrained(unpack_projections(load(folder)), "out/checkpoint-4").eval()
+    loaded = peft.PeftModel.from_pretrained(load(folder), "out/checkpoint-4").eval()
     assert torch.equal(loaded(input_ids=ids).logits, expected)
     tokens = adapted.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
     adapted.merge_and_unload().save_pretrained("merged")

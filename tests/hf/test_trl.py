@@ -366,7 +366,6 @@ def test_a_head_in_fp32(folder):
 def test_adapters_by_the_names_of_transformers(folder, kind, reasons):
     """The trainer adds them; a step is that of transformers' model, which reads the file."""
     peft = pytest.importorskip("peft")
-    from liger_models.adapters import unpack_projections
 
     def make(ours: bool) -> Any:
         model = load(folder, ours)
@@ -374,7 +373,7 @@ def test_adapters_by_the_names_of_transformers(folder, kind, reasons):
         extra = {"reward_funcs": reward} if kind == "GRPO" else {}
         options = GROUPS if kind == "GRPO" else {}
         return getattr(trl, f"{kind}Trainer")(
-            unpack_projections(model) if ours else model,
+            model,
             args=getattr(trl, f"{kind}Config")(kind, **SHARED | options),
             train_dataset=data, processing_class=words_tokenizer(),
             peft_config=peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"), **extra,
@@ -533,19 +532,6 @@ def test_preferences_and_completions_of_images(tmp_path, monkeypatch, kind):
     run = assert_trains_the_same(make, falls=kind == "DPO")
     assert {"pixel_values", "image_grid_thw", "mm_token_type_ids"} <= seen[-1]
     assert kind == "DPO" or abs(lines(run)[1]["loss"]) > 0.01
-
-
-@pytest.mark.parametrize("targets", [TARGETS, ["self_attn.v_proj", "o_proj"], r".*\.(up_proj|down_proj)"], ids=str)
-def test_adapters_of_packed_projections_are_refused(folder, targets):
-    """PEFT would adapt the other names alone."""
-    peft = pytest.importorskip("peft")
-    model = load(folder)
-    with pytest.raises(ValueError, match=r"must be unpacked.*unpack_projections\(model\), .* or to the trainer"):
-        trl.SFTTrainer(
-            model, trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer(),
-            peft_config=peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"),
-        )  # fmt: skip
-    assert not any("lora" in name for name, _ in model.named_parameters())
 
 
 def test_a_reference_model_that_follows_is_an_error(folder):
