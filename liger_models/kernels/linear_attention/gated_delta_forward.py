@@ -110,34 +110,18 @@ def _scale_block(products, left, right, keep):
 
 
 @triton.jit
-def _invert_pairs(m):
-    """Compute (I + M)⁻¹ of the diagonal blocks of size 2 of a block of M. The other elements are 0."""
-    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    return tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))
+def _invert_block(products, factors, PRECISION: tl.constexpr):
+    """Compute (I + M)⁻¹ of a diagonal block of M.
 
-
-@triton.jit
-def _merge(a, m, i, PRECISION: tl.constexpr):
-    """Compute the inverses of diagonal blocks of size 2 ** (i + 1) from ``a``, the inverses of those of size 2 ** i."""
-    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    apart = (row >> i != column >> i) & (row >> (i + 1) == column >> (i + 1))
-    return a - _times(a, _times(tl.where(apart, m, 0.0), a, PRECISION), PRECISION)
-
-
-@triton.jit
-def _invert_blocks(products1, factors1, products2, factors2, PRECISION: tl.constexpr):
-    """Compute (I + M)⁻¹ of two diagonal blocks of M.
-
-    The inverses are built from the inverses of diagonal blocks of size 2, then of size 4, then of size 8. This is a
-    loop in the compiled kernel, too: the time that Triton takes to choose layouts grows with the cube of the number of
-    operations outside of loops.
+    The inverse is built from the inverses of diagonal blocks of size 2, then of size 4, then of size 8.
     """
-    below = tl.arange(0, 16)[:, None] > tl.arange(0, 16)[None, :]
-    m1, m2 = _scale_block(products1, factors1, factors1, below), _scale_block(products2, factors2, factors2, below)
-    a1, a2 = _invert_pairs(m1), _invert_pairs(m2)
-    for i in tl.range(1, 4, num_stages=1):
-        a1, a2 = _merge(a1, m1, i, PRECISION), _merge(a2, m2, i, PRECISION)
-    return a1, a2
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    m = _scale_block(products, factors, factors, row > column)
+    a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))
+    for i in tl.static_range(1, 4):
+        apart = (row >> i != column >> i) & (row >> (i + 1) == column >> (i + 1))
+        a -= _times(a, _times(tl.where(apart, m, 0.0), a, PRECISION), PRECISION)
+    return a
 
 
 @triton.jit
@@ -190,8 +174,8 @@ def inverse_kernel(
     f1 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 16)
     f2 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 32)
     f3 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 48)
-    a00, a11 = _invert_blocks(m00, f0, m11, f1, PRECISION)
-    a22, a33 = _invert_blocks(m22, f2, m33, f3, PRECISION)
+    a00, a11 = _invert_block(m00, f0, PRECISION), _invert_block(m11, f1, PRECISION)
+    a22, a33 = _invert_block(m22, f2, PRECISION), _invert_block(m33, f3, PRECISION)
     m10, m20, m21 = _scale_block(m10, f1, f0, True), _scale_block(m20, f2, f0, True), _scale_block(m21, f2, f1, True)
     m30, m31, m32 = _scale_block(m30, f3, f0, True), _scale_block(m31, f3, f1, True), _scale_block(m32, f3, f2, True)
     # Each block is stored as soon as no later product needs it, which frees its registers. The blocks above the
