@@ -7,8 +7,12 @@ begins. A launch waits if its kernel is still being compiled. Threads suffice, b
 Python's lock.
 
 If the step cannot run on tensors without values, Triton compiles the kernels at their launch. The results are the same.
+
+Triton keeps compiled kernels on the disk. A file beside them says that the kernels of such a model are there, so that
+later processes do not record the step again.
 """
 
+import hashlib
 import logging
 import os
 import threading
@@ -17,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -26,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_models.common.errors import is_traced
 from liger_models.common.ops import LIBRARY
-from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
+from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET, cuda_capability
 from liger_models.layers.recompute import is_compiled, is_hooked
 
 LOG = logging.getLogger(__name__)
@@ -68,6 +73,9 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
     if not _has_kernels(embeds) or not _runs_on_fakes(model, embeds, options):
         return
     _done.add(model)
+    marker = marker_of(model, embeds)
+    if marker.exists():
+        return
     kernels: Kernels = {}
     try:
         with torch.random.fork_rng([embeds.device]):
@@ -76,7 +84,22 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
         LOG.debug("The step does not run on tensors without values.", exc_info=True)
     LOG.debug("%d kernels are compiled ahead.", len(kernels))
     if len(kernels) > 1:
-        start_compilation(kernels)
+        start_compilation(kernels, marker)
+
+
+def marker_of(model: Any, embeds: Tensor) -> Path:
+    """Return the path of the file that says that the kernels of such a model are in Triton's cache on the disk.
+
+    The number of tokens does not count, because it changes few kernels.
+    """
+    import triton
+
+    from liger_models import __version__
+
+    trained = [(name, tensor.dtype) for name, tensor in model.named_parameters() if tensor.requires_grad]
+    about = __version__, triton.__version__, cuda_capability(embeds.device), model.config, embeds.dtype, trained
+    digest = hashlib.sha256(repr(about).encode()).hexdigest()
+    return Path(triton.knobs.cache.dir, f"liger_models-{digest[:32]}")
 
 
 def never_ahead(model: nn.Module) -> None:
@@ -192,17 +215,23 @@ def recording(kernels: Kernels) -> Iterator[None]:
         del FakeTensor.data_ptr
 
 
-def start_compilation(kernels: Kernels) -> threading.Thread:
+def start_compilation(kernels: Kernels, marker: Path | None = None) -> threading.Thread:
     """Start to compile kernels in parallel, and return the thread that waits for them.
 
     A launch of one of these kernels waits until this kernel is compiled. If a compilation fails, the launch raises the
     error.
+
+    Args:
+        kernels: the kernels.
+        marker: file that is created when all kernels are compiled.
     """
     submitted = threading.Event()
 
     def compile_in_thread() -> None:
         try:
             compile_all(kernels, submitted=submitted, ignore_errors=True)
+            if marker is not None:
+                marker.touch()
         except Exception:
             LOG.debug("Kernels are compiled when they are launched.", exc_info=True)
         finally:

@@ -11,7 +11,14 @@ import torch
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.kernels.dispatch import HAS_TRITON
 from liger_models.layers import compile_ahead as module
-from liger_models.layers.compile_ahead import Launch, compile_ahead, compile_threads, never_ahead, start_compilation
+from liger_models.layers.compile_ahead import (
+    Launch,
+    compile_ahead,
+    compile_threads,
+    marker_of,
+    never_ahead,
+    start_compilation,
+)
 
 from ..processes import ROOT, run
 
@@ -85,10 +92,11 @@ def test_frozen_and_distributed_models_do_not_run_on_fakes(model):
 class OnCuda:
     is_cuda = True
     device = torch.device("cuda", 0)
+    dtype = torch.bfloat16
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded(monkeypatch, tmp_path):
     """The models whose steps are recorded, and what the recording raises."""
     models, errors, started = [], [], []
 
@@ -101,7 +109,9 @@ def recorded(monkeypatch):
     monkeypatch.setattr(module, "record_step", record)
     monkeypatch.setattr(module, "_has_kernels", lambda embeds: True)
     monkeypatch.setattr(module, "_runs_on_fakes", lambda *_: True)
-    monkeypatch.setattr(module, "start_compilation", lambda kernels: started.append(len(kernels)))
+    monkeypatch.setattr(module, "start_compilation", lambda kernels, marker: started.append(len(kernels)))
+    monkeypatch.setattr(module, "cuda_capability", lambda device: (9, 0))
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
     return models, errors, started
 
@@ -123,6 +133,22 @@ def test_a_step_that_does_not_run_on_fakes_keeps_its_first_kernels(recorded, mod
     errors.append(ValueError("no values"))
     compile_ahead(model, OnCuda, None, {})
     assert started == [2]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_later_processes_do_not_record_a_model_whose_kernels_are_on_the_disk(recorded, model, monkeypatch):
+    """The kernels of a frozen model, or of a model of another size, are others."""
+    models, _, _ = recorded
+    monkeypatch.setattr(module, "compile_all", lambda kernels, **options: options["submitted"].set())
+    start_compilation({}, marker_of(model, OnCuda)).join()
+    same = LigerLlama.from_config(LlamaConfig(**SIZES))
+    compile_ahead(same, OnCuda, None, {})
+    assert not models
+    frozen, larger = (LigerLlama.from_config(LlamaConfig(**SIZES | {"vocab_size": size})) for size in (256, 257))
+    frozen.norm.requires_grad_(False)
+    for other in (frozen, larger):
+        compile_ahead(other, OnCuda, None, {})
+    assert models == [frozen, larger]
 
 
 def test_warmed_up_models_are_not_recorded(recorded, model):
