@@ -15,6 +15,7 @@ later processes do not record the step again.
 import hashlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -94,10 +95,9 @@ def marker_of(model: Any, embeds: Tensor) -> Path:
     """
     import triton
 
-    from liger_models import __version__
-
+    version = sys.modules[__name__.partition(".")[0]].__version__  # of this package
     trained = [(name, tensor.dtype) for name, tensor in model.named_parameters() if tensor.requires_grad]
-    about = __version__, triton.__version__, cuda_capability(embeds.device), model.config, embeds.dtype, trained
+    about = version, triton.__version__, cuda_capability(embeds.device), model.config, embeds.dtype, trained
     digest = hashlib.sha256(repr(about).encode()).hexdigest()
     return Path(triton.knobs.cache.dir, f"liger_models-{digest[:32]}")
 
