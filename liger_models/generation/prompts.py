@@ -72,7 +72,8 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
     Raises:
         ValueError: ``ids`` is not [B, T], has no tokens, or has others than the model's.
     """
-    vocab = model.embed_tokens.num_embeddings  # placeholders may lie beyond the head's vocabulary
+    # Placeholders may lie beyond the head's vocabulary, so the embedding decides. PEFT may have wrapped it.
+    vocab: int = getattr(model.embed_tokens, "original_module", model.embed_tokens).num_embeddings
     if ids.dim() != 2:
         raise ValueError(f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
     if ids.numel() == 0:

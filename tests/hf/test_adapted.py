@@ -123,6 +123,18 @@ def test_the_head_as_a_module_to_save(folder, tmp_path):
     assert all(error(got[name], want[name]) <= 2 * LIMIT for name in want)
 
 
+def test_rows_of_the_embedding(folder, tmp_path):
+    """``trainable_token_indices`` wraps the embedding; ``generate`` reads it, too."""
+    options = {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, 7]}}
+    theirs = stir(peft.get_peft_model(hf_model(folder), peft.LoraConfig(**options, task_type="CAUSAL_LM")))
+    theirs.save_pretrained(tmp_path)
+    got = peft.PeftModel.from_pretrained(load(folder), tmp_path)
+    assert error(got(IDS).logits, theirs(IDS).logits) <= LIMIT
+    assert error(got(IDS).logits, hf_model(folder)(IDS).logits) > 100 * LIMIT
+    new = {"input_ids": IDS, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(got.eval().generate(**new), theirs.eval().generate(**new))
+
+
 def test_names_that_match_nothing_leave_a_model_that_computes(folder, tmp_path):
     model = load(folder)
     before = model(IDS).logits
