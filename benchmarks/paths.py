@@ -38,7 +38,7 @@ DEFAULT = ",".join(
 )
 NAMES = {
     "full": "full fine-tuning: ", "lora": "LoRA: ", "generate": "generate: ", "train": "liger-models train",
-    "trl": "TRL", "liger": ", transformers + Liger Kernel", "door": "liger_models.hf", "hf": "transformers",
+    "trl": "TRL, ", "liger": "transformers + Liger Kernel", "door": "liger_models.hf", "hf": "transformers",
     "ours": "liger_models", "ac": ", activation checkpointing",
 }  # fmt: skip
 WARM_UP = 8
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama-3.2-1b")
     add_modes(parser, DEFAULT, MODES, "comma-separated; default: all of them")
     add_batch(parser, "8x2048", "rows x tokens of a training step; generate has as many rows, and prompts of 1/8")
-    add_steps(parser, 32, "optimizer steps, of which the first are not timed")
+    add_steps(parser, 32, "optimizer steps; the first ones are not timed")
 
 
 def run(options: argparse.Namespace) -> Rows:
@@ -178,8 +178,7 @@ def measure_generate(job: Job) -> Row:
 
 def title(mode: str) -> str:
     path, *words = mode.split("+")
-    text = NAMES[path] + "".join(NAMES[word] for word in words)
-    return text.replace("TRLliger", "TRL, liger")
+    return NAMES[path] + "".join(NAMES[word] for word in words)
 
 
 def is_peer(row: Row) -> bool:

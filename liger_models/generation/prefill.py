@@ -50,7 +50,7 @@ class PromptBatch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a graph of the forward depends on, apart from values."""
+        """The shapes for which a graph of the forward is captured."""
         return self.ids.shape, self.positions.shape
 
     @property

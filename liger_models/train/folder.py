@@ -1,11 +1,13 @@
-"""The lock of a run's folder, so that only one process group at a time trains in a folder."""
+"""The folder of a run: its lock, so that only one process group at a time trains in it, and its JSON files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
+from liger_models.convert.files import write_json
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
 
 LOCK = ".lock"
@@ -37,3 +39,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
                         "permissions and the free space, or name another folder."
                     ) from error
         yield
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file beside its target and rename it, so that a killed run leaves the old file or the new."""
+    temporary = path.with_suffix(".tmp")
+    write_json(temporary, content)
+    temporary.replace(path)

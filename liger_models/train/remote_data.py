@@ -22,6 +22,7 @@ from liger_models.data.sources import SUFFIXES
 from liger_models.data.tokens import default_cache
 from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank, run_on_rank_zero
 from liger_models.train import modelscope
+from liger_models.train.folder import replace_json
 
 HUB = "hub:"
 PREFIXES = (HUB, modelscope.PREFIX)
@@ -115,9 +116,7 @@ def fetch_data(names: Sequence[str], output: Path, *, resumes: bool) -> list[str
             folder = modelscope.fetch(f"{name.prefix}{name.repo}", dataset=True, revision=name.revision or None)
             folders.append(_on_hosts(partial(_local, name, Path(folder))))
     if rank() == 0:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(known, indent=2) + "\n")
-        temporary.replace(path)
+        replace_json(path, known)
     return folders
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_models.distributed.ranks import rank
+from liger_models.train.folder import replace_json
 from liger_models.train.objective_options import ObjectiveOptions
 from liger_models.train.objectives import Objective
 from liger_models.train.train_options import STORED, TrainOptions
@@ -48,11 +49,9 @@ def changed_options(options: TrainOptions, start: int) -> list[str]:
     except (OSError, ValueError):  # a former version wrote none, or the machine lost power
         before = {}
 
-    # Rank 0 has read the old options, and alone prints the changes. The new file appears by one rename.
+    # Rank 0 has read the old options, and alone prints the changes.
     if rank() == 0:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(now, indent=2) + "\n")
-        temporary.replace(path)
+        replace_json(path, now)
     return [
         f"{name} {value} instead of {before[name]}"
         for name, value in now.items()

@@ -23,6 +23,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.plan import MemoryPlan, plan_memory, usable_share
 from liger_models.parallel.fsdp import end_pass
+from liger_models.train.folder import replace_json
 from liger_models.train.objective_options import make_objective
 from liger_models.train.report import estimate, say
 from liger_models.train.restart import POLL, request, start_again, take_request, watch
@@ -302,7 +303,7 @@ class StepPlan:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """What the choice depends on besides the settings that a run keeps. A run that changes it plans again."""
+        """Options and sizes that decide which plan is chosen. A resumed run in which one has changed plans again."""
         device = self._model.device
         total = 0
         if device.type in ACCELERATORS:
@@ -314,9 +315,7 @@ class StepPlan:
     def _store(self, plan: MemoryPlan) -> None:
         if rank() == 0:
             content = {**asdict(plan), "peak": plan.peak, "automatic": self._conditions if self._automatic else None}
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
-            temporary.replace(self._path)
+            replace_json(self._path, content)
 
     def _stored(self) -> tuple[MemoryPlan | None, str | None]:
         """Return the plan that the run has chosen under the same conditions, and the message if a step failed with it.

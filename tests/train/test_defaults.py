@@ -1,4 +1,4 @@
-"""What a run does if it is told no more than a model and data."""
+"""Defaults of a run that is given only a model and data."""
 
 import json
 from pathlib import Path
