@@ -97,6 +97,8 @@ def _run(script: str, arguments: tuple[str, ...], cwd: Path, variables: dict[str
     os.chdir(cwd)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    # Ranks share the file, so a line must be one write, even where PYTHONUNBUFFERED made print write its parts.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.argv = [script, *arguments]
     sys.path[:0] = [str(Path(script).absolute().parent), *variables["PYTHONPATH"].split(os.pathsep)]
     try:
