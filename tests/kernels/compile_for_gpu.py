@@ -59,6 +59,7 @@ from liger_models.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import Hyper, Update, adamw_
 from liger_models.kernels.optimizer.newton_schulz import newton_schulz
 from liger_models.kernels.overlap import overlapping
+from liger_models.kernels.rope.latent_heads import latent_heads
 from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope
 from liger_models.kernels.rope.rope import rope, rope_qkv
@@ -268,6 +269,24 @@ def run_decoding(dtype: torch.dtype) -> None:
             row_linear_forward(x, weight, None, "silu")
 
 
+def run_latents(dtype: torch.dtype) -> None:
+    table, lengths = torch.zeros(2, 40, dtype=torch.int32), torch.tensor([3, 2000], dtype=torch.int32)
+    for H, N, R, V, L in ((128, 128, 64, 128, 512), (20, 192, 64, 256, 512), (32, 64, 64, 128, 256)):
+        rows, q = draw(3, 64, 1, L + R, dtype=dtype).detach(), draw(2, H, L + R, dtype=dtype).detach()
+        decode_attention(q, rows, rows[..., :L], table, lengths, scale=0.1)
+        write_pages(rows, rows[..., :0], rows[0, :2], rows[0, :2, :, :0], torch.tensor([1, -1]))
+        for angles in (torch.randn(2, 1, 3, R // 2), (None, None)):
+            q, kv = draw(1, 3, H * (N + R), dtype=dtype), draw(1, 3, H * (N + V), dtype=dtype)
+            for interleaved in (False, True):
+                differentiate(latent_heads(q, kv, draw(1, 3, R, dtype=dtype), *angles, H, interleaved=interleaved))
+    heads = [draw(1, 3, *size, dtype=dtype) for size in ((4, 192), (4, 192), (4, 128))]
+    differentiate(causal_attention(*heads))
+    latents = draw(1, 3, 1, 576, dtype=dtype)
+    differentiate(causal_attention(draw(1, 3, 4, 576, dtype=dtype), latents, latents[..., :512]))
+    q, k, v = (x.detach()[0] for x in heads)
+    invariant_attention(q, k, v, lengths.new_zeros(3), lengths.new_zeros(3), scale=0.1)
+
+
 def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:
     documents = None if window is None else torch.zeros(1, 3, dtype=torch.int64)
     attended = causal_attention(*(draw(1, 3, heads, D, dtype=dtype) for heads in (4, 2, 2)), documents, window=window)
@@ -335,6 +354,10 @@ if __name__ == "__main__":
     wide_heads = importlib.import_module("liger_models.kernels.attention.causal_attention")
     large = lambda x: sys.argv[1] == "sm_90" and x.element_size() == 2
     wide_heads.choose_tiles = lambda x: wide_heads.LARGE if large(x) else wide_heads.SMALL
+    if sys.argv[1] == "sm_90":
+        importlib.import_module("liger_models.kernels.attention.decode_attention").fitting_stages = lambda x, most, _: (
+            most
+        )
     with overlapping():
         run(torch.bfloat16, 4096, 512, 128256)
     if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype
@@ -347,6 +370,9 @@ if __name__ == "__main__":
     for dtype in (torch.bfloat16, torch.float32):
         run_wide_heads(dtype, 512, None if dtype == torch.bfloat16 else 100)
     run_wide_heads(torch.bfloat16, 320, 100)
+    run_latents(torch.bfloat16)
+    if sys.argv[1] == "sm_90":
+        run_latents(torch.float32)
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
     run_sinks()
