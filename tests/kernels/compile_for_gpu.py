@@ -46,7 +46,7 @@ from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS
 from liger_models.kernels.loss.divergence import KINDS, linear_divergence
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.loss.linear_kl_div import linear_kl_div
-from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, log_probs_of_sum
 from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
@@ -177,6 +177,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target, reduction="none").loss)
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target).loss)
     differentiate(fused_linear_logprobs(draw_(3, 64), draw_(V, 64), target, softcap=30.0, return_entropy=True))
+    log_probs_of_sum(draw_(3, 64), draw_(V, 64), target)
     for divergence in KINDS:
         heads = draw_(3, 64), draw_(V, 64), draw_(3, 32), draw_(V, 32)
         differentiate(linear_divergence(*heads, target, divergence=divergence, hard_weight=0.5)[0])
