@@ -20,7 +20,7 @@ from liger_models.kernels.frozen.products import Weight, dense
 from liger_models.kernels.moe.expert_act import check_expert_act
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
-from liger_models.kernels.moe.routing import route, route_reference
+from liger_models.kernels.moe.routing import Routing, route, route_reference
 from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
@@ -39,10 +39,11 @@ class LigerMoE(Layer):
         hidden_size: C.
         intermediate_size: F, the width of one expert.
         num_experts: X.
-        top_k: K.
-        normalize: whether to divide the K routing weights of a token by their sum.
-        round_weights: whether to round the routing weights to the dtype of the router logits instead of keeping them in
-            fp32.
+        routing: how the router chooses the K experts of a token, and how it weights them.
+        correction_bias: whether the router has a bias that is added to the scores of experts for the choice alone. It
+            is in fp32 whatever the dtype of the model, and gets no gradient.
+        weights_input: whether the routing weight multiplies the input of an expert instead of its output. This is
+            possible only with one expert for each token.
         act: "silu", "gelu", "gelu_tanh" or "clamped_swiglu", as in `liger_models.kernels.moe.moe_mlp`.
         limit: the limit to which "clamped_swiglu" clamps gate and up.
         bias: whether the router and both projections of each expert have biases.
@@ -51,7 +52,8 @@ class LigerMoE(Layer):
         kernel: False for plain torch.
 
     Raises:
-        ValueError: ``top_k`` is below 1 or above ``num_experts``, or the activation is unknown.
+        ValueError: ``routing`` does not fit ``num_experts``, ``weights_input`` is set for several experts, or the
+            activation is unknown.
 
     Source: https://arxiv.org/abs/2401.04088.
     """
@@ -61,10 +63,10 @@ class LigerMoE(Layer):
         hidden_size: int,
         intermediate_size: int,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         *,
-        normalize: bool,
-        round_weights: bool = False,
+        correction_bias: bool = False,
+        weights_input: bool = False,
         act: str = "silu",
         limit: float = 0.0,
         bias: bool = False,
@@ -73,16 +75,22 @@ class LigerMoE(Layer):
     ) -> None:
         super().__init__()
         check_expert_act("LigerMoE", act, limit)
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
+        routing.check("LigerMoE", num_experts)
+        if weights_input and routing.top_k != 1:
+            raise ValueError(
+                f"LigerMoE: top_k must be 1 if routing weights multiply the input of experts, got {routing.top_k}."
+            )
         # The router maps [N, C] to logits [N, X].
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
+        self.correction_bias: nn.Parameter | None = None
+        if correction_bias:
+            self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
         # The matrices of all experts are stacked, so that one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
-        self.top_k, self.normalize, self.round_weights = top_k, normalize, round_weights
+        self.routing, self.top_k, self.weights_input = routing, routing.top_k, weights_input
         self.act, self.limit, self.router_jitter, self.kernel = act, limit, router_jitter, kernel
         self.replayable = False  # a second forward could select other experts
         self.recompute = False
@@ -92,6 +100,8 @@ class LigerMoE(Layer):
         self.stored: Any = None
         """The tensors, except the codes, of frozen, quantized matrices; see `liger_models.layers.frozen`."""
         self.reset_parameters()
+
+    in_fp32 = ("correction_bias",)
 
     @property
     def router(self) -> nn.Module:  # type: ignore[override]
@@ -178,20 +188,20 @@ class LigerMoE(Layer):
         return True
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw the experts' weights from a normal distribution with ``std``, and set their biases to 0.
+        """Draw the experts' weights from a normal distribution with ``std``, and set all biases to 0.
 
         The router is initialized separately.
         """
         nn.init.normal_(self.gate_up_weight, std=std)
         nn.init.normal_(self.down_weight, std=std)
-        for bias in (self.gate_up_bias, self.down_bias):
+        for bias in (self.gate_up_bias, self.down_bias, self.correction_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
         """Return sizes and constants for ``print(model)``."""
         X, C, F = self.shape_of("down_weight")
-        return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
+        return f"{C}, {F}, num_experts={X}, {self.routing}, act={self.act}"
 
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
@@ -222,7 +232,8 @@ class LigerMoE(Layer):
         """
         experts = None if experts is None else experts.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
-        return *choose(logits, self.top_k, self.normalize, self.round_weights, experts), logits
+        bias = None if self.correction_bias is None else local(self.correction_bias)
+        return *choose(logits, self.routing, bias, experts), logits
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the experts' outputs for x, [..., C], and all tokens' router logits [N, X]."""
@@ -252,6 +263,9 @@ class LigerMoE(Layer):
             # rows and routing weights are multiplied by the same number. These tensors have fewer bytes than the
             # experts' weights.
             rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
+
+        if self.weights_input:
+            rows, weights = rows * weights.to(rows.dtype), torch.ones_like(weights)
 
         # Run the experts distributed over ranks, on fused kernels, or in plain torch.
         gate_up_weight, down_weight, *biases = matrices
@@ -295,11 +309,15 @@ class LigerMoE(Layer):
 class LigerSharedExpertMoE(Layer):
     """`LigerMoE` plus a shared expert for all tokens: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
 
+    Without a gate, the result is ``experts(x) + shared_expert(x)``.
+
     The routed experts are a separate layer, because expert parallelism distributes only them.
 
     Args:
-        hidden_size, intermediate_size, num_experts, top_k: as in `LigerMoE`.
+        hidden_size, intermediate_size, num_experts, routing: as in `LigerMoE`.
         shared_size: width of the shared expert.
+        shared_bias: whether the projections of the shared expert have biases.
+        gated: whether the shared expert has a gate.
         act, kernel: as in `LigerMoE`; they apply to all experts.
         options: further options of `LigerMoE`.
     """
@@ -309,23 +327,26 @@ class LigerSharedExpertMoE(Layer):
         hidden_size: int,
         intermediate_size: int,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         *,
         shared_size: int,
+        shared_bias: bool = False,
+        gated: bool = True,
         act: str = "silu",
         kernel: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
         self.experts = LigerMoE(
-            hidden_size, intermediate_size, num_experts, top_k, act=act, kernel=kernel, **options
+            hidden_size, intermediate_size, num_experts, routing, act=act, kernel=kernel, **options
         )  # fmt: skip
-        self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, kernel=kernel)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+        self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, bias=shared_bias, kernel=kernel)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if gated else None
 
     def shard(self, group: Group) -> dict[str, int]:
         """Replicate the gate of the shared expert. The routed experts and the shared expert shard themselves."""
-        self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
+        if self.shared_expert_gate is not None:
+            self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
         return {}
 
     def add_norm(
@@ -340,4 +361,6 @@ class LigerSharedExpertMoE(Layer):
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
         y, router_logits = self.experts(x, experts)
         shared, _ = self.shared_expert.add_norm(None, None, x)
-        return y + self.shared_expert_gate(x).sigmoid() * shared, router_logits
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x).sigmoid() * shared
+        return y + shared, router_logits

@@ -51,7 +51,7 @@ from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
-from liger_models.kernels.moe import moe_mlp, route
+from liger_models.kernels.moe import Routing, moe_mlp, route
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.gated_norm import gated_norm
 from liger_models.kernels.norm.layer_norm import add_layer_norm, layer_norm
@@ -226,9 +226,11 @@ def with_blocks(weight: FrozenWeight) -> FrozenWeight:
 def run_experts(X: int, K: int, F: int) -> None:
     for act, biases in (("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256)))):
         x, logits = draw(5, 256), draw(5, X)
-        weights, experts = route(logits, K, normalize=True)
+        weights, experts = route(logits, Routing(K, normalize=True))
+        grouped = Routing(K, normalize=True, score="sigmoid", groups=2, top_groups=2, group_score="top2")
+        differentiate(route(logits, grouped, torch.zeros(X))[0])
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
-        route(logits, K, normalize=True, given=experts.short())
+        route(logits, Routing(K, normalize=True), given=experts.short())
         matrices = draw(X, 2 * F, 256), draw(X, 256, F)
         differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
         pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, 2 * F, 16))}
