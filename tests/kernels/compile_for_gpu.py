@@ -204,6 +204,7 @@ def run_delta_rule(dtype: torch.dtype) -> None:
     with torch.no_grad():
         gated_delta_rule(*(x[:, :1] for x in (q, k, v, g, beta)), initial_state=state[:1])
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(128)))
+    differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(4, 128), gate_first=True))
     differentiate(short_conv(draw_(1, 70, 1024), draw_(1024, 4)))
     differentiate(
         short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
