@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split
-from liger_models.layers.mamba2 import LigerMamba2
+from liger_models.layers.mamba2 import LigerMamba2, StateDecay
 
 
 def _by_unit(name: str, parts: Mapping[str, int], units: int) -> Expression:
@@ -29,10 +29,11 @@ def mixer_entries(
     units, rows = LigerMamba2.units_of(*sizes)
     parts = dict(zip(("gate", "value", "B", "C", "step"), rows, strict=True))
     channels = {name: parts[name] for name in ("value", "B", "C")}
-    same = ["dt_bias", "A_log", "D", "out_proj.weight"]
+    same = ["out_proj.weight"]
     same += ["out_proj.bias"] if bias else []
     same += ["norm.weight"] if norm else []
     entries: dict[str, Expression | str] = {f"{ours}.{name}": f"{theirs}.{name}" for name in same}
+    entries |= {f"{ours}.decay.{name}": f"{theirs}.{name}" for name in StateDecay.wide}
     for parameter in ("weight", "bias") if bias else ("weight",):
         entries[f"{ours}.in_proj.{parameter}"] = _by_unit(f"{theirs}.in_proj.{parameter}", parts, units)
     for parameter in ("weight", "bias") if conv_bias else ("weight",):

@@ -1,6 +1,7 @@
 """Mamba-2: a state-space scan with one decay per head and token, after a short convolution."""
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from liger_models.distributed.collectives import Group, gather_channels
 from liger_models.kernels.linear_attention.ssd_scan import ssd_scan, ssd_scan_reference, step_sizes
 from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 from liger_models.layers.layer import Layer
+from liger_models.layers.linear import local
 from liger_models.layers.linear_attention import LinearAttention, run
 
 NO_LIMITS = (0.0, float("inf"))
@@ -62,6 +64,53 @@ class GroupedGatedNorm(Layer):
         mean = squares.sum(-1, keepdim=True) / (x.shape[-1] * per_group)
         normed = weight * (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
         return (normed if self.gate_first else normed * factor).to(x.dtype)
+
+
+class StateDecay(Layer):
+    """The parameters of the recurrence of H heads, which are trained in fp32 beside weights in half precision.
+
+    Args:
+        num_heads: H.
+        limits: the smallest and the largest step size.
+        initial_steps: the smallest and the largest step size of a new model, and the lower bound of step sizes.
+    """
+
+    wide = ("dt_bias", "A_log", "D")
+
+    def __init__(self, num_heads: int, limits: tuple[float, float], initial_steps: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.limits, self.initial_steps = limits, initial_steps
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.D = nn.Parameter(torch.empty(num_heads))
+        self.draw(0.02)
+
+    def draw(self, std: float) -> bool:
+        """Initialize the decays with 1 to H, and draw the logarithms of the step sizes from a uniform distribution."""
+        least, most, floor = self.initial_steps
+        nn.init.ones_(self.D)
+        with torch.no_grad():
+            self.A_log.copy_(torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).log())
+            nn.init.uniform_(self.dt_bias, math.log(least), math.log(most))
+            steps = self.dt_bias.exp().clamp_min(floor)
+            self.dt_bias.copy_(steps + (-torch.expm1(-steps)).log())  # the inverse of softplus
+        return True
+
+    def shard_tokens(self, group: Group) -> None:
+        """On each of R ranks, use the parameters of 1 / R of the heads."""
+        self.groups = replace(self.groups, context=group)
+
+    def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map steps [..., H] to the step sizes and the logarithms of the decays, both [..., H] fp32; also return D.
+
+        H is the number of this rank's heads.
+        """
+        context = self.groups.context
+        dt_bias, A_log, D = (local(parameter) for parameter in (self.dt_bias, self.A_log, self.D))
+        if context is not None:
+            dt_bias, A_log, D = (t.chunk(context.size)[context.rank] for t in (dt_bias, A_log, D))
+        # FSDP frees the gathered parameter, so the result must not be the parameter.
+        return *step_sizes(steps, A_log, dt_bias, self.limits), D.clone()
 
 
 class _Sizes(NamedTuple):
@@ -138,10 +187,8 @@ class LigerMamba2(LinearAttention):
         )  # fmt: skip
         self.sizes, self.num_heads, self.head_dim = _Sizes(*sizes), num_heads, head_dim
         self.num_groups, self.state_size = num_groups, state_size
-        self.limits, self.initial_steps, self.multipliers = limits, initial_steps, multipliers
-        self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.D = nn.Parameter(torch.empty(num_heads))
+        self.multipliers = multipliers
+        self.decay = StateDecay(num_heads, limits, initial_steps)
         inner = num_heads * head_dim
         self.norm = (
             None
@@ -184,23 +231,13 @@ class LigerMamba2(LinearAttention):
     def own_shards(self) -> dict[str, int]:
         """See `LinearAttention.own_shards`."""
         norm = {} if self.norm is None else {"norm.weight": 0}
-        return {"dt_bias": 0, "A_log": 0, "D": 0, **norm}
+        return {**{f"decay.{name}": 0 for name in StateDecay.wide}, **norm}
 
     def draw(self, std: float) -> bool:
-        """Initialize the convolution from a normal distribution with ``std``, and decays and step sizes as in Mamba-2.
-
-        The decays are 1 to H, and the logarithms of the step sizes are uniformly distributed.
-        """
+        """Initialize the convolution from a normal distribution with ``std``."""
         nn.init.normal_(self.conv_weight, std=std)
         if self.conv_bias is not None:
             nn.init.zeros_(self.conv_bias)
-        least, most, floor = self.initial_steps
-        nn.init.ones_(self.D)
-        with torch.no_grad():
-            self.A_log.copy_(torch.arange(1, self.num_heads + 1, device=self.A_log.device).log())
-            nn.init.uniform_(self.dt_bias, math.log(least), math.log(most))
-            steps = self.dt_bias.float().exp().clamp_min(floor)
-            self.dt_bias.copy_(steps + (-torch.expm1(-steps)).log())  # the inverse of softplus
         return True
 
     def extra_repr(self) -> str:
@@ -230,12 +267,10 @@ class LigerMamba2(LinearAttention):
         B, C = (self._own_groups(part) for part in shared)  # [B, T, G, N]
 
         # Padding neither writes to the state nor lets it decay.
-        delta, g = step_sizes(steps, self.own(self.A_log), self.own(self.dt_bias), self.limits)
+        delta, g, D = self.decay(steps)
         if padding is not None:
             delta, g = (t.masked_fill(padding, 0) for t in (delta, g))
-        out, state = run(
-            ssd_scan, ssd_scan_reference, x, B, C, delta, g, self.own(self.D), initial_state=state, **options
-        )
+        out, state = run(ssd_scan, ssd_scan_reference, x, B, C, delta, g, D, initial_state=state, **options)
         out = out.flatten(2)
         if self.norm is None:
             return out * F.silu(gate), (conv_state, state)

@@ -63,10 +63,10 @@ def test_padding_changes_neither_tokens_nor_states(side):
 
 def test_new_models_decay_as_in_the_paper():
     mixer = LigerMamba2(32, 64, 2, 1, 16, 4, layer=0)
-    assert torch.equal(mixer.A_log, torch.arange(1.0, 65).log())
-    steps = torch.nn.functional.softplus(mixer.dt_bias)
+    assert torch.equal(mixer.decay.A_log, torch.arange(1.0, 65).log())
+    steps = torch.nn.functional.softplus(mixer.decay.dt_bias)
     assert 0.001 <= steps.min() < 0.01 < steps.max() <= 0.1
-    assert torch.equal(mixer.D, torch.ones(64))
+    assert torch.equal(mixer.decay.D, torch.ones(64))
 
 
 @pytest.mark.parametrize(
