@@ -28,7 +28,6 @@ from liger_models.hf.edits import Edits, replace_layer
 from liger_models.hf.generate import EngineGenerationMixin, with_stored_signature
 from liger_models.hf.trl import fused_forward
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.layer import Layer, layers_of
 from liger_models.layers.lm_head import LigerLMHead
 
@@ -268,7 +267,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
     @property
     def caches_only_keys(self) -> bool:
         """Whether decoding caches only keys and values, and neither linear-attention states nor data about images."""
-        recurrent = any(isinstance(layer, LigerGatedDeltaNet) for layer in layers_of(self.decoder))
+        recurrent = any(layer.recurrent for layer in layers_of(self.decoder))
         return not recurrent and not self.decoder.prompt_inputs
 
     def apply_edits(self) -> None:

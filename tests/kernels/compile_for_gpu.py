@@ -41,6 +41,7 @@ from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule
 from liger_models.kernels.linear_attention.short_conv import short_conv
+from liger_models.kernels.linear_attention.ssd_scan import ssd_scan
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
 from liger_models.kernels.loss.divergence import KINDS, linear_divergence
@@ -205,10 +206,24 @@ def run_delta_rule(dtype: torch.dtype) -> None:
     with torch.no_grad():
         gated_delta_rule(*(x[:, :1] for x in (q, k, v, g, beta)), initial_state=state[:1])
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(128)))
+    differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(4, 128), gate_first=True))
     differentiate(short_conv(draw_(1, 70, 1024), draw_(1024, 4)))
     differentiate(
         short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
     )
+
+
+def run_state_space(dtype: torch.dtype) -> None:
+    draw_ = lambda *size: draw(*size, dtype=dtype)
+    single = lambda *size: draw(*size, dtype=torch.float32)
+    for heads, groups, N in ((16, 2, 128), (6, 1, 256)):
+        x, B, C = draw_(1, 300, heads, 64), draw_(1, 300, groups, N), draw_(1, 300, groups, N)
+        delta, g, D = single(1, 300, heads), single(1, 300, heads), single(heads)
+        state, bounds = single(3, heads, N, 64), torch.tensor([0, 3, 60, 300])
+        differentiate(ssd_scan(x, B, C, delta, g))
+        differentiate(ssd_scan(x, B, C, delta, g, D, initial_state=state, return_state=True, cu_seqlens=bounds))
+        with torch.no_grad():
+            ssd_scan(*(t[:, :1] for t in (x, B, C, delta, g)), D, initial_state=state[:1])
 
 
 def run_wide_norm() -> None:
@@ -369,6 +384,7 @@ if __name__ == "__main__":
     run_delta_rule(torch.bfloat16)
     if sys.argv[1] == "sm_90":
         run_delta_rule(torch.float32)
+    run_state_space(torch.bfloat16)
     run_wide_norm()
     for dtype in (torch.bfloat16, torch.float32):
         run_wide_heads(dtype, 512, None if dtype == torch.bfloat16 else 100)
