@@ -32,6 +32,39 @@ MATRICES = ("gate_up_weight", "down_weight")
 """The parameters of `LigerMoE` that hold the experts' matrices."""
 
 
+class CorrectionBias(Layer):
+    """A number for each expert, which the router adds to the scores of experts for the choice alone.
+
+    The numbers balance the load of the experts. They are in fp32 whatever the dtype of the model, and get no gradient,
+    so training does not change them.
+
+    Args:
+        num_experts: X.
+
+    Source: https://arxiv.org/abs/2408.15664.
+    """
+
+    wide = ("bias",)
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
+
+    def draw(self, std: float) -> bool:
+        """Set the bias to 0."""
+        nn.init.zeros_(self.bias)
+        return True
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True, because the bias has no gradient."""
+        return True
+
+    def forward(self) -> Tensor:
+        """Return the bias [X] of all experts, in fp32."""
+        # FSDP frees the gathered parameter, so the result must not be the parameter.
+        return local(self.bias).detach().clone()
+
+
 class LigerMoE(Layer):
     """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects per token.
 
@@ -40,8 +73,7 @@ class LigerMoE(Layer):
         intermediate_size: F, the width of one expert.
         num_experts: X.
         routing: how the router chooses the K experts of a token, and how it weights them.
-        correction_bias: whether the router has a bias that is added to the scores of experts for the choice alone. It
-            is in fp32 whatever the dtype of the model, and gets no gradient.
+        correction_bias: whether the router has a `CorrectionBias`.
         weights_input: whether the routing weight multiplies the input of an expert instead of its output. This is
             possible only with one expert for each token.
         act: "silu", "gelu", "gelu_tanh" or "clamped_swiglu", as in `liger_models.kernels.moe.moe_mlp`.
@@ -82,9 +114,7 @@ class LigerMoE(Layer):
             )
         # The router maps [N, C] to logits [N, X].
         self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
-        self.correction_bias: nn.Parameter | None = None
-        if correction_bias:
-            self.correction_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
+        self.correction = CorrectionBias(num_experts) if correction_bias else None
         # The matrices of all experts are stacked, so that one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
@@ -100,8 +130,6 @@ class LigerMoE(Layer):
         self.stored: Any = None
         """The tensors, except the codes, of frozen, quantized matrices; see `liger_models.layers.frozen`."""
         self.reset_parameters()
-
-    in_fp32 = ("correction_bias",)
 
     @property
     def router(self) -> nn.Module:  # type: ignore[override]
@@ -188,13 +216,13 @@ class LigerMoE(Layer):
         return True
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw the experts' weights from a normal distribution with ``std``, and set all biases to 0.
+        """Draw the experts' weights from a normal distribution with ``std``, and set their biases to 0.
 
         The router is initialized separately.
         """
         nn.init.normal_(self.gate_up_weight, std=std)
         nn.init.normal_(self.down_weight, std=std)
-        for bias in (self.gate_up_bias, self.down_bias, self.correction_bias):
+        for bias in (self.gate_up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
@@ -232,7 +260,7 @@ class LigerMoE(Layer):
         """
         experts = None if experts is None else experts.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
-        bias = None if self.correction_bias is None else local(self.correction_bias)
+        bias = None if self.correction is None else self.correction()
         return *choose(logits, self.routing, bias, experts), logits
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -180,7 +180,55 @@ def test_any_leading_shape_and_no_token(backend):
 
 def test_bad_arguments():
     for top_k in (0, 5):
-        with pytest.raises(ValueError, match=rf"top_k \({top_k}\) must be 1 to num_experts \(4\)"):
-            LigerMoE(8, 8, 4, top_k, normalize=True)
+        with pytest.raises(ValueError, match=rf"LigerMoE: top_k must be in 1 to 4 .*, got {top_k}"):
+            LigerMoE(8, 8, 4, Routing(top_k))
     with pytest.raises(ValueError, match=r"LigerMoE: act must be one of"):
-        LigerMoE(8, 8, 4, 2, normalize=True, act="relu")
+        LigerMoE(8, 8, 4, Routing(2), act="relu")
+    with pytest.raises(ValueError, match=r"top_k must be 1 if routing weights multiply the input of experts, got 2"):
+        LigerMoE(8, 8, 4, Routing(2), weights_input=True)
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
+def test_a_correction_bias_changes_the_choice_alone_and_stays_in_fp32(backend, kernel):
+    torch.manual_seed(0)
+    moe = LigerMoE(C, F, X, Routing(K, score="sigmoid", normalize=True), correction_bias=True, kernel=kernel)
+    moe.reset_parameters()
+    bias = torch.randn(X) + 1e-4  # bf16 could not hold it
+    with torch.no_grad():
+        moe.correction.bias.copy_(bias)
+    moe = moe.to(backend).bfloat16()
+    assert moe.gate.weight.dtype == torch.bfloat16
+    assert torch.equal(moe.correction.bias.cpu(), bias)
+    x = torch.randn(5, C, device=backend, dtype=torch.bfloat16)
+    y, logits = moe(x)
+    scores = logits.float().sigmoid()
+    chosen = (scores + moe.correction.bias).topk(K).indices
+    assert torch.equal(moe.choose(logits).sort().values, chosen.sort().values)
+    assert not torch.equal(chosen.sort().values, scores.topk(K).indices.sort().values)
+    y.sum().backward()
+    assert moe.correction.bias.grad is None
+    assert moe.gate.weight.grad is not None
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
+def test_a_routing_weight_may_multiply_the_input(backend, kernel):
+    """One expert by hand, with gradients of the router through the input."""
+    torch.manual_seed(0)
+    moe = LigerMoE(C, F, X, Routing(1, score="sigmoid"), weights_input=True, kernel=kernel)
+    moe.reset_parameters(0.3)
+    moe.to(backend)
+    x = torch.randn(7, C, device=backend)
+    y, _ = moe(x)
+    y.square().sum().backward()
+    got = {name: parameter.grad.clone() for name, parameter in moe.named_parameters()}
+    moe.zero_grad()
+    weights, experts = moe.gate(x).sigmoid().max(-1, keepdim=True)
+    rows = []
+    for row, (e,) in zip(x * weights, experts.tolist(), strict=True):
+        gate, up = (moe.gate_up_weight[e] @ row).unflatten(0, (-1, 2)).unbind(-1)
+        rows.append(moe.down_weight[e] @ (torch.nn.functional.silu(gate) * up))
+    want = torch.stack(rows)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    want.square().sum().backward()
+    for name, parameter in moe.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-3, atol=1e-4)

@@ -126,7 +126,7 @@ def route_reference(
 
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     """Return the choice scores [N, X] with −inf for all experts outside of each token's best groups."""
-    grouped = choice.unflatten(-1, (routing.groups, -1))  # [N, groups, X / groups]
+    grouped: Tensor = choice.unflatten(-1, (routing.groups, -1))
     best = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(routing.top_groups).indices, True)
     return grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
