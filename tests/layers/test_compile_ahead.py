@@ -273,6 +273,7 @@ import threading
 import torch
 from triton import knobs
 from liger_models import AutoLigerModel
+from liger_models.layers.compile_ahead import compile_early
 
 logging.getLogger("liger_models.layers.compile_ahead").setLevel(logging.DEBUG)
 logging.basicConfig()
@@ -285,9 +286,17 @@ def listen(*, src, **_):
 
 
 knobs.compilation.listener = listen
-model = AutoLigerModel.from_config({sizes}, device="cuda", dtype=torch.bfloat16)
+early, batch = {early}, {{}}
+model = AutoLigerModel.from_config({sizes}, device="meta" if early else "cuda", dtype=torch.bfloat16).train()
+if early:
+    compile_early(model, (2, 256), torch.device("cuda"))
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    batch = {{"cu_seqlens": torch.tensor([0, 100, 300, 512], device="cuda")}}
 ids = torch.randint(256, (2, 256), device="cuda")
-loss = model.train()(input_ids=ids, labels=ids).loss
+loss = model(input_ids=ids, labels=ids, **batch).loss
 loss.backward()
 print(threads, file=sys.stderr)
 assert threading.main_thread().name not in threads
@@ -297,6 +306,7 @@ print(loss.item())
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True], ids=["with weights", "before the weights"])
 @pytest.mark.parametrize(
     ("family", "more"),
     [
@@ -307,8 +317,8 @@ print(loss.item())
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     ],
 )
-def test_the_first_step_compiles_nothing_one_after_the_other(family, more, tmp_path):
+def test_the_first_step_compiles_nothing_one_after_the_other(family, more, early, tmp_path):
     program = tmp_path / "step.py"
-    program.write_text(PROGRAM.format(sizes=SIZES | more | {"model_type": family}))
+    program.write_text(PROGRAM.format(sizes=SIZES | more | {"model_type": family}, early=early))
     loss = run(program, cwd=ROOT, TRITON_CACHE_DIR=str(tmp_path)).stdout
     assert abs(float(loss) - torch.tensor(256.0).log()) < 0.5
