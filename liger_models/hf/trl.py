@@ -1,15 +1,17 @@
 """The loss of TRL's `SFTTrainer` for the models of this package.
 
-From version 1.16 on, TRL replaces the forward of a model by one that returns the log-probability of each target, the
-entropies, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of the log-probabilities
-by the number of targets. TRL computes the log-probabilities in tiles, and computes the logits again in the backward.
-The forward of this file returns the same numbers from `log_probs_of_sum`, which computes the logits once.
+TRL replaces the forward of a model by one that computes the logits in tiles, and computes them again in the backward.
+From TRL 1.15 on, it returns the log-probability of each target, the entropies, and whether the targets are the most
+probable tokens, and `SFTTrainer` divides the sum of the log-probabilities by the number of targets. In earlier
+versions, with the loss ``chunked_nll``, it returns the loss and the sums of the other numbers. The forward of this file
+returns the same from `log_probs_of_sum`, which computes the logits once.
 """
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,26 @@ SETTINGS = {"outputs": ("log_probs", "entropy", "is_top1"), "temperature": 1.0, 
 """The settings with which `SFTTrainer` replaces the forward. Other trainers have other settings, and other losses."""
 
 
+class TokenNumbers(NamedTuple):
+    """What TRL computes with labels: the loss, and tensors of all targets [B, T - 1], or [B, T] if they were shifted.
+
+    Attributes:
+        loss: [], with the weighted auxiliary loss.
+        log_probs: fp32, 0 without a target.
+        entropy: fp32, 0 without a target.
+        is_top1: bool, whether the target is the most probable token.
+        label_mask: bool, whether there is a target.
+        aux_loss: [], without its weight; None if it was not requested.
+    """
+
+    loss: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    label_mask: Tensor
+    aux_loss: Tensor | None
+
+
 def fused_forward(model: Any, forward: Any) -> Any:
     """Return what a model's forward is set to, for a ``forward`` that somebody sets.
 
@@ -39,11 +61,8 @@ def fused_forward(model: Any, forward: Any) -> Any:
         calls ``forward``, and a warning says why. For any other forward, the forward itself.
     """
     trl: Any = getattr(forward, "__func__", None)
-    if getattr(trl, "__globals__", {}).get("__name__") != "trl.trainer.utils":
-        return forward
-    settings = inspect.getclosurevars(trl).nonlocals
-    make_output: Any = trl.__globals__.get("FusedCausalLMOutput")
-    if make_output is None or any(settings.get(name) != value for name, value in SETTINGS.items()):
+    output = _output_of(trl)
+    if output is None:
         return forward
     # Another loss, such as DFT, is noticed in its first backward.
     is_mean = True
@@ -53,72 +72,79 @@ def fused_forward(model: Any, forward: Any) -> Any:
         is_mean = False
 
     @functools.wraps(type(model).forward)
-    def sft_forward(
-        self: Any,
-        *args: Any,
-        fused_lm_head: bool = False,
-        labels: Any = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-        **inputs: Any,
-    ) -> Any:
-        reason = None
-        if fused_lm_head:
-            reason = _fallback_reason(self)
-            if reason is not None:
-                logger.warning_once(
-                    f"{type(self).__name__}: the head of TRL computes the loss of SFT, because {reason}."
-                )
-        if not fused_lm_head or reason is not None:
-            return trl(
-                self, *args, fused_lm_head=fused_lm_head, labels=labels, shift_labels=shift_labels,
-                num_items_in_batch=num_items_in_batch, **inputs,
-            )  # fmt: skip
-
-        # Without shifted labels, the last token of a row has no target.
-        target, tokens = shift_labels, slice(None)
-        if target is None:
-            target, tokens = F.pad(labels[:, 1:], (0, 1), value=-100), slice(-1)
-        rows = LabeledRows(target)  # before the body runs, so that the host does not wait for their number
-        body = self.base_model(*args, **inputs | {"use_cache": False, "return_dict": True})
-        log_probs, entropy, is_top1 = _head(
-            self.lm_head, body.last_hidden_state, rows, ahead=is_mean, when_other=when_other
-        )
-        valid = target[:, tokens] != -100
-        count = valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        loss = -log_probs[:, tokens].sum() / count
-
-        # TRL asks for the auxiliary loss without its weight, and adds it itself.
-        text, aux_loss = self.config.get_text_config(), None
-        if inputs.get("output_router_logits", getattr(text, "output_router_logits", False)):
-            decoder = self.model.decoder
-            aux_loss = load_balancing_loss(
-                body.router_logits, decoder.config.num_experts_per_tok, inputs.get("attention_mask"),
-                decoder.groups.balance,
-            )  # fmt: skip
-            loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
-        return make_output(
-            loss=loss, log_probs=log_probs[:, tokens], entropy=entropy[:, tokens], is_top1=is_top1[:, tokens],
-            label_mask=valid, aux_loss=aux_loss,
-        )  # fmt: skip
+    def sft_forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        has_labels = inputs.get("labels") is not None or inputs.get("shift_labels") is not None
+        is_asked = inputs.get("fused_lm_head", has_labels and not args)
+        reason = _fallback_reason(self) if is_asked else None
+        if reason is not None:
+            logger.warning_once(f"{type(self).__name__}: the head of TRL computes the loss of SFT, because {reason}.")
+        if not is_asked or reason is not None:
+            return trl(self, *args, **inputs)
+        inputs.pop("fused_lm_head", None)
+        return output(_numbers(self, *args, **inputs, ahead=is_mean, when_other=when_other))
 
     return MethodType(sft_forward, model)
 
 
-def _head(head: Any, hidden: Tensor, rows: LabeledRows, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, entropies, and whether targets are the most probable tokens, [B, T] each.
+def _output_of(trl: Any) -> Callable[[TokenNumbers], Any] | None:
+    """Return the function that makes the output of a forward of `SFTTrainer`; None for any other function."""
+    scope, code = getattr(trl, "__globals__", {}), getattr(trl, "__code__", None)
+    place = scope.get("__name__"), getattr(code, "co_name", None)
+    if place == ("trl.trainer.utils", "_fused_forward") and "FusedCausalLMOutput" in scope:
+        settings = inspect.getclosurevars(trl).nonlocals
+        is_sft = all(settings.get(name) == value for name, value in SETTINGS.items())
+        return (lambda numbers: scope["FusedCausalLMOutput"](**numbers._asdict())) if is_sft else None
+    if place == ("trl.trainer.sft_trainer", "_chunked_ce_forward") and "_ChunkedCELMHeadOutput" in scope:
+        return lambda numbers: scope["_ChunkedCELMHeadOutput"](
+            loss=numbers.loss, aux_loss=numbers.aux_loss, entropy_sum=numbers.entropy.detach().sum(),
+            num_correct_tokens=numbers.is_top1.sum().float(), num_valid_tokens=numbers.label_mask.sum(),
+        )  # fmt: skip
+    return None
 
-    The options are those of `log_probs_of_sum`.
-    """
+
+def _numbers(
+    model: Any,
+    *args: Any,
+    labels: Any = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | float | None = None,
+    ahead: bool,
+    when_other: Callable[[], object],
+    **inputs: Any,
+) -> TokenNumbers:
+    """Run the model. ``ahead`` and ``when_other`` are arguments of `log_probs_of_sum`, the others those of TRL."""
+    # Without shifted labels, the last token of a row has no target.
+    target, tokens = shift_labels, slice(None)
+    if target is None:
+        target, tokens = F.pad(labels[:, 1:], (0, 1), value=-100), slice(-1)
+    rows = LabeledRows(target)  # before the body runs, so that the host does not wait for their number
+    body = model.base_model(*args, **inputs | {"use_cache": False, "return_dict": True})
+    head = model.lm_head
 
     def statistics(x: Tensor, weight: Tensor, target: Tensor) -> Any:
         # As in TRL, the weight may have another dtype than the hidden states.
         weight = weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
-        return log_probs_of_sum(x, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options)
+        return log_probs_of_sum(
+            x, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, ahead=ahead, when_other=when_other
+        )
 
-    x, target = rows.select(hidden)
-    (log_probs, entropy, predicted), _ = head(x, target, loss_function=statistics)
-    return rows.spread(log_probs), rows.spread(entropy), rows.spread(predicted == target)
+    x, y = rows.select(body.last_hidden_state)
+    (log_probs, entropy, predicted), _ = head(x, y, loss_function=statistics)
+    log_probs, entropy, is_top1 = (rows.spread(x)[:, tokens] for x in (log_probs, entropy, predicted == y))
+    label_mask = target[:, tokens] != -100
+    count = label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    loss = -log_probs.sum() / count
+
+    # SFTTrainer may ask for the auxiliary loss without its weight.
+    text, aux_loss = model.config.get_text_config(), None
+    wanted = inputs.get("output_router_logits")
+    if getattr(text, "output_router_logits", False) if wanted is None else wanted:
+        decoder = model.model.decoder
+        aux_loss = load_balancing_loss(
+            body.router_logits, decoder.config.num_experts_per_tok, inputs.get("attention_mask"), decoder.groups.balance
+        )
+        loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
+    return TokenNumbers(loss, log_probs, entropy, is_top1, label_mask, aux_loss)
 
 
 def _fallback_reason(model: Any) -> str | None:

@@ -1,6 +1,7 @@
 """TRL's trainers on the models of `liger_models.hf`, beside the same trainers on the models of transformers."""
 
 import functools
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,14 @@ def rows(monkeypatch) -> list[int]:
     return seen
 
 
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """The warnings of the head of SFT."""
+    found: list[str] = []
+    monkeypatch.setattr("liger_models.hf.trl.logger.warning_once", lambda text: text in found or found.append(text))
+    return found
+
+
 HEADS = [("cohere2", "released"), ("gemma2", "gqa"), ("granite", "tied"), ("mixtral", "aux"), ("llama", "tied")]
 
 
@@ -184,6 +193,43 @@ def test_the_head_of_sft(hf, rows, monkeypatch, shifted):
         assert rows == [8] * (1 if uniform else 3)
 
 
+OLDER = """
+def patch(model):
+    original_forward = model.forward
+    def _chunked_ce_forward(self, *args, **kwargs):
+        return original_forward(*args, **kwargs)
+    model.forward = types.MethodType(_chunked_ce_forward, model)
+"""
+"""What `SFTTrainer` of TRL before 1.15 does with a model, without the loss."""
+
+
+@pytest.mark.parametrize("hf", [("mixtral", "aux")], indirect=True, ids="-".join)
+def test_the_head_of_sft_before_trl_1_15(hf, rows, said):
+    arch, variant, theirs, ours = hf
+    scope = {"__name__": "trl.trainer.sft_trainer", "types": types, "_ChunkedCELMHeadOutput": types.SimpleNamespace}
+    exec(OLDER, scope)
+    scope["patch"](ours.train())
+    ids = tokens(arch, variant, 2, 12)
+    labels = torch.where(torch.arange(12) % 3 == 1, ids, -100)
+    out = ours(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5), output_router_logits=True)
+    out.loss.backward()
+    assert (rows, said) == ([24], [])
+    want = theirs(ids, labels=labels, num_items_in_batch=torch.tensor(5), output_router_logits=True)
+    want.loss.backward()
+    log_probs, valid = want.logits[:, :-1].log_softmax(-1), labels[:, 1:] != -100
+    assert error(out.loss, want.loss) <= LIMIT
+    assert error(out.aux_loss, want.aux_loss) <= LIMIT
+    assert error(out.entropy_sum, torch.special.entr(log_probs.exp()).sum(-1)[valid].sum()) <= LIMIT
+    assert out.num_correct_tokens == (log_probs.argmax(-1) == labels[:, 1:]).sum()
+    assert out.num_valid_tokens == valid.sum() == 8
+    assert_same_gradients(ours.model.decoder, theirs)
+    # Without labels, and where the fused loss is off, the function of TRL runs.
+    assert error(ours(input_ids=ids).logits, want.logits) <= LIMIT
+    ours.model.decoder.kernels = KernelOptions(fused_linear_cross_entropy=False)
+    assert not hasattr(ours(input_ids=ids, labels=labels), "entropy_sum")
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -206,14 +252,6 @@ def test_sft(folder, options, rows):
     )  # fmt: skip
     assert_saves_a_checkpoint(run)
     assert len(rows) == 10 * options.get("gradient_accumulation_steps", 1)
-
-
-@pytest.fixture
-def said(monkeypatch) -> list[str]:
-    """The warnings of the head of SFT."""
-    found: list[str] = []
-    monkeypatch.setattr("liger_models.hf.trl.logger.warning_once", lambda text: text in found or found.append(text))
-    return found
 
 
 def test_the_loss_of_dft(folder, rows):
