@@ -449,7 +449,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     If k and v have fewer heads than q, query heads share keys and values.
     """
     V = v.shape[3]
-    if q.shape[3] != V and options.get("attn_mask") is None and not _takes_narrow_values(q, k, v, options):
+    if q.shape[3] != V and not _takes_narrow_values(q, k, v, options):
         q, k, v = _of_one_width(q, k, v)
     shared = q.shape[1] != k.shape[1]
     by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
@@ -466,10 +466,10 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
     """Whether SDPA's fastest kernel for q and k supports values of another width.
 
     Of the fused kernels in half precision, only cuDNN does, for some widths and versions. The kernel that takes all
-    widths is slower than flash attention on padded values.
+    widths is slower than flash attention on padded values. On the CPU, only the unfused form supports other widths.
     """
-    if not takes_flash(q.dtype, q.shape[3]) or q.device.type != "cuda":
-        return True
+    if q.device.type not in ACCELERATORS or not takes_flash(q.dtype, q.shape[3]):
+        return q.device.type in ACCELERATORS
     if torch.compiler.is_compiling() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     dropout, causal, shared = options.get("dropout_p", 0.0), options.get("is_causal", False), q.shape[1] != k.shape[1]
