@@ -27,7 +27,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.config import DecoderConfig, LatentDecoderConfig
 
 
 class Expression(ABC):
@@ -294,6 +294,31 @@ def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Exp
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
+def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[str, Expression | str | None]:
+    """Return the entries of a `LigerLatentAttention`, for the argument ``instead`` of `decoder_map`.
+
+    Args:
+        config: config of the model.
+        theirs: prefix of the checkpoint's names of a layer, such as ``model.layers.{i}``.
+    """
+    name = f"{theirs}.self_attn"
+    biased = _parameters(config.attention_bias)
+    unchanged = ["kv_a_layernorm.weight", "kv_b_proj.weight", *(f"o_proj.{parameter}" for parameter in biased)]
+    entries: dict[str, Expression | str | None] = {"self_attn.qkv_proj.weight": None}
+    if config.q_lora_rank is None:
+        unchanged.append("q_proj.weight")
+        for parameter in biased:
+            entries[f"self_attn.kv_a_proj.{parameter}"] = f"{name}.kv_a_proj_with_mqa.{parameter}"
+    else:
+        # One projection to all latents: those of queries, then those of keys and values with the shared part of keys.
+        unchanged += ["q_a_layernorm.weight", "q_b_proj.weight"]
+        sizes = [config.q_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim]
+        for parameter in biased:
+            parts = [f"{name}.q_a_proj.{parameter}", f"{name}.kv_a_proj_with_mqa.{parameter}"]
+            entries[f"self_attn.qkv_a_proj.{parameter}"] = Cat(parts, dim=0, sizes=sizes)
+    return entries | {f"self_attn.{own}": f"{name}.{own}" for own in unchanged}
+
+
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
     """Return `qkv_rows` of a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
@@ -362,6 +387,35 @@ def sparse_mlps(
             "dense": [i for i in range(num_layers) if i not in sparse_layers],
         },
     }
+
+
+def shared_expert_mlps(
+    sparse_layers: Sequence[int],
+    num_layers: int,
+    prefix: str,
+    gate_up: Expression,
+    down: Expression,
+    *,
+    bias: bool = False,
+) -> dict[str, Any]:
+    """Return `sparse_mlps` for layers of `LigerSharedExpertMoE` without a gate (DeepSeek).
+
+    Args:
+        sparse_layers, num_layers, prefix, gate_up, down: as in `sparse_mlps`.
+        bias: whether dense MLPs and shared experts have biases.
+    """
+    arguments = sparse_mlps(sparse_layers, num_layers, prefix, gate_up, down)
+    # The routed experts are a layer of their own, and the shared experts are one MLP.
+    also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
+    for ours, theirs, parameters in (
+        ("layers.{sparse}.mlp.shared_expert", f"{prefix}.layers.{{sparse}}.mlp.shared_experts", _parameters(bias)),
+        ("layers.{dense}.mlp", f"{prefix}.layers.{{dense}}.mlp", _parameters(bias)[1:]),
+    ):
+        for parameter in parameters:
+            gate, up, down_proj = (f"{theirs}.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
+            also[f"{ours}.gate_up_proj.{parameter}"] = gate_up_rows(gate, up)
+            also[f"{ours}.down_proj.{parameter}"] = down_proj
+    return {**arguments, "also": also}
 
 
 def decoder_map(

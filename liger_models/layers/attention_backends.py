@@ -223,12 +223,27 @@ def _paged(call: AttentionCall) -> Tensor:
 
 
 def _counted(call: AttentionCall) -> Tensor:
-    heads = [call.q, call.k, call.v]
+    heads, V = [call.q, call.k, call.v], call.v.shape[3]
+    if _pads_values(call):
+        heads = [*_of_one_width(call.q, call.k, call.v)]
     # Flash attention saves heads padded to a multiple of 8, so the estimate counts them padded.
     if call.sinks is None and takes_flash(call.q.dtype, call.q.shape[3]):
         heads = [_padded(x, x.shape[3] + -x.shape[3] % 8) for x in heads]
     y: Tensor = _CountedAttention.apply(*heads)  # type: ignore[no-untyped-call]
-    return y[..., : call.v.shape[3]]
+    return y if y.shape[3] == V else y[..., :V]
+
+
+def _pads_values(call: AttentionCall) -> bool:
+    """Whether attention pads values that are not as wide as keys. In half precision, only cuDNN takes them as they are.
+
+    See `_takes_narrow_values`. cuDNN computes plainly causal attention of certain lengths.
+    """
+    q = call.q
+    if q.shape[3] == call.v.shape[3]:
+        return False
+    if q.device.type not in ACCELERATORS or call.sinks is not None:
+        return True
+    return takes_flash(q.dtype, q.shape[3]) and (call.layout.documents is not None or q.shape[1] % CUDNN_STEP != 0)
 
 
 class _CountedAttention(torch.autograd.Function):

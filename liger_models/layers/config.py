@@ -17,7 +17,7 @@ _SIZES = """
     patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
     num_position_embeddings attention_heads max_num_tiles
     global_head_dim num_global_key_value_heads top_k_experts q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim
-    qk_nope_head_dim
+    qk_nope_head_dim n_group topk_group
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
@@ -31,7 +31,8 @@ _POSITIVE = """
 _NOT_NEGATIVE = """
     rms_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
     embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
-    hidden_size_per_layer_input num_kv_shared_layers
+    hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
+    n_routed_experts
 """
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),

@@ -323,7 +323,7 @@ class LigerLatentAttention(BaseAttention):
         columns = self.nope_dim + self.rope_dim + self.value_dim
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,
-            takes_pages=True,
+            takes_pages=True, caches_latents=True,
         )  # fmt: skip
 
     def can_shard(self, size: int) -> bool:

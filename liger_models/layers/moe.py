@@ -295,11 +295,15 @@ class LigerMoE(Layer):
 class LigerSharedExpertMoE(Layer):
     """`LigerMoE` plus a shared expert for all tokens: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
 
+    Without a gate, the result is ``experts(x) + shared_expert(x)``.
+
     The routed experts are a separate layer, because expert parallelism distributes only them.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: as in `LigerMoE`.
         shared_size: width of the shared expert.
+        shared_bias: whether the projections of the shared expert have biases.
+        gated: whether the shared expert has a gate.
         act, kernel: as in `LigerMoE`; they apply to all experts.
         options: further options of `LigerMoE`.
     """
@@ -312,6 +316,8 @@ class LigerSharedExpertMoE(Layer):
         top_k: int,
         *,
         shared_size: int,
+        shared_bias: bool = False,
+        gated: bool = True,
         act: str = "silu",
         kernel: bool = True,
         **options: Any,
@@ -320,12 +326,13 @@ class LigerSharedExpertMoE(Layer):
         self.experts = LigerMoE(
             hidden_size, intermediate_size, num_experts, top_k, act=act, kernel=kernel, **options
         )  # fmt: skip
-        self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, kernel=kernel)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+        self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, bias=shared_bias, kernel=kernel)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if gated else None
 
     def shard(self, group: Group) -> dict[str, int]:
         """Replicate the gate of the shared expert. The routed experts and the shared expert shard themselves."""
-        self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
+        if self.shared_expert_gate is not None:
+            self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
         return {}
 
     def add_norm(
@@ -340,4 +347,6 @@ class LigerSharedExpertMoE(Layer):
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
         y, router_logits = self.experts(x, experts)
         shared, _ = self.shared_expert.add_norm(None, None, x)
-        return y + self.shared_expert_gate(x).sigmoid() * shared, router_logits
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x).sigmoid() * shared
+        return y + shared, router_logits
