@@ -36,6 +36,7 @@ from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.router import LigerRoutedMoE, Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +60,16 @@ class DeepseekV2Config(LatentDecoderConfig):
         check_values(self, topk_method=("greedy", "group_limited_greedy"))
 
     @property
+    def routing(self) -> Routing:
+        """How experts are chosen, and what their weights are multiplied by."""
+        if self.topk_method == "greedy":
+            return Routing(factor=self.routed_scaling_factor)
+        return Routing(groups=self.n_group or 1, top_groups=self.topk_group or 1, factor=self.routed_scaling_factor)
+
+    @property
     def top_k(self) -> int:
-        """Number of routed experts of a token, which has no default."""
-        if self.num_experts_per_tok is None:
-            raise ValueError(
-                "DeepseekV2Config: num_experts_per_tok must be the number of experts of a token, got None. Add it to "
-                "config.json."
-            )
-        return self.num_experts_per_tok
+        """Number of routed experts of a token. Without a value, it is 6, as in all released models."""
+        return 6 if self.num_experts_per_tok is None else self.num_experts_per_tok
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the MLP of a layer is a mixture of experts."""
@@ -94,7 +97,8 @@ class DeepseekV2Block(nn.Module):
                 shared_size=config.n_shared_experts * config.moe_intermediate_size,
                 shared_bias=config.mlp_bias,
                 gated=False,
-                normalize=False,
+                experts_class=LigerRoutedMoE,
+                routing=config.routing,
                 kernel=kernels.swiglu,
             )
 
@@ -123,20 +127,18 @@ IGNORED_KEYS = (
     "qk_head_dim",
     "scoring_func",
     "seq_aux",
-    "topk_method",
 )
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop ``head_dim``, which follows from other keys, and read the number of experts under both of its names."""
-    keys = {"n_routed_experts" if key == "num_experts" else key: value for key, value in hf.items()}
-    keys.pop("head_dim", None)
-    return keys
+    """Read the number of experts also under its name in transformers 5."""
+    return {"n_routed_experts" if key == "num_experts" else key: value for key, value in hf.items()}
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`. ``head_dim`` is written as transformers computes it."""
-    return {**keys, "head_dim": keys["qk_rope_head_dim"]}
+    """Write the type of rope scaling also under the key that the released code reads."""
+    rope = keys.get("rope_scaling")
+    return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
 
 
 def weight_map(config: DeepseekV2Config) -> WeightMap:

@@ -43,7 +43,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import FrozenParameters, freeze, frozen_weights, offset_of
 from liger_models.layers.frozen_linear import FrozenLinear
-from liger_models.layers.layer import layers_of
+from liger_models.layers.layer import fp32_parameters, layers_of
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
 
@@ -226,6 +226,7 @@ def _load_whole(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     parameters, kept = dict(model.named_parameters()), frozen_weights(model)
+    wide = fp32_parameters(model)
     for frozen in kept.values():
         frozen.to_empty(device=device)
     bar: Any = tqdm  # tqdm has no type annotations
@@ -238,7 +239,7 @@ def _load_whole(
             packed: Tensor = torch.empty_like(parameter, device=device)
             _fill_codes(packed, kept[name], weights.entries[name], stored)
         else:
-            packed = _read(weights.entries[name], stored, dtype, device)
+            packed = _read(weights.entries[name], stored, torch.float32 if name in wide else dtype, device)
         loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
         for alias in aliases[id(parameter)]:
             owner, _, attribute = alias.rpartition(".")
@@ -257,8 +258,9 @@ def _load_parts(
 ) -> None:
     """Shard the model, and load this rank's shard of each parameter, or the whole parameter if it is not sharded."""
     # Convert the parameters first, because their dtype determines the dtype of the shards.
+    wide = fp32_parameters(model)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and name not in wide:
             stored_dtype = stored[weights.entries[name].names()[0]].dtype
             parameter.data = parameter.data.to(dtype or FLOATS.get(stored_dtype, torch.bfloat16))
     shard(model)
@@ -274,7 +276,7 @@ def _load_parts(
                 _fill_codes(parameter, frozen, expression, stored)
                 continue
             if not hasattr(parameter, "to_local") and frozen is None:  # not sharded
-                parameter.copy_(_read(expression, stored, dtype, device))
+                parameter.copy_(_read(expression, stored, torch.float32 if name in wide else dtype, device))
                 continue
 
             # The parameter is a DTensor, or holds codes that are quantized from the rows of this rank.
@@ -384,7 +386,7 @@ def _fill_codes(
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if the ``model_type`` of config.json differs from the ``model_type`` of the class."""
     model_type = format_of(model_class).model_type
-    if hf_config.get("model_type", model_type) != model_type:
+    if hf_config.get("model_type", model_type) not in (model_type, *format_of(model_class).aliases):
         raise ValueError(
             f"{model_class.__name__}: model_type in config.json must be {model_type!r}, "
             f"got {hf_config['model_type']!r}. AutoLigerModel picks the right class."

@@ -161,7 +161,10 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentDecoderConfig(RMSNormDecoderConfig):
-    """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`. ``head_dim`` is computed and not read."""
+    """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
+
+    ``head_dim`` is not read, but computed as transformers computes it: it is the number of rotated dimensions.
+    """
 
     q_lora_rank: int | None = 1536
     kv_lora_rank: int = 512
@@ -171,12 +174,17 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "head_dim", self.qk_nope_head_dim + self.qk_rope_head_dim)
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
         super().__post_init__()
         if self.qk_rope_head_dim % 2 != 0:
             raise ValueError(
                 f"{type(self).__name__}: qk_rope_head_dim must be even, got {self.qk_rope_head_dim}. Check config.json."
             )
+
+    @property
+    def head_size(self) -> int:
+        """Dimension of a head's queries and keys, of which ``qk_rope_head_dim`` dimensions are rotated."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def rotary_width(self) -> int:

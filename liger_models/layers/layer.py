@@ -66,6 +66,9 @@ class Layer(nn.Module):
     adapted: tuple[str, ...] = ()
     """Names of the layer's own parameters that have adapters, which are in the submodule ``lora``.
     """
+    fp32_parameters: tuple[str, ...] = ()
+    """Names of the layer's own frozen parameters that stay in fp32 in a model of a narrower dtype, on every rank.
+    """
     linears: tuple[str, ...] = ()
     """Names of the linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Module | None = None
@@ -163,6 +166,11 @@ class Layer(nn.Module):
 
     def reset_adapters(self) -> None:
         """Initialize the layer's adapters, which are not in the model's checkpoint."""
+
+
+def fp32_parameters(module: nn.Module) -> set[str]:
+    """Return the names of all parameters of a module that are in `Layer.fp32_parameters`."""
+    return {f"{path}.{name}" for path, layer in named_layers(module) for name in layer.fp32_parameters}
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:

@@ -304,6 +304,7 @@ class LigerSharedExpertMoE(Layer):
         shared_size: width of the shared expert.
         shared_bias: whether the projections of the shared expert have biases.
         gated: whether the shared expert has a gate.
+        experts_class: class of the layer of the routed experts.
         act, kernel: as in `LigerMoE`; they apply to all experts.
         options: further options of `LigerMoE`.
     """
@@ -318,12 +319,13 @@ class LigerSharedExpertMoE(Layer):
         shared_size: int,
         shared_bias: bool = False,
         gated: bool = True,
+        experts_class: type[LigerMoE] = LigerMoE,
         act: str = "silu",
         kernel: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.experts = LigerMoE(
+        self.experts = experts_class(
             hidden_size, intermediate_size, num_experts, top_k, act=act, kernel=kernel, **options
         )  # fmt: skip
         self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, bias=shared_bias, kernel=kernel)

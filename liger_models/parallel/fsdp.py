@@ -28,7 +28,7 @@ from liger_models.distributed.collectives import group_of
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import frozen_parts, frozen_weights
-from liger_models.layers.layer import layers_of, routed_layers
+from liger_models.layers.layer import fp32_parameters, layers_of, routed_layers
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.recompute import is_compiled
@@ -157,9 +157,10 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
 
-    # Parameters that stay as they are: frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed, and
-    # experts that one rank holds alone.
-    ignored = {
+    # Parameters that stay as they are: frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed,
+    # experts that one rank holds alone, and the few frozen parameters whose dtype differs from the others'.
+    ignored = {model.get_parameter(name) for name in fp32_parameters(model)} if isinstance(model, Decoder) else set()
+    ignored |= {
         parameter
         for layer in mixtures
         for name, weight in frozen_parts(layer).items()
