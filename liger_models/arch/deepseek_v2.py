@@ -20,15 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    decoder_map,
-    expert_rows,
-    fused_expert_rows,
-    latent_attention_entries,
-    shared_expert_mlps,
-)
+from liger_models.convert.weight_map import WeightMap, latent_moe_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LatentDecoderConfig, check_values
@@ -141,24 +133,9 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
 
 
-def weight_map(config: DeepseekV2Config) -> WeightMap:
-    """Maps the parameters of DeepSeek V2 to the tensors of a Hugging Face checkpoint."""
-    expert = "model.layers.{sparse}.mlp.experts.{x}"
-    gate, up, down = (f"{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return _map(config, *expert_rows(gate, up, down, config.n_routed_experts))
-
-
-def other_maps(config: DeepseekV2Config) -> list[WeightMap]:
-    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
-    experts = "model.layers.{sparse}.mlp.experts"
-    return [_map(config, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))]
-
-
-def _map(config: DeepseekV2Config, gate_up: Expression, down: Expression) -> WeightMap:
-    sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
-    mlps = shared_expert_mlps(sparse, config.num_hidden_layers, "model", gate_up, down, bias=config.mlp_bias)
-    mlps["instead"] |= latent_attention_entries(config, "model.layers.{i}")
-    return decoder_map(config, **mlps)
+def weight_map(config: DeepseekV2Config, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of DeepSeek V2 to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
+    return latent_moe_map(config, fused=fused, correction=False, mlp_bias=config.mlp_bias)
 
 
 add_family(
@@ -166,7 +143,7 @@ add_family(
     model_type="deepseek_v2",
     hf_class="DeepseekV2ForCausalLM",
     weight_map=weight_map,
-    other_maps=other_maps,
+    other_maps=lambda config: [weight_map(config, fused=True)],
     from_json=from_json,
     to_json=to_json,
     ignored_keys=IGNORED_KEYS,

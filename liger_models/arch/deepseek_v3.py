@@ -22,15 +22,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    decoder_map,
-    expert_rows,
-    fused_expert_rows,
-    latent_attention_entries,
-    shared_expert_mlps,
-)
+from liger_models.convert.weight_map import WeightMap, latent_moe_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LatentDecoderConfig
@@ -143,42 +135,11 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
 
 
-def weight_map(config: DeepseekV3Config, prefix: str = "model", **more: Any) -> WeightMap:
-    """Maps the parameters of DeepSeek V3 to the tensors of a Hugging Face checkpoint.
-
-    Args:
-        config: sizes of the model.
-        prefix: prefix of all names in the checkpoint except that of the head.
-        more: further arguments of `decoder_map`.
-    """
-    expert = f"{prefix}.layers.{{sparse}}.mlp.experts.{{x}}"
-    gate, up, down = (f"{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return _map(config, prefix, *expert_rows(gate, up, down, config.n_routed_experts), **more)
-
-
-def fused_map(config: DeepseekV3Config, prefix: str = "model", **more: Any) -> WeightMap:
-    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
-    experts = f"{prefix}.layers.{{sparse}}.mlp.experts"
-    return _map(config, prefix, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"), **more)
-
-
-def _map(
-    config: DeepseekV3Config,
-    prefix: str,
-    gate_up: Expression,
-    down: Expression,
-    *,
-    kept: tuple[str, ...] = (),
-    **more: Any,
-) -> WeightMap:
+def weight_map(config: DeepseekV3Config, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of DeepSeek V3 to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
     layers = config.num_hidden_layers
-    sparse = [i for i in range(layers) if config.is_sparse(i)]
-    arguments = shared_expert_mlps(sparse, layers, prefix, gate_up, down)
-    arguments["instead"] |= latent_attention_entries(config, f"{prefix}.layers.{{i}}")
-    gate = "mlp.{}gate.e_score_correction_bias"
-    arguments["also"][f"layers.{{sparse}}.{gate.format('experts.')}"] = f"{prefix}.layers.{{sparse}}.{gate.format('')}"
-    extra = tuple(f"{prefix}.layers.{layers + i}." for i in range(config.num_nextn_predict_layers))
-    return decoder_map(config, prefix=prefix, kept=(*extra, *kept), **arguments, **more)
+    later = [f"model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
+    return latent_moe_map(config, fused=fused, kept=later)
 
 
 add_family(
@@ -186,7 +147,7 @@ add_family(
     model_type="deepseek_v3",
     hf_class="DeepseekV3ForCausalLM",
     weight_map=weight_map,
-    other_maps=lambda config: [fused_map(config)],
+    other_maps=lambda config: [weight_map(config, fused=True)],
     from_json=from_json,
     to_json=to_json,
     ignored_keys=IGNORED_KEYS,

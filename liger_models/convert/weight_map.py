@@ -389,35 +389,6 @@ def sparse_mlps(
     }
 
 
-def shared_expert_mlps(
-    sparse_layers: Sequence[int],
-    num_layers: int,
-    prefix: str,
-    gate_up: Expression,
-    down: Expression,
-    *,
-    bias: bool = False,
-) -> dict[str, Any]:
-    """Return `sparse_mlps` for layers of `LigerSharedExpertMoE` without a gate (DeepSeek).
-
-    Args:
-        sparse_layers, num_layers, prefix, gate_up, down: as in `sparse_mlps`.
-        bias: whether dense MLPs and shared experts have biases.
-    """
-    arguments = sparse_mlps(sparse_layers, num_layers, prefix, gate_up, down)
-    # The routed experts are a layer of their own, and the shared experts are one MLP.
-    also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
-    for ours, theirs, parameters in (
-        ("layers.{sparse}.mlp.shared_expert", f"{prefix}.layers.{{sparse}}.mlp.shared_experts", _parameters(bias)),
-        ("layers.{dense}.mlp", f"{prefix}.layers.{{dense}}.mlp", _parameters(bias)[1:]),
-    ):
-        for parameter in parameters:
-            gate, up, down_proj = (f"{theirs}.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
-            also[f"{ours}.gate_up_proj.{parameter}"] = gate_up_rows(gate, up)
-            also[f"{ours}.down_proj.{parameter}"] = down_proj
-    return {**arguments, "also": also}
-
-
 def decoder_map(
     config: DecoderConfig,
     *,
@@ -490,6 +461,50 @@ def decoder_map(
     else:
         entries["lm_head.weight"] = head
     return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip, kept=kept)
+
+
+def latent_moe_map(
+    config: Any,
+    *,
+    fused: bool = False,
+    correction: bool = True,
+    mlp_bias: bool = False,
+    prefix: str = "model",
+    **more: Any,
+) -> WeightMap:
+    """Return the weight map of a decoder with `LigerLatentAttention`, and with `LigerSharedExpertMoE` without a gate.
+
+    Args:
+        config: a `LatentDecoderConfig` with ``n_routed_experts`` and a method ``is_sparse(layer)``.
+        fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
+        correction: whether routers have a bias for the choice of experts.
+        mlp_bias: whether dense MLPs and shared experts have biases.
+        prefix: prefix of all names in the checkpoint except that of the head.
+        more: further arguments of `decoder_map`.
+    """
+    layers = range(config.num_hidden_layers)
+    theirs, ours = f"{prefix}.layers.{{sparse}}.mlp", "layers.{sparse}.mlp"
+    if fused:
+        stacked = fused_expert_rows(f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj")
+    else:
+        gate, up, down = (f"{theirs}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        stacked = expert_rows(gate, up, down, config.n_routed_experts)
+    arguments = sparse_mlps([i for i in layers if config.is_sparse(i)], len(layers), prefix, *stacked)
+
+    # The routed experts are a layer of their own, and the shared experts are one MLP.
+    also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
+    if correction:
+        also[f"{ours}.experts.gate.e_score_correction_bias"] = f"{theirs}.gate.e_score_correction_bias"
+    dense = f"{prefix}.layers.{{dense}}.mlp"
+    for mlp, names, parameters in (
+        (f"{ours}.shared_expert", f"{theirs}.shared_experts", _parameters(mlp_bias)),
+        ("layers.{dense}.mlp", dense, _parameters(mlp_bias)[1:]),
+    ):
+        for parameter in parameters:
+            gate, up, down = (f"{names}.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
+            also |= {f"{mlp}.gate_up_proj.{parameter}": gate_up_rows(gate, up), f"{mlp}.down_proj.{parameter}": down}
+    instead = arguments["instead"] | latent_attention_entries(config, f"{prefix}.layers.{{i}}")
+    return decoder_map(config, prefix=prefix, instead=instead, also=also, over=arguments["over"], **more)
 
 
 def _parameters(bias: bool) -> tuple[str, ...]:

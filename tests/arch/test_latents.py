@@ -29,6 +29,7 @@ SIZES = {
          "moe_intermediate_size": 1536, "n_routed_experts": 160},
     ),
     "V3": ("deepseek_v3", 671.026, {}),
+    "GLM-4.7-Flash": ("glm4_moe_lite", 29.943, {}),
     "Kimi K2": ("kimi_k2", 1026.408, KIMI),
 }  # fmt: skip
 
