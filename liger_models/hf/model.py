@@ -266,9 +266,10 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     @property
     def caches_only_keys(self) -> bool:
-        """Whether decoding caches only keys and values, and neither linear-attention states nor data about images."""
-        recurrent = any(layer.recurrent for layer in layers_of(self.decoder))
-        return not recurrent and not self.decoder.prompt_inputs
+        """Whether decoding caches only keys and values: no latents, linear-attention states or data about images."""
+        layers = [*layers_of(self.decoder)]
+        latent = any(layer.attention is not None and layer.attention.caches_latents for layer in layers)
+        return not (latent or any(layer.recurrent for layer in layers) or self.decoder.prompt_inputs)
 
     def apply_edits(self) -> None:
         """Apply edits of the configuration to the layers, and changes of the model to the configuration."""

@@ -223,12 +223,27 @@ def _paged(call: AttentionCall) -> Tensor:
 
 
 def _counted(call: AttentionCall) -> Tensor:
-    heads = [call.q, call.k, call.v]
+    heads, V = [call.q, call.k, call.v], call.v.shape[3]
+    if _pads_values(call):
+        heads = [*_of_one_width(call.q, call.k, call.v)]
     # Flash attention saves heads padded to a multiple of 8, so the estimate counts them padded.
     if call.sinks is None and takes_flash(call.q.dtype, call.q.shape[3]):
         heads = [_padded(x, x.shape[3] + -x.shape[3] % 8) for x in heads]
     y: Tensor = _CountedAttention.apply(*heads)  # type: ignore[no-untyped-call]
-    return y[..., : call.v.shape[3]]
+    return y if y.shape[3] == V else y[..., :V]
+
+
+def _pads_values(call: AttentionCall) -> bool:
+    """Whether attention pads values that are not as wide as keys. In half precision, only cuDNN takes them as they are.
+
+    See `_takes_narrow_values`. cuDNN computes plainly causal attention of certain lengths.
+    """
+    q = call.q
+    if q.shape[3] == call.v.shape[3]:
+        return False
+    if q.device.type not in ACCELERATORS or call.sinks is not None:
+        return True
+    return takes_flash(q.dtype, q.shape[3]) and (call.layout.documents is not None or q.shape[1] % CUDNN_STEP != 0)
 
 
 class _CountedAttention(torch.autograd.Function):
@@ -449,7 +464,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     If k and v have fewer heads than q, query heads share keys and values.
     """
     V = v.shape[3]
-    if q.shape[3] != V and options.get("attn_mask") is None and not _takes_narrow_values(q, k, v, options):
+    if q.shape[3] != V and not _takes_narrow_values(q, k, v, options):
         q, k, v = _of_one_width(q, k, v)
     shared = q.shape[1] != k.shape[1]
     by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
@@ -466,10 +481,10 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
     """Whether SDPA's fastest kernel for q and k supports values of another width.
 
     Of the fused kernels in half precision, only cuDNN does, for some widths and versions. The kernel that takes all
-    widths is slower than flash attention on padded values.
+    widths is slower than flash attention on padded values. On the CPU, only the unfused form supports other widths.
     """
-    if not takes_flash(q.dtype, q.shape[3]) or q.device.type != "cuda":
-        return True
+    if q.device.type not in ACCELERATORS or not takes_flash(q.dtype, q.shape[3]):
+        return q.device.type in ACCELERATORS
     if torch.compiler.is_compiling() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     dropout, causal, shared = options.get("dropout_p", 0.0), options.get("is_causal", False), q.shape[1] != k.shape[1]

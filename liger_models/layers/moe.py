@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from liger_models.distributed.collectives import (
     Group,
@@ -23,7 +24,7 @@ from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.routing import Routing, route, route_reference
 from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
+from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none, replicated
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.layers.recompute import run_twice
@@ -65,6 +66,44 @@ class CorrectionBias(Layer):
         return local(self.bias).detach().clone()
 
 
+class WideRouter(Layer):
+    """A linear layer without bias that computes its results in fp32 from weights and inputs of any dtype.
+
+    Args:
+        hidden_size: C.
+        num_experts: X.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.draw(0.02)
+
+    def draw(self, std: float) -> bool:
+        """Initialize the weight from a normal distribution with ``std``."""
+        nn.init.normal_(self.weight, std=std)
+        return True
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate the weight."""
+        self.groups = replace(self.groups, tensor=group)
+        return {}
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True, because the forward already sums the gradient of the weight."""
+        return True
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``print(model)``."""
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [N, C] to logits [N, X] in fp32."""
+        weight, wide = replicated(self.weight, self.groups.tensor), torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(wide), weight.to(wide))
+
+
 class LigerMoE(Layer):
     """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects per token.
 
@@ -74,6 +113,7 @@ class LigerMoE(Layer):
         num_experts: X.
         routing: how the router chooses the K experts of a token, and how it weights them.
         correction_bias: whether the router has a `CorrectionBias`.
+        fp32_router: whether the router computes its logits in fp32, whatever the dtype of the model.
         weights_input: whether the routing weight multiplies the input of an expert instead of its output. This is
             possible only with one expert for each token.
         act: "silu", "gelu", "gelu_tanh" or "clamped_swiglu", as in `liger_models.kernels.moe.moe_mlp`.
@@ -98,6 +138,7 @@ class LigerMoE(Layer):
         routing: Routing,
         *,
         correction_bias: bool = False,
+        fp32_router: bool = False,
         weights_input: bool = False,
         act: str = "silu",
         limit: float = 0.0,
@@ -113,7 +154,11 @@ class LigerMoE(Layer):
                 f"LigerMoE: top_k must be 1 if routing weights multiply the input of experts, got {routing.top_k}."
             )
         # The router maps [N, C] to logits [N, X].
-        self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
+        self.gate: nn.Module
+        if fp32_router:
+            self.gate = WideRouter(hidden_size, num_experts)
+        else:
+            self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
         self.correction = CorrectionBias(num_experts) if correction_bias else None
         # The matrices of all experts are stacked, so that one grouped product computes them.
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))

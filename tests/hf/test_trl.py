@@ -124,7 +124,11 @@ def test_the_head_that_trl_gives_a_model(hf):
     ids = tokens(arch, variant, 2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, -3:], mask[1, -3:] = -100, 0
-    routed = {"output_router_logits": True} if "num_experts_per_tok" in text_sizes(arch, variant) else {}
+    # TRL reads the number of experts by the name `num_experts`, which the configuration of DeepSeek V3 does not have.
+    routes = "num_experts_per_tok" in text_sizes(arch, variant) and hasattr(
+        theirs.config.get_text_config(), "num_experts"
+    )
+    routed = {"output_router_logits": True} if routes else {}
     outs = []
     for model in (theirs, ours.train()):
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
