@@ -207,7 +207,7 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         # In transformers 5.17 a model with images doesn't read it from its config.
         model.forward = functools.partial(model.forward, output_router_logits=True)
     for mixer in model.modules():
-        if hasattr(mixer, "in_proj") and hasattr(mixer, "A_log"):
+        if hasattr(mixer, "in_proj") and (hasattr(mixer, "A_log") or hasattr(mixer, "conv")):
             # The bias of the projection would enter the state at padding.
             mixer.register_forward_pre_hook(keep_mask, with_kwargs=True)
             mixer.in_proj.register_forward_hook(functools.partial(without_padding, mixer))
