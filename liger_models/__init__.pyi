@@ -19,6 +19,8 @@ from liger_models.arch.ernie4_5 import Ernie4_5Config as Ernie4_5Config
 from liger_models.arch.ernie4_5 import LigerErnie4_5 as LigerErnie4_5
 from liger_models.arch.exaone4 import Exaone4Config as Exaone4Config
 from liger_models.arch.exaone4 import LigerExaone4 as LigerExaone4
+from liger_models.arch.falcon_h1 import FalconH1Config as FalconH1Config
+from liger_models.arch.falcon_h1 import LigerFalconH1 as LigerFalconH1
 from liger_models.arch.gemma import LigerGemma as LigerGemma
 from liger_models.arch.gemma2 import LigerGemma2 as LigerGemma2
 from liger_models.arch.gemma3.model import LigerGemma3 as LigerGemma3

@@ -227,6 +227,8 @@ class UnpackedModel(Node):
                 expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
 
             is_leaf = not isinstance(module, nn.Linear) or isinstance(module, LigerLMHead)
+            if isinstance(module, Layer) and module.wide:  # in transformers, they are parameters of the module around
+                is_leaf = False
             if is_leaf and _is_same_module(module, expressions):
                 # In transformers there is the same module, for example a norm or the embedding.
                 if isinstance(module, LigerLMHead):

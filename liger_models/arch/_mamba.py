@@ -16,7 +16,14 @@ def _by_unit(name: str, parts: Mapping[str, int], units: int) -> Expression:
 
 
 def mixer_entries(
-    ours: str, theirs: str, sizes: tuple[int, int, int, int], *, bias: bool, conv_bias: bool, norm: bool = True
+    ours: str,
+    theirs: str,
+    sizes: tuple[int, int, int, int],
+    *,
+    bias: bool,
+    conv_bias: bool,
+    out_bias: bool | None = None,
+    norm: bool = True,
 ) -> dict[str, Expression | str]:
     """Return the entries of a weight map for a `LigerMamba2`.
 
@@ -24,13 +31,14 @@ def mixer_entries(
         ours, theirs: the prefixes of our names and of the checkpoint's names.
         sizes: number of heads, their dimension, number of groups, and size of the state.
         bias, conv_bias: whether the projections and the convolution have biases.
+        out_bias: whether the output projection has a bias; None for the same as ``bias``.
         norm: whether the mixer has a norm.
     """
     units, rows = LigerMamba2.units_of(*sizes)
     parts = dict(zip(("gate", "value", "B", "C", "step"), rows, strict=True))
     channels = {name: parts[name] for name in ("value", "B", "C")}
     same = ["out_proj.weight"]
-    same += ["out_proj.bias"] if bias else []
+    same += ["out_proj.bias"] if (bias if out_bias is None else out_bias) else []
     same += ["norm.weight"] if norm else []
     entries: dict[str, Expression | str] = {f"{ours}.{name}": f"{theirs}.{name}" for name in same}
     entries |= {f"{ours}.decay.{name}": f"{theirs}.{name}" for name in StateDecay.wide}
