@@ -13,6 +13,8 @@ from liger_models.adapters.unpacked import unpack_projections as unpack_projecti
 from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
 from liger_models.arch.auto import AutoLigerProcessor as AutoLigerProcessor
 from liger_models.arch.auto import list_archs as list_archs
+from liger_models.arch.bamba import BambaConfig as BambaConfig
+from liger_models.arch.bamba import LigerBamba as LigerBamba
 from liger_models.arch.cohere2 import Cohere2Config as Cohere2Config
 from liger_models.arch.cohere2 import LigerCohere2 as LigerCohere2
 from liger_models.arch.ernie4_5 import Ernie4_5Config as Ernie4_5Config
@@ -37,6 +39,8 @@ from liger_models.arch.glm import LigerGLM as LigerGLM
 from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
 from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
 from liger_models.arch.granite import LigerGranite as LigerGranite
+from liger_models.arch.granitemoehybrid import GraniteMoeHybridConfig as GraniteMoeHybridConfig
+from liger_models.arch.granitemoehybrid import LigerGraniteMoeHybrid as LigerGraniteMoeHybrid
 from liger_models.arch.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
 from liger_models.arch.hunyuan_v1_dense import LigerHunYuanDenseV1 as LigerHunYuanDenseV1
 from liger_models.arch.lfm2.dense import Lfm2Config as Lfm2Config

@@ -11,30 +11,33 @@ not enter the state at padding.
 Source: https://arxiv.org/abs/2507.22448, transformers ``models/falcon_h1``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from liger_models.arch._mamba import limits_of, mixer_entries, read_limits
+from liger_models.arch._mamba import (
+    IGNORED_MIXER_KEYS,
+    MambaHybridConfig,
+    build_mixer,
+    mixer_entries,
+    read_mixer,
+    write_mixer,
+)
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, gate_up_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mamba2 import LigerMamba2
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class FalconH1Config(RMSNormDecoderConfig):
-    """Sizes and constants of a Falcon-H1 model. ``time_step_limit`` is as in `Mamba2Config`.
+class FalconH1Config(MambaHybridConfig):
+    """Sizes and constants of a Falcon-H1 model.
 
     Raises:
         ValueError: a multiplier of a branch's input is not 1 although the projection has a bias; the multiplier would
@@ -49,17 +52,8 @@ class FalconH1Config(RMSNormDecoderConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     mamba_d_ssm: int | None = 1024
-    mamba_n_heads: int = 128
-    mamba_d_head: int | None = None
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
     mamba_norm_before_gate: bool = True
     mamba_rms_norm: bool = False
-    time_step_limit: list[float] | None = None
     projectors_bias: bool = False
     lm_head_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
@@ -78,12 +72,6 @@ class FalconH1Config(RMSNormDecoderConfig):
             numbers = getattr(self, name)
             if len(numbers) != size:
                 raise ValueError(f"FalconH1Config: {name} must hold {size} numbers, got {numbers}. Check config.json.")
-        inner = self.mamba_expand * self.hidden_size if self.mamba_d_ssm is None else self.mamba_d_ssm
-        if self.mamba_n_heads * self.mixer_sizes[1] != inner:
-            raise ValueError(
-                f"FalconH1Config: mamba_n_heads times mamba_d_head ({self.mamba_n_heads * self.mixer_sizes[1]}) must "
-                f"equal mamba_d_ssm ({inner}). Check config.json."
-            )
         for bias, multiplier in (
             ("attention_bias", "attention_in_multiplier"),
             ("mamba_proj_bias", "ssm_in_multiplier"),
@@ -95,11 +83,9 @@ class FalconH1Config(RMSNormDecoderConfig):
                 )
 
     @property
-    def mixer_sizes(self) -> tuple[int, int, int, int]:
-        """Number of heads of the mixer, their dimension, number of groups, and size of the state."""
-        inner = self.mamba_expand * self.hidden_size if self.mamba_d_ssm is None else self.mamba_d_ssm
-        head_dim = inner // self.mamba_n_heads if self.mamba_d_head is None else self.mamba_d_head
-        return self.mamba_n_heads, head_dim, self.mamba_n_groups, self.mamba_d_state
+    def mixer_width(self) -> int:
+        """Number of channels of the mixer's values."""
+        return super().mixer_width if self.mamba_d_ssm is None else self.mamba_d_ssm
 
 
 class FalconH1Attention(LigerAttention):
@@ -121,19 +107,13 @@ class FalconH1Block(nn.Module):
         self.mixer_scale, self.attention_scale = config.ssm_out_multiplier, config.attention_out_multiplier
         self.input_layernorm = norm()
         gate, value, B, C, step = (config.ssm_in_multiplier * number for number in config.ssm_multipliers)
-        self.mamba = LigerMamba2(
-            config.hidden_size,
-            *config.mixer_sizes,
-            config.mamba_d_conv,
-            layer=layer,
-            eps=config.rms_norm_eps,
-            bias=config.mamba_proj_bias,
+        self.mamba = build_mixer(
+            config,
+            layer,
+            kernels,
             out_bias=config.projectors_bias,
-            conv_bias=config.mamba_conv_bias,
-            limits=limits_of(config.time_step_limit),
             gate_first=not config.mamba_norm_before_gate if config.mamba_rms_norm else None,
             multipliers=(gate, value, B, C, step),
-            kernel=kernels.linear_attention,
         )
         self.self_attn = FalconH1Attention.from_config(
             config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
@@ -191,32 +171,10 @@ def weight_map(config: FalconH1Config) -> WeightMap:
     )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``time_step_limit``, in which infinity has two spellings, and ``mamba_d_head``, which may be "auto"."""
-    flat = {key: value for key, value in hf.items() if (key, value) != ("mamba_d_head", "auto")}
-    return {**flat, "time_step_limit": read_limits(hf.get("time_step_limit"))}
-
-
-def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `from_json`."""
-    head_dim = keys.get("mamba_d_head")
-    return {
-        **keys,
-        "time_step_limit": [*limits_of(keys.get("time_step_limit"))],
-        "mamba_d_head": "auto" if head_dim is None else head_dim,
-    }
-
-
 IGNORED_KEYS = (
+    *IGNORED_MIXER_KEYS,
     "attn_layer_indices",  # every layer has attention
-    "layers_block_type",
-    "mamba_chunk_size",  # a size of kernels
     "mamba_use_mlp",  # every layer has an MLP
-    "num_logits_to_keep",
-    "time_step_floor",
-    "time_step_max",
-    "time_step_min",
-    "time_step_rank",
 )
 
 add_family(
@@ -224,8 +182,8 @@ add_family(
     model_type="falcon_h1",
     hf_class="FalconH1ForCausalLM",
     weight_map=weight_map,
-    from_json=from_json,
-    to_json=to_json,
+    from_json=read_mixer,
+    to_json=write_mixer,
     ignored_keys=IGNORED_KEYS,
     module="model.final_layernorm",
 )

@@ -19,7 +19,7 @@ def test_published_sizes():
 def test_bad_configurations():
     with pytest.raises(ValueError, match=r"ssm_multipliers must hold 5 numbers, got \[1.0\]"):
         FalconH1Config(ssm_multipliers=[1.0])
-    with pytest.raises(ValueError, match=r"times mamba_d_head \(8192\) must equal mamba_d_ssm \(1024\)"):
+    with pytest.raises(ValueError, match=r"times mamba_d_head \(8192\) must equal the width of the mixer \(1024\)"):
         FalconH1Config(mamba_d_head=64)
     with pytest.raises(ValueError, match=r"ssm_in_multiplier must be 1 with mamba_proj_bias, got 2"):
         FalconH1Config(mamba_proj_bias=True, ssm_in_multiplier=2.0)
