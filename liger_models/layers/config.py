@@ -18,7 +18,8 @@ _SIZES = """
     num_position_embeddings attention_heads max_num_tiles
     global_head_dim num_global_key_value_heads top_k_experts
     state_size n_groups conv_kernel expand conv_L_cache block_multiple_of mamba_d_ssm mamba_n_heads mamba_d_head
-    mamba_n_groups mamba_d_state mamba_d_conv mamba_expand
+    mamba_n_groups mamba_d_state mamba_d_conv mamba_expand ssm_state_size mamba_num_heads mamba_head_dim
+    n_routed_experts moe_shared_expert_intermediate_size moe_latent_size n_group topk_group
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar

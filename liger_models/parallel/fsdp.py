@@ -191,14 +191,14 @@ def apply_fsdp(
         names = f"FSDP({'|'.join({type(each).__name__ for each in [block, *sharded]})})"
         message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
         warnings.filterwarnings("ignore", message, UserWarning)
+        for layer in (layer for layer in layers_of(block) if layer.wide):
+            policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+            _shard(layer, passes, **{**options, "mp_policy": policy, "reshard_after_forward": False})
         for layer in sharded:
             assert layer.router is not None
             assert experts_options is not None
             _shard(layer.router, passes, **options)
             _shard(layer, passes, **experts_options)
-        for layer in (layer for layer in layers_of(block) if layer.wide):
-            policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
-            _shard(layer, passes, **{**options, "mp_policy": policy, "reshard_after_forward": False})
         _shard(block, passes, **options)
     if not tied:
         _shard(model.lm_head, passes, **{**options, "reshard_after_forward": False})

@@ -167,7 +167,7 @@ def test_every_architecture_is_peft_on_transformers(arch, use_dora, root, tmp_pa
     # PEFT takes the projections of a shared expert for those of experts, and has no DoRA for parameters.
     named = use_dora and arch in SHARED_EXPERTS
     targets: Any = r".*attn\.\w*proj\w*|.*shared_expert_gate" if named else "all-linear"
-    targets = r".*\.(?!out_proj)\w*_proj" if arch in STATE_SPACE else targets
+    targets = r".*\.(?!out_proj|fc\d_latent)\w*_proj" if arch in STATE_SPACE else targets
     config = LoRAConfig(r=4, lora_alpha=6, use_dora=use_dora, target_modules=targets)
     ours = stir(apply_lora(load(arch, folder), config))
     save_adapter(ours, tmp_path / "adapter", base=str(folder))

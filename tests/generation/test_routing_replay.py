@@ -94,7 +94,7 @@ def test_replay_of_the_own_choice_changes_no_bit(case):
     assert all(map(torch.equal, replayed, free))
 
 
-@pytest.mark.parametrize("case", MIXTURES, ids="-".join)
+@pytest.mark.parametrize("case", [case for case in MIXTURES if case[0] != "nemotron_h"], ids="-".join)
 def test_every_layer_takes_its_own_part(case, monkeypatch):
     """As if the routers chose, one after the other, what is given; and their weights get gradients."""
     model, inputs = mixture(*case), packed()
