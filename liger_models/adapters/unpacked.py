@@ -216,6 +216,13 @@ class UnpackedModel(Node):
         """Add the modules of a model to the tree, with the names that their parameters have in the checkpoint."""
         entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
         linears = adaptable_layers(causal_lm)
+        # For each module of the checkpoint, find our modules that have its parameters or those of its submodules.
+        owners: dict[str, set[str]] = {}
+        for ours, expression in entries.items():
+            for name in expression.names():
+                parts = name.split(".")
+                for end in range(1, len(parts)):
+                    owners.setdefault(".".join(parts[:end]), set()).add(ours.rpartition(".")[0])
         for path, module in [*causal_lm.named_modules()]:
             owner_path, _, owner_name = path.rpartition(".")
             owner = causal_lm.get_submodule(owner_path)
@@ -227,7 +234,7 @@ class UnpackedModel(Node):
                 expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
 
             is_leaf = not isinstance(module, nn.Linear) or isinstance(module, LigerLMHead)
-            if is_leaf and _is_same_module(module, expressions):
+            if is_leaf and _is_same_module(module, expressions) and len(_owners_of(expressions, owners)) <= 1:
                 # In transformers there is the same module, for example a norm or the embedding.
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
@@ -585,6 +592,12 @@ def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bo
         for name, expression in expressions.items()
     )
     return len(modules) == 1 and unchanged and not any(module.children())
+
+
+def _owners_of(expressions: dict[str, Expression], owners: dict[str, set[str]]) -> set[str]:
+    """Return our modules that have parameters of the checkpoint's module to which the expressions belong."""
+    module = next(iter(expressions.values())).names()[0].rpartition(".")[0]
+    return owners.get(module, set())
 
 
 def _untie_if_different(model: CausalLM) -> None:

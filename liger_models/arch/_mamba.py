@@ -1,11 +1,96 @@
-"""What the families with `LigerMamba2` share: names in checkpoints, and limits of the step size in config.json."""
+"""What the families with `LigerMamba2` share: settings in config.json, and names in checkpoints."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mamba2 import LigerMamba2, StateDecay
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaHybridConfig(RMSNormDecoderConfig):
+    """The fields of a decoder with mixers whose keys in config.json begin with ``mamba_``.
+
+    ``time_step_limit`` holds the smallest step size and the largest one; the largest may be left out, and None stands
+    for no limits.
+
+    Raises:
+        ValueError: the sizes of the mixer are inconsistent.
+    """
+
+    mamba_n_heads: int = 128
+    mamba_d_head: int | None = None
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner = self.mamba_n_heads * self.mixer_sizes[1]
+        if inner != self.mixer_width:
+            raise ValueError(
+                f"{type(self).__name__}: mamba_n_heads times mamba_d_head ({inner}) must equal the width of the mixer "
+                f"({self.mixer_width}). Check config.json."
+            )
+
+    @property
+    def mixer_width(self) -> int:
+        """Number of channels of the mixer's values."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def mixer_sizes(self) -> tuple[int, int, int, int]:
+        """Number of heads of the mixer, their dimension, number of groups, and size of the state."""
+        head_dim = self.mixer_width // self.mamba_n_heads if self.mamba_d_head is None else self.mamba_d_head
+        return self.mamba_n_heads, head_dim, self.mamba_n_groups, self.mamba_d_state
+
+
+def build_mixer(config: MambaHybridConfig, layer: int, kernels: KernelOptions, **options: Any) -> LigerMamba2:
+    """Build the mixer of a layer; ``options`` are further arguments of `LigerMamba2`."""
+    return LigerMamba2(
+        config.hidden_size,
+        *config.mixer_sizes,
+        config.mamba_d_conv,
+        layer=layer,
+        eps=config.rms_norm_eps,
+        bias=config.mamba_proj_bias,
+        conv_bias=config.mamba_conv_bias,
+        limits=limits_of(config.time_step_limit),
+        kernel=kernels.linear_attention,
+        **options,
+    )
+
+
+def read_mixer(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read ``time_step_limit``, in which infinity has two spellings, and ``mamba_d_head``, which may be "auto"."""
+    flat = {key: value for key, value in hf.items() if (key, value) != ("mamba_d_head", "auto")}
+    return {**flat, "time_step_limit": read_limits(hf.get("time_step_limit"))}
+
+
+def write_mixer(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Invert `read_mixer`."""
+    head_dim = keys.get("mamba_d_head")
+    limits = [*limits_of(keys.get("time_step_limit"))]
+    return {**keys, "time_step_limit": limits, "mamba_d_head": "auto" if head_dim is None else head_dim}
+
+
+IGNORED_MIXER_KEYS = (
+    "layers_block_type",  # computed from other keys
+    "mamba_chunk_size",  # a size of kernels
+    "num_logits_to_keep",
+    "time_step_floor",
+    "time_step_max",
+    "time_step_min",
+    "time_step_rank",
+)
 
 
 def _by_unit(name: str, parts: Mapping[str, int], units: int) -> Expression:
@@ -16,7 +101,14 @@ def _by_unit(name: str, parts: Mapping[str, int], units: int) -> Expression:
 
 
 def mixer_entries(
-    ours: str, theirs: str, sizes: tuple[int, int, int, int], *, bias: bool, conv_bias: bool, norm: bool = True
+    ours: str,
+    theirs: str,
+    sizes: tuple[int, int, int, int],
+    *,
+    bias: bool,
+    conv_bias: bool,
+    out_bias: bool | None = None,
+    norm: bool = True,
 ) -> dict[str, Expression | str]:
     """Return the entries of a weight map for a `LigerMamba2`.
 
@@ -24,13 +116,14 @@ def mixer_entries(
         ours, theirs: the prefixes of our names and of the checkpoint's names.
         sizes: number of heads, their dimension, number of groups, and size of the state.
         bias, conv_bias: whether the projections and the convolution have biases.
+        out_bias: whether the output projection has a bias; None for the same as ``bias``.
         norm: whether the mixer has a norm.
     """
     units, rows = LigerMamba2.units_of(*sizes)
     parts = dict(zip(("gate", "value", "B", "C", "step"), rows, strict=True))
     channels = {name: parts[name] for name in ("value", "B", "C")}
     same = ["out_proj.weight"]
-    same += ["out_proj.bias"] if bias else []
+    same += ["out_proj.bias"] if (bias if out_bias is None else out_bias) else []
     same += ["norm.weight"] if norm else []
     entries: dict[str, Expression | str] = {f"{ours}.{name}": f"{theirs}.{name}" for name in same}
     entries |= {f"{ours}.decay.{name}": f"{theirs}.{name}" for name in StateDecay.wide}

@@ -7,6 +7,7 @@ from liger_models.layers.config import RMSNormDecoderConfig as RMSNormDecoderCon
 from liger_models.layers.decoder import CausalLMOutput as CausalLMOutput
 from liger_models.layers.decoder import Decoder as Decoder
 from liger_models.layers.embedding import LigerEmbedding as LigerEmbedding
+from liger_models.layers.gated_conv import LigerGatedConv as LigerGatedConv
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet as LigerGatedDeltaNet
 from liger_models.layers.kv_cache import DecodeCache as DecodeCache
 from liger_models.layers.latent_attention import LigerLatentAttention as LigerLatentAttention

@@ -17,8 +17,9 @@ _SIZES = """
     patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
     num_position_embeddings attention_heads max_num_tiles
     global_head_dim num_global_key_value_heads top_k_experts q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim
-    qk_nope_head_dim n_group topk_group
-    state_size n_groups conv_kernel expand
+    qk_nope_head_dim state_size n_groups conv_kernel expand conv_L_cache block_multiple_of mamba_d_ssm mamba_n_heads
+    mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand ssm_state_size mamba_num_heads mamba_head_dim
+    moe_shared_expert_intermediate_size moe_latent_size n_group topk_group
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar

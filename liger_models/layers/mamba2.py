@@ -141,6 +141,7 @@ class LigerMamba2(LinearAttention):
         layer: index of the layer, which is also its slot in the decode cache.
         eps: eps of the gated norm.
         bias: whether the projections have biases.
+        out_bias: whether the output projection has a bias; None for the same as ``bias``.
         conv_bias: whether the convolution has a bias.
         limits: the smallest and the largest step size.
         initial_steps: the smallest and the largest step size of a new model, and the lower bound of step sizes.
@@ -168,6 +169,7 @@ class LigerMamba2(LinearAttention):
         layer: int,
         eps: float = 1e-5,
         bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
         limits: tuple[float, float] = NO_LIMITS,
         initial_steps: tuple[float, float, float] = (0.001, 0.1, 1e-4),
@@ -195,7 +197,7 @@ class LigerMamba2(LinearAttention):
             if gate_first is None
             else GroupedGatedNorm(inner, num_groups, eps, gate_first=gate_first, kernel=kernel)
         )
-        self.out_proj = nn.Linear(inner, hidden_size, bias=bias)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=bias if out_bias is None else out_bias)
         self.draw(0.02)
 
     @staticmethod

@@ -18,7 +18,7 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen.products import Weight, dense
-from liger_models.kernels.moe.expert_act import check_expert_act
+from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.routing import Routing, route, route_reference
@@ -116,7 +116,8 @@ class LigerMoE(Layer):
         fp32_router: whether the router computes its logits in fp32, whatever the dtype of the model.
         weights_input: whether the routing weight multiplies the input of an expert instead of its output. This is
             possible only with one expert for each token.
-        act: "silu", "gelu", "gelu_tanh" or "clamped_swiglu", as in `liger_models.kernels.moe.moe_mlp`.
+        act: "silu", "gelu", "gelu_tanh", "clamped_swiglu" or "relu2", as in `liger_models.kernels.moe.moe_mlp`. With
+            "relu2", experts have no gate.
         limit: the limit to which "clamped_swiglu" clamps gate and up.
         bias: whether the router and both projections of each expert have biases.
         router_jitter: in training, the input is multiplied by uniform noise between 1 − router_jitter and 1 +
@@ -161,9 +162,10 @@ class LigerMoE(Layer):
             self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
         self.correction = CorrectionBias(num_experts) if correction_bias else None
         # The matrices of all experts are stacked, so that one grouped product computes them.
-        self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        rows = inputs_of(act) * intermediate_size
+        self.gate_up_weight = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
         self.routing, self.top_k, self.weights_input = routing, routing.top_k, weights_input
         self.act, self.limit, self.router_jitter, self.kernel = act, limit, router_jitter, kernel
@@ -212,8 +214,9 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """The recomputed share of the layer: two thirds, which are gate and up."""
-        return 0.0 if policy == "none" else 2 / 3
+        """The recomputed share of the layer: two thirds, which are gate and up, or one half if there is no gate."""
+        inputs = inputs_of(self.act)
+        return 0.0 if policy == "none" else inputs / (inputs + 1)
 
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the intermediate size of an expert."""

@@ -209,10 +209,13 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         # In transformers 5.17 a model with images doesn't read it from its config.
         model.forward = functools.partial(model.forward, output_router_logits=True)
     for mixer in model.modules():
-        if hasattr(mixer, "in_proj") and hasattr(mixer, "A_log"):
+        if hasattr(mixer, "in_proj") and (hasattr(mixer, "A_log") or hasattr(mixer, "conv")):
             # The bias of the projection would enter the state at padding.
             mixer.register_forward_pre_hook(keep_mask, with_kwargs=True)
             mixer.in_proj.register_forward_hook(functools.partial(without_padding, mixer))
+        if arch == "nemotron_h" and hasattr(mixer, "time_step_limit"):
+            # Transformers 5.23 limits step sizes to (time_step_min, infinity), but not in decoding.
+            mixer.time_step_limit = tuple(model.config.time_step_limit)
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature

@@ -75,7 +75,12 @@ def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
     outside = [name for name in text if ".layers." not in name]
     head = [] if model.config.tie_word_embeddings else ["lm_head.weight"]
     ends = ["embed_tokens.weight", *(f"norm.{name}" for name, _ in model.norm.named_parameters()), *head]
-    other_names = {"backbone.embeddings.": "embed_tokens.", "backbone.norm_f.": "norm."}
+    other_names = {
+        "backbone.embeddings.": "embed_tokens.",
+        "backbone.norm_f.": "norm.",
+        "embedding_norm.": "norm.",
+        "final_layernorm.": "norm.",
+    }
     for theirs, ours in other_names.items():
         outside = [name.replace(theirs, ours) for name in outside]
     assert [name.split("model.")[-1] for name in outside] == ends

@@ -239,16 +239,18 @@ def with_blocks(weight: FrozenWeight) -> FrozenWeight:
 
 
 def run_experts(X: int, K: int, F: int) -> None:
-    for act, biases in (("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256)))):
+    acts = ("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256))), ("relu2", ())
+    for act, biases in acts:
+        width = F if act == "relu2" else 2 * F
         x, logits = draw(5, 256), draw(5, X)
         weights, experts = route(logits, Routing(K, normalize=True))
         grouped = Routing(K, normalize=True, score="sigmoid", groups=2, top_groups=2, group_score="top2")
         differentiate(route(logits, grouped, torch.zeros(X))[0])
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
         route(logits, Routing(K, normalize=True), given=experts.short())
-        matrices = draw(X, 2 * F, 256), draw(X, 256, F)
+        matrices = draw(X, width, 256), draw(X, 256, F)
         differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
-        pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, 2 * F, 16))}
+        pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, width, 16))}
         pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
         frozen = weights.detach(), experts, *(each.detach() for each in matrices)
         differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0, dropout=0.1))

@@ -117,6 +117,15 @@ RUNS = {
             "moe_intermediate_size": 24,
         },
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "ME*", "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8,
+            "ssm_state_size": 8, "n_groups": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 16,
+            "layer_norm_epsilon": 0.05, "pad_token_id": None,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -196,7 +205,7 @@ def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
     gemma4 = GEMMA4 | experts | {"layer_types": GEMMA4["layer_types"][:3], "attention_k_eq_v": True}
     every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4}
-    every |= {name: RUNS[name][1] for name in ("gpt_oss", "qwen3_next")}
+    every |= {name: RUNS[name][1] for name in ("gpt_oss", "nemotron_h", "qwen3_next")}
     sizes = every.get(arch) or CHECKPOINTS[arch]
     config_class = get_arch(arch).config_class
     balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5}

@@ -1,8 +1,9 @@
-"""The gated activations of experts: those of `gated_act`, and GPT-OSS's clamped SwiGLU with the limit l.
+"""The activations of experts: those of `gated_act`, GPT-OSS's clamped SwiGLU with the limit l, and Nemotron's ReLU².
 
 ::
 
     clamped_swiglu    A(g, u) = (clamp(u, −l, l) + 1) · g' · σ(1.702 · g')   with g' = min(g, l)
+    relu2             A(u) = max(u, 0)²                                      without a gate
 """
 
 import torch
@@ -11,7 +12,12 @@ from torch import Tensor
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _activation, gated_act_reference
 from liger_models.kernels.dispatch import tl, triton
 
-EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu", "relu2")
+
+
+def inputs_of(act: str) -> int:
+    """Return the number of inputs of an activation: gate and up, or only up."""
+    return 1 if act == "relu2" else 2
 
 
 def check_expert_act(op: str, act: str, limit: float) -> None:
@@ -23,7 +29,9 @@ def check_expert_act(op: str, act: str, limit: float) -> None:
 
 
 def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tensor:
-    """Compute the experts' gated activation in plain PyTorch: [..., 2 F] -> [..., F]."""
+    """Compute the experts' activation in plain PyTorch: [..., 2 F] -> [..., F], or [..., F] -> [..., F] for "relu2"."""
+    if act == "relu2":
+        return gate_up.relu().square()
     if act != "clamped_swiglu":
         return gated_act_reference(gate_up, act)
     gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
@@ -38,6 +46,10 @@ def _expert_act(gate, up, limit, ACT: tl.constexpr):
         slope = tl.where(gate <= limit, slope, 0.0)
         clamped = tl.minimum(tl.maximum(up, -limit), limit)
         return a, clamped + 1.0, slope, tl.where(up == clamped, 1.0, 0.0)
+    elif ACT == "relu2":
+        # The only input is passed as the gate, and ``up`` is 1.
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive, up, 2.0 * positive, tl.zeros_like(up)
     else:
         a, slope = _activation(gate, ACT)
         return a, up, slope, tl.full(up.shape, 1.0, tl.float32)

@@ -1,7 +1,8 @@
-"""The experts of a mixture: gated MLPs, computed as grouped products over tokens that are sorted by expert.
+"""The experts of a mixture: MLPs, computed as grouped products over tokens that are sorted by expert.
 
 The N · K copies of the tokens are sorted as in `permutation`: copy k of token n is row j = slot[n, k], and e is its
-expert. A is one of the activations of `expert_act`. Without biases, bgu = bd = 0::
+expert. A is one of the activations of `expert_act`. If A has no gate, gate and up are only up. Without biases, bgu = bd
+= 0::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
@@ -59,7 +60,7 @@ from liger_models.kernels.frozen.products import WEIGHT, dense
 from liger_models.kernels.linear.projection import LOW_RANK, ProjectionGradients, ProjectionNeeds
 from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.moe.dropout import draw_seed, drop
-from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, expert_act_reference
+from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, expert_act_reference, inputs_of
 from liger_models.kernels.moe.few import few_experts, few_product, takes_few, takes_few_copies
 from liger_models.kernels.moe.grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
@@ -138,29 +139,41 @@ def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
 
 
 @triton.jit
-def _load_biased(gate_up_ptr, bias_ptr, left, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load gate and up for BLOCK results, and add their biases, in fp32."""
-    gate, up = _load_pairs(gate_up_ptr, left, BLOCK)
-    if BIAS:
-        gate_bias, up_bias = _load_pairs(bias_ptr, left, BLOCK)
-        gate += gate_bias
-        up += up_bias
-    return gate, up
+def _load_biased(
+    gate_up_ptr, bias_ptr, start, left, BIAS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr
+):  # fmt: skip
+    """Load gate and up for BLOCK results from ``start`` on, and add their biases, in fp32.
+
+    If the activation has one input, it is returned as the gate, and up is 1.
+    """
+    if INPUTS == 1:
+        lanes = tl.arange(0, BLOCK)
+        gate = tl.load(gate_up_ptr + start + lanes, mask=lanes < left, other=0.0).to(tl.float32)
+        if BIAS:
+            gate += tl.load(bias_ptr + start + lanes, mask=lanes < left, other=0.0).to(tl.float32)
+        return gate, tl.full([BLOCK], 1.0, tl.float32)
+    else:
+        gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
+        if BIAS:
+            gate_bias, up_bias = _load_pairs(bias_ptr + 2 * start, left, BLOCK)
+            gate += gate_bias
+            up += up_bias
+        return gate, up
 
 
 @triton.jit
 def _act_kernel(
-    gate_up_ptr, bias_ptr, ends_ptr, product_ptr, F, X, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
+    gate_up_ptr, bias_ptr, ends_ptr, product_ptr, F, X, limit, ACT: tl.constexpr, INPUTS: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * F
     if BIAS:
-        bias_ptr += _expert_of(tl.program_id(0), ends_ptr, X, BLOCK_X).to(tl.int64) * 2 * F
+        bias_ptr += _expert_of(tl.program_id(0), ends_ptr, X, BLOCK_X).to(tl.int64) * INPUTS * F
     dtype = gate_up_ptr.dtype.element_ty
     results = tl.arange(0, BLOCK)
     for start in range(0, F, BLOCK):
         left = F - start
-        gate, up = _load_biased(gate_up_ptr + 2 * (row + start), bias_ptr + 2 * start, left, BIAS, BLOCK)
+        gate, up = _load_biased(gate_up_ptr + INPUTS * row, bias_ptr, start, left, BIAS, BLOCK, INPUTS)
         a, u, _, _ = _expert_act(gate, up, limit, ACT)
         tl.store(product_ptr + row + start + results, (a.to(dtype).to(tl.float32) * u).to(dtype), mask=results < left)
 
@@ -168,25 +181,25 @@ def _act_kernel(
 @triton.jit
 def _act_backward_kernel(
     g_ptr, gate_up_ptr, weights_ptr, order_ptr, d_gate_up_ptr, product_ptr, d_weights_ptr, bias_ptr, ends_ptr,
-    d_rows_ptr, down_bias_ptr, F, C, X, limit, ACT: tl.constexpr, BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
-    READ_G: tl.constexpr, STORE_D_GATE_UP: tl.constexpr, STORE_PRODUCT: tl.constexpr, STORE_D_WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
+    d_rows_ptr, down_bias_ptr, F, C, X, limit, ACT: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr,
+    DOWN_BIAS: tl.constexpr, READ_G: tl.constexpr, STORE_D_GATE_UP: tl.constexpr, STORE_PRODUCT: tl.constexpr,
+    STORE_D_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * F
     if BIAS or DOWN_BIAS:
         expert = _expert_of(tl.program_id(0), ends_ptr, X, BLOCK_X).to(tl.int64)
-        bias_ptr += expert * 2 * F
+        bias_ptr += expert * INPUTS * F
         down_bias_ptr += expert * C
     copy = tl.load(order_ptr + tl.program_id(0))
     w = tl.load(weights_ptr + copy).to(tl.float32)
     dtype = gate_up_ptr.dtype.element_ty
     results = tl.arange(0, BLOCK)
-    elements = tl.arange(0, 2 * BLOCK)
+    elements = tl.arange(0, INPUTS * BLOCK)
     # A single loop over the row sums g · A(u) for dw, and writes du and the weighted product.
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, F, BLOCK):
         left = F - start
-        gate, up = _load_biased(gate_up_ptr + 2 * (row + start), bias_ptr + 2 * start, left, BIAS, BLOCK)
+        gate, up = _load_biased(gate_up_ptr + INPUTS * row, bias_ptr, start, left, BIAS, BLOCK, INPUTS)
         a, u, slope, inside = _expert_act(gate, up, limit, ACT)
         a = a.to(dtype).to(tl.float32)
         p = (a * u).to(dtype).to(tl.float32)  # the input of the forward's down projection
@@ -194,8 +207,11 @@ def _act_backward_kernel(
             g = tl.load(g_ptr + row + start + results, mask=results < left, other=0.0).to(tl.float32)
             dot += g * p
             if STORE_D_GATE_UP:
-                gradient = tl.interleave((w * g * u * slope).to(dtype), (w * g * a * inside).to(dtype))
-                tl.store(d_gate_up_ptr + 2 * (row + start) + elements, gradient, mask=elements < 2 * left)
+                gradient = (w * g * u * slope).to(dtype)
+                if INPUTS == 2:
+                    gradient = tl.interleave(gradient, (w * g * a * inside).to(dtype))
+                at = d_gate_up_ptr + INPUTS * (row + start) + elements
+                tl.store(at, gradient, mask=elements < INPUTS * left)
         if STORE_PRODUCT:
             tl.store(product_ptr + row + start + results, (w * p).to(dtype), mask=results < left)
     if STORE_D_WEIGHTS:
@@ -216,15 +232,15 @@ def _row_blocks(F: int, X: int) -> dict[str, int]:
 
 
 def _act(gate_up: Tensor, bias: Tensor | None, ends: Tensor, act: str, limit: float) -> Tensor:
-    """Launch the kernel of the activation: [S, 2 F] -> [S, F]."""
+    """Launch the kernel of the activation: [S, 2 F] -> [S, F], or [S, F] -> [S, F] without a gate."""
     if bias is None and act in ACTIVATIONS:
         return gated_act_forward(gate_up, act)
-    S, F = gate_up.shape[0], gate_up.shape[1] // 2
+    S, F = gate_up.shape[0], gate_up.shape[1] // inputs_of(act)
     product = torch.empty(S, F, dtype=gate_up.dtype, device=gate_up.device)
     with on_device_of(gate_up):
         _act_kernel[(S,)](
             gate_up, gate_up if bias is None else bias, ends, product, F, len(ends), limit, ACT=act,
-            BIAS=bias is not None, **_row_blocks(F, len(ends)),
+            INPUTS=inputs_of(act), BIAS=bias is not None, **_row_blocks(F, len(ends)),
         )  # fmt: skip
     return product
 
@@ -238,7 +254,7 @@ def _act_backward(
 
     The weighted product overwrites g. Results that are not needed are None.
     """
-    S, F = gate_up.shape[0], gate_up.shape[1] // 2
+    S, F = gate_up.shape[0], gate_up.shape[1] // inputs_of(act)
     d_gate_up = (gate_up if overwrite_gate_up else torch.empty_like(gate_up)) if need_d_gate_up else None
     product = None
     if need_product:
@@ -250,7 +266,7 @@ def _act_backward(
             gate_up if g is None else g, gate_up, weights, order, gate_up if d_gate_up is None else d_gate_up,
             gate_up if product is None else product, weights if d_weights is None else d_weights,
             gate_up if gate_up_bias is None else gate_up_bias, ends, d_rows, d_rows if down_bias is None else down_bias,
-            F, d_rows.shape[1], len(ends), limit, ACT=act, BIAS=gate_up_bias is not None,
+            F, d_rows.shape[1], len(ends), limit, ACT=act, INPUTS=inputs_of(act), BIAS=gate_up_bias is not None,
             DOWN_BIAS=down_bias is not None and need_d_weights, READ_G=g is not None, STORE_D_GATE_UP=need_d_gate_up,
             STORE_PRODUCT=need_product, STORE_D_WEIGHTS=need_d_weights, **_row_blocks(F, len(ends)),
         )  # fmt: skip
@@ -629,16 +645,17 @@ def moe_mlp(
         weights: [N, K], routing weights from `route`.
         experts: [N, K] int64, from 0 to X − 1. With ``copies``, X stands for no expert.
         gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. Both weights may
-            be `FrozenWeight`.
+            be `FrozenWeight`. For "relu2", which has no gate, it is [X, F, C].
         down_weight: [X, C, F], in the dtype of gate_up_weight. y has the dtype of the weights, which may differ from
             the dtype of x. Autocast does not change the dtype of y.
-        gate_up_bias: [X, 2 F], in the order of the rows of gate_up_weight; None for no bias.
+        gate_up_bias: [X, 2 F] (or [X, F]), in the order of the rows of gate_up_weight; None for no bias.
         down_bias: [X, C]; None for no bias.
         gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of the weights. ``x[n] @ Aᵀ @ Bᵀ``, with the
             matrices of the expert, is added to gate and up.
         down_low_rank: ``(A [X, R, F], B [X, C, R])``, which is added in the same way in the down projection.
-        act: the gated activation: "silu", "gelu_tanh", "gelu", or "clamped_swiglu" (GPT-OSS). The last is
-            ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 * gate)``, where gate is clamped to at most limit.
+        act: the activation: "silu", "gelu_tanh", "gelu", "clamped_swiglu" (GPT-OSS), or "relu2" (Nemotron 3), the
+            square of ReLU without a gate. "clamped_swiglu" is ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 *
+            gate)``, where gate is clamped to at most limit.
         limit: the limit of "clamped_swiglu", a positive number. Other activations ignore it.
         recompute: whether to recompute gate and up in the backward instead of saving them. This takes one more grouped
             product and does not change the gradients. The reference backend ignores this option.
@@ -672,11 +689,15 @@ def moe_mlp(
             f"moe_mlp: weights and experts must be [{x.shape[0]}, K], got {list(weights.shape)} and "
             f"{list(experts.shape)}."
         )
-    if gate_up_weight.dim() != 3 or gate_up_weight.shape[2] != x.shape[1] or gate_up_weight.shape[1] % 2 != 0:
-        raise ValueError(f"moe_mlp: gate_up_weight must be [X, 2 F, {x.shape[1]}], got {list(gate_up_weight.shape)}.")
+    inner = inputs_of(act)
+    if gate_up_weight.dim() != 3 or gate_up_weight.shape[2] != x.shape[1] or gate_up_weight.shape[1] % inner != 0:
+        rows = "2 F" if inner == 2 else "F"
+        raise ValueError(
+            f"moe_mlp: gate_up_weight must be [X, {rows}, {x.shape[1]}], got {list(gate_up_weight.shape)}."
+        )
     X, width, C = gate_up_weight.shape
-    if tuple(down_weight.shape) != (X, C, width // 2):
-        raise ValueError(f"moe_mlp: down_weight must be {[X, C, width // 2]}, got {list(down_weight.shape)}.")
+    if tuple(down_weight.shape) != (X, C, width // inner):
+        raise ValueError(f"moe_mlp: down_weight must be {[X, C, width // inner]}, got {list(down_weight.shape)}.")
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, C)):
         if bias is not None and tuple(bias.shape) != (X, size):
             raise ValueError(f"moe_mlp: {name} must be {[X, size]}, got {None if bias is None else list(bias.shape)}.")

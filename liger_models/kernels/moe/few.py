@@ -27,7 +27,7 @@ from liger_models.kernels.frozen.nf4_rows import nf4_scale
 from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
-from liger_models.kernels.moe.expert_act import _expert_act
+from liger_models.kernels.moe.expert_act import _expert_act, inputs_of
 from liger_models.kernels.moe.grouped_mm import _rows_of_tile, _tile, most_tiles
 from liger_models.kernels.moe.permutation import unpermute
 from liger_models.kernels.overlap import await_previous, overlap
@@ -99,7 +99,7 @@ def _few_store(
     total, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's sums or, with an ACT, add the bias and store the gated activation. Rounding is as in `moe_mlp`."""
+    """Store a tile's sums or, with an ACT, add the bias and store the activation. Rounding is as in `moe_mlp`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     start = (tl.program_id(0) % tl.cdiv(OUT, BLOCK_OUT)) * BLOCK_OUT
     total = total.to(dtype)
@@ -113,13 +113,17 @@ def _few_store(
             columns = start + tl.arange(0, BLOCK_OUT)
             bias = tl.load(bias_ptr + expert * OUT + columns, mask=columns < OUT, other=0.0)
             pairs += bias.to(tl.float32)[None, :]
-        # Split the interleaved [BLOCK_ROWS, BLOCK_OUT] into gate and up, [BLOCK_ROWS, BLOCK_OUT / 2] each.
-        gate, up = tl.split(tl.reshape(pairs, [BLOCK_ROWS, BLOCK_OUT // 2, 2]))
+        INPUTS: tl.constexpr = 1 if ACT == "relu2" else 2
+        if INPUTS == 1:
+            gate, up = pairs, tl.zeros_like(pairs) + 1.0
+        else:
+            # Split the interleaved [BLOCK_ROWS, BLOCK_OUT] into gate and up, [BLOCK_ROWS, BLOCK_OUT / 2] each.
+            gate, up = tl.split(tl.reshape(pairs, [BLOCK_ROWS, BLOCK_OUT // 2, 2]))
         a, u, _, _ = _expert_act(gate, up, limit, ACT)
-        results = start // 2 + tl.arange(0, BLOCK_OUT // 2)
-        mask = inside[:, None] & (2 * results < OUT)[None, :]
+        results = start // INPUTS + tl.arange(0, BLOCK_OUT // INPUTS)
+        mask = inside[:, None] & (INPUTS * results < OUT)[None, :]
         product = (a.to(dtype).to(tl.float32) * u).to(dtype)
-        tl.store(out_ptr + rows[:, None] * (OUT // 2) + results[None, :], product, mask=mask)
+        tl.store(out_ptr + rows[:, None] * (OUT // INPUTS) + results[None, :], product, mask=mask)
 
 
 @triton.jit
@@ -278,7 +282,7 @@ def _launch(
         kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.layout[1]
     else:
         kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, frozen, blocks
-    result = rows.new_empty(results, out // 2 if act else out)
+    result = rows.new_empty(results, out // inputs_of(act) if act else out)
     with on_device_of(rows):
         kernel[(tiles * cdiv(out, block_out),)](
             rows, *stored, where, bias, result, count, width, out, K, limit, **constants

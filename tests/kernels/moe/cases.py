@@ -63,6 +63,11 @@ def quantize(weight, kind):
     return FrozenWeight(FORMATS["blocks"], (codes, scales), weight.shape, [BLOCK], weight.dtype)
 
 
+def without_gates(inputs):
+    """The four tensors, of which gate and up is only up."""
+    return [*inputs[:2], inputs[2][:, : inputs[2].shape[1] // 2].contiguous(), inputs[3]]
+
+
 def with_biases(inputs, generator=0):
     """The four tensors and the biases of both projections."""
     X, width, C = inputs[2].shape
@@ -82,10 +87,10 @@ def with_experts(function, experts, **constants):
 
 def with_low_ranks(inputs, R=3):
     """The four tensors, and A and B of gate and up, and of down."""
-    X, width, C = inputs[2].shape
+    (X, width, C), F = inputs[2].shape, inputs[3].shape[2]
     generator = torch.Generator().manual_seed(1)
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
-    sizes = (X, R, C), (X, width, R), (X, R, width // 2), (X, C, R)
+    sizes = (X, R, C), (X, width, R), (X, R, F), (X, C, R)
     return [*inputs, *((draw(*size) / size[2] ** 0.5).to(inputs[2].device, inputs[2].dtype) for size in sizes)]
 
 

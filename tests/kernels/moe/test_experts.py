@@ -30,6 +30,7 @@ from .cases import (
     with_biases,
     with_experts,
     with_low_ranks,
+    without_gates,
 )
 
 SHAPES = [(1, 1, 1, 64, 32), (30, 2, 3, 50, 33), (11, 3, 3, 35, 130), (3, 6, 9, 33, 16)]  # N, K, X, C, F
@@ -75,6 +76,32 @@ def test_biases(backend, act, kind, recompute, many_blocks, poisoned_empty):
     for dtype in dtypes(backend):
         inputs, experts, dy = make((10, 2, 7, 20, 12), dtype, backend, kind=kind)
         check(with_biases(inputs), experts, dy, act=act, limit=0.75, recompute=recompute)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("biased", [False, True])
+def test_without_gates(backend, biased, recompute, many_blocks, poisoned_empty):
+    for dtype in dtypes(backend):
+        inputs, experts, dy = make((10, 2, 7, 20, 130), dtype, backend, kind="some")
+        inputs = without_gates(inputs)
+        inputs = with_biases(inputs) if biased else inputs
+        check(inputs, experts, dy, act="relu2", recompute=recompute)
+
+
+def test_low_rank_terms_without_gates(backend):
+    inputs, experts, dy = make((9, 2, 3, 16, 24), torch.float32, backend)
+    inputs = with_low_ranks(without_gates(inputs))
+    functions = (low_ranked(function, experts, act="relu2") for function in (moe_mlp, moe_mlp_reference))
+    assert_close_to_truth(*functions, inputs, [dy], factor=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_without_gates_over_many_blocks(shape, poisoned_empty):
+    for dtype in GPU_DTYPES:
+        inputs, experts, dy = make(shape, dtype, "cuda")
+        for recompute in (False, True):
+            check(without_gates(inputs), experts, dy, act="relu2", recompute=recompute)
 
 
 @RECOMPUTE
@@ -626,7 +653,7 @@ def test_bad_arguments():
     bad(ValueError, r"gate_up_weight must be \[X, 2 F, 4\], got \[5, 6, 3\]", gate_up_weight=ones(5, 6, 3))
     bad(ValueError, r"gate_up_weight must be \[X, 2 F, 4\], got \[5, 7, 4\]", gate_up_weight=ones(5, 7, 4))
     bad(ValueError, r"down_weight must be \[5, 4, 3\], got \[5, 4, 6\]", down_weight=ones(5, 4, 6))
-    bad(ValueError, r"act must be one of silu, gelu_tanh, gelu, clamped_swiglu, got 'relu'", act="relu")
+    bad(ValueError, r"act must be one of silu, gelu_tanh, gelu, clamped_swiglu, relu2, got 'relu'", act="relu")
     bad(ValueError, r"limit must be positive with act='clamped_swiglu', got 0.0", act="clamped_swiglu")
     bad(ValueError, r"gate_up_bias must be \[5, 6\], got \[5, 3\]", gate_up_bias=ones(5, 3))
     bad(ValueError, r"down_bias must be \[5, 4\], got \[4\]", down_bias=ones(4))

@@ -1,0 +1,142 @@
+"""Bamba 9B: model_type ``bamba``.
+
+Differs from Llama: most layers have a state-space mixer (`LigerMamba2`) instead of attention; ``attn_layer_indices``
+lists the layers with attention. Attention rotates half of each head, whatever config.json says. The loss has no z-loss:
+``z_loss_coefficient`` is not read.
+
+Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
+not enter the state at padding. Without ``position_ids``, tokens after cached ones continue to count from them.
+
+Source: https://huggingface.co/blog/bamba, transformers ``models/bamba``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch._mamba import (
+    IGNORED_MIXER_KEYS,
+    MambaHybridConfig,
+    build_mixer,
+    mixer_entries,
+    read_mixer,
+    write_mixer,
+)
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import Expression, WeightMap, gate_up_rows, qkv_rows
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class BambaConfig(MambaHybridConfig):
+    """Sizes and constants of a Bamba model."""
+
+    vocab_size: int = 128000
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    partial_rotary_factor: float = 0.5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attn_layer_indices: list[int] | None = None
+    pad_token_id: int | None = 0
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention instead of a mixer."""
+        return layer in (self.attn_layer_indices or ())
+
+
+class BambaBlock(nn.Module):
+    """``h += mixer(norm(h)); h += mlp(norm(h))``, where the mixer is a state-space mixer or attention."""
+
+    def __init__(self, config: BambaConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.has_attention = config.has_attention(layer)
+        if self.has_attention:
+            self.self_attn = LigerAttention.from_config(
+                config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+            )
+        else:
+            self.mamba = build_mixer(config, layer, kernels)
+        self.pre_ff_layernorm = norm()
+        self.feed_forward = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        mixer = self.self_attn if self.has_attention else self.mamba
+        x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
+        return self.feed_forward.add_norm(self.pre_ff_layernorm, x, residual)
+
+
+class LigerBamba(CausalLM):
+    """Bamba with its language-model head."""
+
+    config_class = BambaConfig
+    block_class = BambaBlock
+
+
+def weight_map(config: BambaConfig) -> WeightMap:
+    """Maps the parameters of Bamba to the tensors of a Hugging Face checkpoint."""
+    layer, full, mamba = (f"model.layers.{{{index}}}" for index in ("i", "full", "mamba"))
+    entries: dict[str, Expression | str] = {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        **{f"layers.{{i}}.{name}.weight": f"{layer}.{name}.weight" for name in ("input_layernorm", "pre_ff_layernorm")},
+    }
+    for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
+        entries[f"layers.{{full}}.self_attn.qkv_proj.{parameter}"] = qkv_rows(
+            *(f"{full}.self_attn.{part}_proj.{parameter}" for part in "qkv"),
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+        )
+        entries[f"layers.{{full}}.self_attn.o_proj.{parameter}"] = f"{full}.self_attn.o_proj.{parameter}"
+    entries |= mixer_entries(
+        "layers.{mamba}.mamba", f"{mamba}.mamba", config.mixer_sizes, bias=config.mamba_proj_bias,
+        conv_bias=config.mamba_conv_bias,
+    )  # fmt: skip
+    for parameter in ("weight", "bias") if config.mlp_bias else ("weight",):
+        gate, up, down = (f"{layer}.feed_forward.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
+        entries[f"layers.{{i}}.feed_forward.gate_up_proj.{parameter}"] = gate_up_rows(gate, up)
+        entries[f"layers.{{i}}.feed_forward.down_proj.{parameter}"] = down
+    entries["norm.weight"] = "model.final_layernorm.weight"
+    if not config.tie_word_embeddings:
+        entries["lm_head.weight"] = "lm_head.weight"
+    layers = range(config.num_hidden_layers)
+    over = {
+        "i": layers,
+        "full": [i for i in layers if config.has_attention(i)],
+        "mamba": [i for i in layers if not config.has_attention(i)],
+    }
+    return WeightMap(entries, over=over, skip=["lm_head.weight"] if config.tie_word_embeddings else [])
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the settings of the mixer, and drop ``partial_rotary_factor``, which transformers sets to 0.5."""
+    flat = read_mixer(hf)
+    for key in ("rope_parameters", "rope_scaling"):
+        if flat.get(key):
+            flat[key] = {name: value for name, value in flat[key].items() if name != "partial_rotary_factor"}
+    return {key: value for key, value in flat.items() if key != "partial_rotary_factor"}
+
+
+add_family(
+    LigerBamba,
+    model_type="bamba",
+    hf_class="BambaForCausalLM",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=write_mixer,
+    ignored_keys=(*IGNORED_MIXER_KEYS, "z_loss_coefficient", "attn_rotary_emb"),
+    module="model.final_layernorm",
+)

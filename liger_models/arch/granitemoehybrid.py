@@ -1,0 +1,208 @@
+"""Granite 4.0, the hybrid models with and without experts, and the dense models: model_type ``granitemoehybrid``.
+
+Differs from Granite 3: most layers of the models with "h" in their names have a state-space mixer (`LigerMamba2`)
+instead of attention. The MLP is a mixture of experts plus a shared MLP for all tokens, or the shared MLP alone. Queries
+and keys are rotated only if ``position_embedding_type`` is "rope". The four factors are those of ``granite``.
+
+Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
+not enter the state at padding.
+
+Source: https://www.ibm.com/granite, transformers ``models/granitemoehybrid``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch._mamba import (
+    IGNORED_MIXER_KEYS,
+    MambaHybridConfig,
+    build_mixer,
+    mixer_entries,
+    read_mixer,
+    write_mixer,
+)
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import (
+    Expression,
+    WeightMap,
+    fused_expert_rows,
+    fused_gate_up_rows,
+    qkv_rows,
+)
+from liger_models.kernels.moe.routing import Routing
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import check_layer_types
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.norm import LigerRMSNorm
+
+MAMBA, ATTENTION = "mamba", "attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeHybridConfig(MambaHybridConfig):
+    """Sizes and constants of a Granite 4 model. Without ``layer_types``, no layer has attention."""
+
+    attention_bias: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    shared_intermediate_size: int = 1024
+    position_embedding_type: str | None = None
+    layer_types: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers, (MAMBA, ATTENTION))
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention instead of a mixer."""
+        return self.layer_types is not None and self.layer_types[layer] == ATTENTION
+
+
+class GraniteMoeHybridBlock(nn.Module):
+    """``h += m · mixer(norm(h)); h += m · (experts(norm(h)) + mlp(norm(h)))``, with or without experts."""
+
+    def __init__(self, config: GraniteMoeHybridConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.residual_multiplier = config.residual_multiplier
+        self.input_layernorm = norm()
+        self.has_attention = config.has_attention(layer)
+        if self.has_attention:
+            self.self_attn = LigerAttention.from_config(
+                config,
+                layer,
+                kernels,
+                qkv_bias=config.attention_bias,
+                o_bias=config.attention_bias,
+                scale=config.attention_multiplier,
+                rotary="default" if config.position_embedding_type == "rope" else None,
+            )
+        else:
+            self.mamba = build_mixer(config, layer, kernels)
+        self.post_attention_layernorm = norm()
+        self.block_sparse_moe = None
+        if config.num_local_experts > 0:
+            self.block_sparse_moe = LigerMoE(
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_local_experts,
+                Routing(config.num_experts_per_tok, normalize=True, round_weights=True),
+                kernel=kernels.swiglu,
+            )
+        self.shared_mlp = LigerSwiGLUMLP(config, config.shared_intermediate_size, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        mixer, scale = self.self_attn if self.has_attention else self.mamba, self.residual_multiplier
+        x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
+        if self.block_sparse_moe is None:
+            x, residual = self.shared_mlp.add_norm(self.post_attention_layernorm, x * scale, residual)
+            return x * scale, residual
+        norm = self.post_attention_layernorm
+        y, residual, logits = self.block_sparse_moe.add_norm(norm, x * scale, residual, *layout.experts)
+        shared, residual = self.shared_mlp.add_norm(norm, None, residual)
+        return (y + shared) * scale, residual, logits
+
+
+class LigerGraniteMoeHybrid(CausalLM):
+    """Granite 4 with its language-model head."""
+
+    config_class = GraniteMoeHybridConfig
+    block_class = GraniteMoeHybridBlock
+    replays_routing = True
+
+    def build_head(self, config: GraniteMoeHybridConfig) -> LigerLMHead:
+        """A head whose logits are divided by ``logits_scaling``."""
+        return LigerLMHead(
+            config.hidden_size, config.vocab_size, logit_scale=1 / config.logits_scaling, kernels=self.kernels
+        )
+
+    def run_blocks(
+        self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Scale the embeddings and call `Decoder.run_blocks`. ``inputs_embeds`` from the caller are scaled, too."""
+        return super().run_blocks(embeds * self.config.embedding_multiplier, layout, states)
+
+
+def hybrid_map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> WeightMap:
+    """The weight map of Granite 4, where ``experts`` has the names of the experts' matrices and of the router."""
+    layer, full, mamba = (f"model.layers.{{{index}}}" for index in ("i", "full", "mamba"))
+    norms = "input_layernorm", "post_attention_layernorm"
+    entries: dict[str, Expression | str] = {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        **{f"layers.{{i}}.{name}.weight": f"{layer}.{name}.weight" for name in norms},
+    }
+    for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
+        entries[f"layers.{{full}}.self_attn.qkv_proj.{parameter}"] = qkv_rows(
+            *(f"{full}.self_attn.{part}_proj.{parameter}" for part in "qkv"),
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+        )
+        entries[f"layers.{{full}}.self_attn.o_proj.{parameter}"] = f"{full}.self_attn.o_proj.{parameter}"
+    entries |= mixer_entries(
+        "layers.{mamba}.mamba", f"{mamba}.mamba", config.mixer_sizes, bias=config.mamba_proj_bias,
+        conv_bias=config.mamba_conv_bias,
+    )  # fmt: skip
+    if config.num_local_experts > 0:
+        gate_up, down, router = (f"{layer}.block_sparse_moe.{name}" for name in experts)
+        ours = "layers.{i}.block_sparse_moe"
+        entries[f"{ours}.gate.weight"] = router
+        entries[f"{ours}.gate_up_weight"], entries[f"{ours}.down_weight"] = fused_expert_rows(gate_up, down)
+    shared = f"{layer}.shared_mlp"
+    entries["layers.{i}.shared_mlp.gate_up_proj.weight"] = fused_gate_up_rows(f"{shared}.input_linear.weight")
+    entries["layers.{i}.shared_mlp.down_proj.weight"] = f"{shared}.output_linear.weight"
+    entries["norm.weight"] = "model.norm.weight"
+    if not config.tie_word_embeddings:
+        entries["lm_head.weight"] = "lm_head.weight"
+    layers = range(config.num_hidden_layers)
+    over = {
+        "i": layers,
+        "full": [i for i in layers if config.has_attention(i)],
+        "mamba": [i for i in layers if not config.has_attention(i)],
+    }
+    return WeightMap(entries, over=over, skip=["lm_head.weight"] if config.tie_word_embeddings else [])
+
+
+HUB = "input_linear.weight", "output_linear.weight", "router.layer.weight"
+MEMORY = "experts.gate_up_proj", "experts.down_proj", "router.weight"
+"""Names of the experts' matrices and of the router, on the hub and in the memory of transformers 5."""
+
+WORDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
+"""The types of layers in files of transformers 5, and their names on the hub."""
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the settings of the mixer, and the types of the layers by the names on the hub."""
+    flat = read_mixer(hf)
+    if flat.get("layer_types") is not None:
+        flat["layer_types"] = [WORDS.get(word, word) for word in flat["layer_types"]]
+    return flat
+
+
+add_family(
+    LigerGraniteMoeHybrid,
+    model_type="granitemoehybrid",
+    hf_class="GraniteMoeHybridForCausalLM",
+    weight_map=lambda config: hybrid_map(config, HUB),
+    other_maps=lambda config: [hybrid_map(config, MEMORY)] if config.num_local_experts > 0 else [],
+    from_json=from_json,
+    to_json=write_mixer,
+    ignored_keys=(*IGNORED_MIXER_KEYS, "init_method", "normalization_function"),
+    module="model.norm",
+)
