@@ -220,6 +220,7 @@ class WeightMap:
         skip: names of checkpoint tensors that are ignored if they exist.
         kept: prefixes of the names of checkpoint tensors that belong to no parameter. If such tensors exist, the model
             keeps them in host memory and saves them unchanged.
+        dropped: prefixes of the names of checkpoint tensors that are ignored if they exist.
 
     Raises:
         ValueError: a parameter has two entries, or a checkpoint tensor is used twice.
@@ -232,6 +233,7 @@ class WeightMap:
         over: Mapping[str, Sequence[int]],
         skip: Iterable[str] = (),
         kept: Iterable[str] = (),
+        dropped: Iterable[str] = (),
     ) -> None:
         # An entry with indices in its name becomes one entry for each combination of the indices' values.
         expanded = [
@@ -241,7 +243,7 @@ class WeightMap:
         ]
         self.entries = dict(expanded)
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
-        self.kept = tuple(kept)
+        self.kept, self.dropped = tuple(kept), tuple(dropped)
 
         # Our names and the checkpoint's names must all be unique.
         names = [name for _, expression in expanded for name in expression.names()]
@@ -249,8 +251,8 @@ class WeightMap:
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
 
     def passes_over(self, name: str) -> bool:
-        """Return whether a checkpoint tensor belongs to no parameter, because it matches ``skip`` or ``kept``."""
-        return name in self.skip or name.startswith(self.kept)
+        """Return whether a checkpoint tensor belongs to no parameter: ``skip``, ``kept`` or ``dropped`` has it."""
+        return name in self.skip or name.startswith((*self.kept, *self.dropped))
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the checkpoint's tensors, by name, as meta tensors with their shapes and dtypes.
@@ -403,6 +405,7 @@ def decoder_map(
     over: Mapping[str, Sequence[int]] | None = None,
     skip: Iterable[str] = (),
     kept: Iterable[str] = (),
+    dropped: Iterable[str] = (),
     prefix: str = "model",
     head: str = "lm_head.weight",
 ) -> WeightMap:
@@ -417,7 +420,7 @@ def decoder_map(
             expressions over full names, such as ``model.layers.{i}. ...``, or None to remove an entry.
         also: additional entries with full names.
         over: the index sets that ``also`` uses, except that of ``i``.
-        skip, kept: as in `WeightMap`.
+        skip, kept, dropped: as in `WeightMap`.
         prefix: prefix of all names in the checkpoint except that of the head.
         head: name of the head's weight in the checkpoint.
     """
@@ -460,7 +463,8 @@ def decoder_map(
         skip.append(head)  # some checkpoints with tied weights store the head
     else:
         entries["lm_head.weight"] = head
-    return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip, kept=kept)
+    indices = {"i": range(config.num_hidden_layers), **(over or {})}
+    return WeightMap(entries, over=indices, skip=skip, kept=kept, dropped=dropped)
 
 
 def latent_moe_map(

@@ -191,7 +191,8 @@ def unregister() -> None:
 def registered() -> Iterator[None]:
     """Context manager that registers the models of this package, and restores the auto classes at its end."""
     before = [
-        (auto_class, config, auto_class._model_mapping.get(config, None)) for auto_class, config, _, _ in _entries()
+        (auto_class, config, auto_class._model_mapping.get(config, theirs))
+        for auto_class, config, _, theirs in _entries()
     ]
     register()
     try:
@@ -212,7 +213,10 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
             auto_class: Any = getattr(transformers, auto_name, None)
             if auto_class is None:
                 continue
-            # A new model type is a language model; the others are where transformers has a class of the same name.
-            if (added and auto_name == AUTO_CLASSES[0]) or class_name(auto_class, model_type) == ours.__name__:
+            # A new model type is a language model; the others are where transformers has a class of the same name. A
+            # language model that transformers lists only as a part of other models is one, too.
+            listed = class_name(auto_class, model_type)
+            unlisted = added or (listed is None and ours.__name__.endswith("ForCausalLM"))
+            if (unlisted and auto_name == AUTO_CLASSES[0]) or listed == ours.__name__:
                 entries.append((auto_class, ours.config_class, ours, theirs))
     return entries

@@ -197,7 +197,16 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
     return folder
 
 
+class Listed:
+    """A model class with the methods of an auto class."""
+
+    def __init__(self, model_class: Any) -> None:
+        self.from_pretrained, self.from_config = model_class.from_pretrained, model_class._from_config
+
+
 def auto_class(arch: str):
+    if arch == "mistral4":  # which transformers lists only as a part of a model with images
+        return Listed(transformers.Mistral4ForCausalLM)
     vision = any(arch == name for name, _ in VISION_CASES)
     return transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
 

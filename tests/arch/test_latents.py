@@ -1,5 +1,7 @@
 """Families with latent attention: sizes of released models, and Kimi K2 under its own model_type."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
 from liger_models.layers.layer import wide_parameters
 
-from .families import make_folder
+from .families import LIMIT, error, hf_model, make_folder
 
 V2 = {
     "vocab_size": 102400, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "num_experts_per_tok": 6,
@@ -30,6 +32,7 @@ SIZES = {
     ),
     "V3": ("deepseek_v3", 671.026, {}),
     "GLM-4.7-Flash": ("glm4_moe_lite", 29.943, {}),
+    "Mistral Small 4": ("mistral4", 118.973, {}),
     "Kimi K2": ("kimi_k2", 1026.408, KIMI),
 }  # fmt: skip
 
@@ -66,3 +69,42 @@ def test_layers_for_later_tokens_are_kept(tmp_path_factory):
     saved = load_file(folder.parent / "saved/model.safetensors")
     assert saved.keys() >= extra.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in extra.items())
+
+
+def test_the_language_model_of_mistral_small_4_is_read_alone(tmp_path_factory):
+    """Out of a folder with images, without the tensors of the tower."""
+    from safetensors.torch import load_file, save_file
+
+    folder = make_folder("mistral4", "scaled", tmp_path_factory.mktemp("small"))
+    want = AutoLigerModel.from_pretrained(folder, progress=False)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {f"language_model.{name}": x for name, x in load_file(folder / "model.safetensors").items()}
+    tensors |= {f"{name}.weight": torch.ones(4) for name in ("vision_tower.patch_conv", "multi_modal_projector.norm")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    whole = {"model_type": "mistral3", "text_config": config, "vision_config": {"model_type": "pixtral"}}
+    (folder / "config.json").write_text(json.dumps(whole))
+    model = get_arch("mistral4").from_pretrained(folder, progress=False)
+    assert model.config == want.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
+    model.save_pretrained(folder.parent / "saved")
+    saved = json.loads((folder.parent / "saved/config.json").read_text())
+    assert saved["model_type"] == "mistral4"
+    assert "text_config" not in saved
+    assert not [name for name in load_file(folder.parent / "saved/model.safetensors") if "language_model" in name]
+    whole["text_config"] = {**config, "model_type": "mistral"}
+    (folder / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="model_type of text_config must be 'mistral4', got 'mistral'"):
+        get_arch("mistral4").from_pretrained(folder, progress=False)
+
+
+def test_the_scale_of_mistral_small_4_is_that_of_its_published_parameters(tmp_path_factory):
+    """transformers multiplies scores by the square of YaRN's factor, unless its layers are told otherwise."""
+    folder = make_folder("mistral4", "scaled", tmp_path_factory.mktemp("scale"))
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"scale_by_mscale": true', '"scale_by_mscale": false'))
+    theirs, ours = hf_model(folder), AutoLigerModel.from_pretrained(folder, progress=False)
+    ids = torch.arange(20)[None]
+    assert error(ours(ids).logits, theirs(ids).logits) > 1e-3
+    for layer in theirs.model.layers:
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5
+    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
