@@ -44,6 +44,8 @@ from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
 from liger_models.arch.mistral import LigerMistral as LigerMistral
 from liger_models.arch.mixtral import LigerMixtral as LigerMixtral
 from liger_models.arch.mllama.model import LigerMllama as LigerMllama
+from liger_models.arch.muse_glimmer.model import LigerMuseGlimmer as LigerMuseGlimmer
+from liger_models.arch.muse_glimmer.model import MuseGlimmerConfig as MuseGlimmerConfig
 from liger_models.arch.nemotron import LigerNemotron as LigerNemotron
 from liger_models.arch.nemotron import NemotronConfig as NemotronConfig
 from liger_models.arch.olmo2 import LigerOlmo2 as LigerOlmo2
