@@ -15,7 +15,8 @@ _SIZES = """
     full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads no_rope_layer_interval depth embed_dim num_heads mlp_ratio in_channels num_channels
     patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
-    num_position_embeddings attention_heads max_num_tiles
+    num_position_embeddings attention_heads max_num_tiles pos_emb_height pos_emb_width patch_temporal merge_size
+    projector_hidden_size
     global_head_dim num_global_key_value_heads top_k_experts
 """
 _LENGTHS = """
@@ -25,10 +26,10 @@ _LENGTHS = """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
-    swiglu_limit attention_multiplier alpha
+    swiglu_limit attention_multiplier alpha qk_scale_factor output_multiplier
 """
 _NOT_NEGATIVE = """
-    rms_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
+    rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
     embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
     hidden_size_per_layer_input num_kv_shared_layers
 """
