@@ -10,6 +10,8 @@ from liger_models.adapters.peft_files import load_adapter as load_adapter
 from liger_models.adapters.peft_files import save_adapter as save_adapter
 from liger_models.adapters.quantize import quantize_base as quantize_base
 from liger_models.adapters.unpacked import unpack_projections as unpack_projections
+from liger_models.arch.apertus import ApertusConfig as ApertusConfig
+from liger_models.arch.apertus import LigerApertus as LigerApertus
 from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
 from liger_models.arch.auto import AutoLigerProcessor as AutoLigerProcessor
 from liger_models.arch.auto import list_archs as list_archs

@@ -351,6 +351,11 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
             gated, t = name.removesuffix(gate) + GATED[gate], weights[name].tanh()
             scale = weights[gated].norm() * theirs[gated].norm() * (1 - t**2) / t.abs()
             assert (ours[name] - gradient).norm() <= limit * max(scale, 1e-30), name
+        elif ".act_fn.alpha_" in name:
+            # One number, a sum over all elements whose terms cancel: a part of <W, dW> of the projection after it.
+            after = f"{name.partition('act_fn.')[0]}down_proj.weight"
+            scale = weights[after].norm() * theirs[after].norm() / 100
+            assert (ours[name] - gradient).norm() <= limit * max(gradient.norm(), scale), name
         elif twin is None or error(ours[name], gradient) <= limit:
             assert error(ours[name], gradient) <= limit, name
         else:

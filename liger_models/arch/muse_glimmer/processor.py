@@ -57,7 +57,7 @@ def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]
         high = (most / ratio) ** 0.5
         wide = high * ratio
     # Each side is rounded down or up. Of two shapes equally close, the first one of transformers' set is taken.
-    sides = ((math.floor(length), math.ceil(length)) for length in (high, wide))
+    sides = (math.floor(high), math.ceil(high)), (math.floor(wide), math.ceil(wide))
     grids = [grid for grid in set(itertools.product(*sides)) if min(grid) >= 1 and math.prod(grid) <= most]
     if not grids:
         return max(1, round(high)), max(1, round(wide))

@@ -107,7 +107,7 @@ class MuseGlimmerTower(nn.Module):
         """
         # Embedded patches with their learned positions, [N, C].
         patches = locate_patches(grid_thw, len(pixels), 1)
-        embedded = self.patch_embed(pixels.to(self.patch_embed.weight.dtype))
+        embedded = self.patch_embed(pixels.to(self.pos_embed.weight.dtype))  # the other weight may be quantized
         positions = interpolate_positions(local(self.pos_embed.weight), patches, aligned=False)
         placed = self.ln_pre(embedded + positions.to(embedded.dtype))
 
