@@ -10,6 +10,8 @@ from liger_models.adapters.peft_files import load_adapter as load_adapter
 from liger_models.adapters.peft_files import save_adapter as save_adapter
 from liger_models.adapters.quantize import quantize_base as quantize_base
 from liger_models.adapters.unpacked import unpack_projections as unpack_projections
+from liger_models.arch.apertus import ApertusConfig as ApertusConfig
+from liger_models.arch.apertus import LigerApertus as LigerApertus
 from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
 from liger_models.arch.auto import AutoLigerProcessor as AutoLigerProcessor
 from liger_models.arch.auto import list_archs as list_archs
@@ -54,6 +56,8 @@ from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
 from liger_models.arch.mistral import LigerMistral as LigerMistral
 from liger_models.arch.mixtral import LigerMixtral as LigerMixtral
 from liger_models.arch.mllama.model import LigerMllama as LigerMllama
+from liger_models.arch.muse_glimmer.model import LigerMuseGlimmer as LigerMuseGlimmer
+from liger_models.arch.muse_glimmer.model import MuseGlimmerConfig as MuseGlimmerConfig
 from liger_models.arch.nemotron import LigerNemotron as LigerNemotron
 from liger_models.arch.nemotron import NemotronConfig as NemotronConfig
 from liger_models.arch.nemotron_h import LigerNemotronH as LigerNemotronH

@@ -4,9 +4,10 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 (`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where beta is
 ``llama_4_scaling_beta`` and length is ``original_max_position_embeddings`` of the YaRN scaling. From layer
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens,
-which are one MLP without a gate. Experts are chosen by the softmax of the logits, in the dtype of the activations, from
-the ``topk_group`` best of ``n_group`` groups, where the score of a group is the sum of its two best. The weights are
-divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``.
+which are one MLP without a gate. Experts are chosen by the softmax of the logits from the ``topk_group`` best of
+``n_group`` groups, where the score of a group is the sum of its two best. The weights are divided by their sum if
+``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. Softmax and weights are in fp32; in half
+precision, transformers rounds them.
 
 The files do not say whether YaRN's ``mscale_all_dim`` multiplies the scores of attention. The parameters that Mistral
 publishes next to the weights (``apply_scale: false``) say that it does not, and transformers multiplies. The field

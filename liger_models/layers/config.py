@@ -15,7 +15,8 @@ _SIZES = """
     full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads no_rope_layer_interval depth embed_dim num_heads mlp_ratio in_channels num_channels
     patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
-    num_position_embeddings attention_heads max_num_tiles
+    num_position_embeddings attention_heads max_num_tiles pos_emb_height pos_emb_width patch_temporal merge_size
+    projector_hidden_size
     global_head_dim num_global_key_value_heads top_k_experts q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim
     qk_nope_head_dim state_size n_groups conv_kernel expand conv_L_cache block_multiple_of mamba_d_ssm mamba_n_heads
     mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand ssm_state_size mamba_num_heads mamba_head_dim
@@ -28,10 +29,11 @@ _LENGTHS = """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
-    swiglu_limit attention_multiplier alpha time_step_min time_step_max time_step_floor
+    swiglu_limit attention_multiplier alpha time_step_min time_step_max time_step_floor qk_scale_factor
+    output_multiplier
 """
 _NOT_NEGATIVE = """
-    rms_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
+    rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
     embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
     hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
     n_routed_experts layer_norm_epsilon

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.distributed.collectives import Group
+from liger_models.distributed.collectives import Group, sum_gradient
 from liger_models.kernels.activation.gated_act import check_act, gated_act, gated_act_reference
+from liger_models.kernels.activation.xielu import xielu, xielu_reference
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.linear.act_linear import ACTIVATIONS as PLAIN_ACTIVATIONS
@@ -183,6 +184,50 @@ class GatedMLP(Layer):
         return y
 
 
+class LigerXIELU(Layer):
+    """The coefficients of xIELU: two that are trained, and two constants that come from the checkpoint.
+
+    The coefficients are ``softplus(alphas[0])`` and ``constants[0] + softplus(alphas[1])``; the constants are β and ε.
+    A new layer has the coefficients 0.8 and 0.8, and the constants 0.5 and −1e-6.
+
+    Source: https://arxiv.org/abs/2411.13010.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alphas = nn.Parameter(torch.empty(2))
+        self.constants = nn.Parameter(torch.empty(2), requires_grad=False)
+        self.group: Group | None = None
+        """Process group that all-reduces the gradients, because its ranks have different inputs."""
+        self.draw(0.0)
+
+    def draw(self, std: float) -> bool:
+        """Set all numbers to those of a new layer."""
+        with torch.no_grad():
+            self.alphas.copy_(torch.tensor([0.8, 0.3], device="cpu").expm1().log())
+            self.constants.copy_(torch.tensor([0.5, -1e-6], device="cpu"))
+        return True
+
+    def sum_gradients(self, group: Group) -> bool:
+        """All-reduce the gradients of the parameters over ``group``, whose ranks have different inputs."""
+        self.group = group
+        return True
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate the numbers; the ranks have different columns of the activation's input."""
+        self.group = group
+        return {}
+
+    def coefficients(self) -> Tensor:
+        """Return the coefficients of `xielu`, [4] fp32, or fp64 for parameters in fp64."""
+        alphas, constants = local(self.alphas), local(self.constants)
+        alphas = alphas if self.group is None else sum_gradient(alphas, self.group)
+        wide = torch.promote_types(alphas.dtype, torch.float32)
+        p, n = nn.functional.softplus(alphas.to(wide)).split(1)
+        constants = constants.to(wide)
+        return torch.cat([p, n + constants[:1], constants])
+
+
 class LigerMLP(Layer):
     """``fc2(act(fc1(x)))``, which saves only the input of the activation.
 
@@ -190,7 +235,7 @@ class LigerMLP(Layer):
         hidden_size: C.
         intermediate_size: F.
         out_size: width of the result; None for C.
-        act: "gelu", "gelu_tanh", "quick_gelu" or "relu2" (the square of ReLU).
+        act: "gelu", "gelu_tanh", "quick_gelu", "relu2" (the square of ReLU) or "xielu", whose coefficients are trained.
         bias: whether both layers have biases.
         kernel: False for plain torch.
 
@@ -211,11 +256,12 @@ class LigerMLP(Layer):
         kernel: bool = True,
     ) -> None:
         super().__init__()
-        if act not in PLAIN_ACTIVATIONS:
-            raise ValueError(f"LigerMLP: act must be one of {', '.join(PLAIN_ACTIVATIONS)}, got {act!r}.")
+        if act not in (*PLAIN_ACTIVATIONS, "xielu"):
+            raise ValueError(f"LigerMLP: act must be one of {', '.join(PLAIN_ACTIVATIONS)}, xielu, got {act!r}.")
         self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size, bias=bias)
         self.act, self.kernel = act, kernel
+        self.xielu = LigerXIELU() if act == "xielu" else None
         self.parts = intermediate_size
         """The number of parts that tensor parallelism divides among its ranks."""
         self.recompute = False
@@ -250,14 +296,19 @@ class LigerMLP(Layer):
 
     def _second(self, hidden: Tensor) -> Tensor:
         """Map the output of the first layer, [..., F], to [..., out]."""
+        coefficients = None if self.xielu is None else self.xielu.coefficients()
         if not (self.kernel and is_plain(self.fc2)):
-            y: Tensor = self.fc2(act_reference(hidden, self.act))
+            if coefficients is None:
+                a = act_reference(hidden, self.act)
+            else:
+                a = (xielu if self.kernel else xielu_reference)(hidden, coefficients)
+            y: Tensor = self.fc2(a)
             return y
         partial = row_parallel(self.fc2)
         bias = None if partial else local_or_none(self.fc2.bias)
         weight, bias = autocast_weights(hidden, local(self.fc2.weight), bias)
         assert weight is not None
-        y = act_linear(hidden, weight, bias, self.act)
+        y = act_linear(hidden, weight, bias, self.act, coefficients)
         return partial.sum(y) if partial else y
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -187,38 +187,49 @@ def ends_of_runs(inside: Tensor) -> Tensor:
     return torch.where(inside, ends, index)
 
 
-def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
-    """Interpolate the learned positions of a square grid bilinearly, with aligned corners, to the grid of each image.
+def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = True) -> Tensor:
+    """Interpolate the learned positions of a square grid bilinearly to the grid of each image.
 
     Args:
         weight: [side², C].
         patches: the N patches of a batch.
+        aligned: whether the centers of the corner patches of an image coincide with those of the learned grid. If
+            False, the borders of both grids coincide, and positions outside of the learned grid are 0, as in PyTorch's
+            ``grid_sample`` with its default settings.
 
     Returns:
         [N, C] fp32.
     """
     side = int(weight.shape[0] ** 0.5)
-    (top, bottom, down), (left, right, across) = (
-        _between(index, length, side) for index, length in zip(patches[2:4], patches[4:6], strict=True)
-    )
+    neighbors = _aligned_neighbors if aligned else _unaligned_neighbors
+    rows, columns = (neighbors(index, length, side) for index, length in zip(patches[2:4], patches[4:6], strict=True))
     # Each patch lies between four points of the grid, which are weighted by its distances to them.
-    corners = [
-        (top, left, (1 - down) * (1 - across)),
-        (top, right, (1 - down) * across),
-        (bottom, left, down * (1 - across)),
-        (bottom, right, down * across),
-    ]
     total: Tensor = sum(
-        torch.nn.functional.embedding(row * side + column, weight) * share[:, None] for row, column, share in corners
+        torch.nn.functional.embedding(row * side + column, weight) * (down * across)[:, None]
+        for row, down in rows
+        for column, across in columns
     )  # type: ignore[assignment]
     return total
 
 
-def _between(index: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the two neighbors of each position on a line of ``side`` points, and the distance from the first one."""
+def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the two neighbors of each position on a line of ``side`` points, and their weights."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = position.floor()
-    return first.long(), (first.long() + 1).clamp_max(side - 1), position - first
+    distance = position - first
+    return [(first.long(), 1 - distance), ((first.long() + 1).clamp_max(side - 1), distance)]
+
+
+def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the same as `_aligned_neighbors` for lines whose ends coincide. Neighbors outside have the weight 0."""
+    position = (index.float() + 0.5) * side / length - 0.5
+    first = position.floor()
+    distance, first = position - first, first.long()
+    second = first + 1
+    return [
+        (first.clamp_min(0), (1 - distance) * (first >= 0)),
+        (second.clamp_max(side - 1), distance * (second < side)),
+    ]
 
 
 def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,8 @@ from ..arch.families import (
 )
 from ..late import Late, transformers
 from ..memory.test_estimate import measured_bytes, saved_bytes
+from ..parallel.comparison import build
+from ..parallel.images import image_batch, image_config
 
 peft = Late("peft", "adapters are compared with those of peft")
 pytestmark = [
@@ -722,6 +724,16 @@ def test_nf4_on_the_way_to_a_gpu_takes_no_room_for_dense_weights():
         if isinstance(layer, LoRALinear):
             assert torch.equal(layer.dense_weight().cpu(), want.get_submodule(name).dense_weight())
     assert all(parameter.is_cuda for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ["gemma4", "gemma4_unified", "muse_glimmer"])
+def test_quantized_patch_embeddings_take_pixels(arch):
+    """The weight has the dtype of its codes, which is none for pixels."""
+    pytest.importorskip("torchao")
+    model = quantize_base(apply_lora(build(*image_config(arch)), LoRAConfig(r=2)), dtype="float8")
+    assert any(name.startswith("visual.patch_embed.lora") for name, _ in model.named_parameters())
+    model(**image_batch(model.config, 0)).loss.backward()
+    assert all(each.grad is not None for name, each in model.named_parameters() if name.endswith("lora_B"))
 
 
 MIXTURE = {

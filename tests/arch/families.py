@@ -161,11 +161,16 @@ one_case_of_each_kind = pytest.mark.parametrize("pair", of_each_kind(FIRST_CASES
 one_text_case_of_each_kind = pytest.mark.parametrize(
     "pair", of_each_kind(case for case in FIRST_CASES if case not in VISION_CASES), indirect=True, ids="-".join
 )
-VIDEO_CASES = [(arch, variant) for arch, variant in VISION_CASES if "mrope_section" in str(tiny(arch)[variant])]
+MROPE_CASES = [(arch, variant) for arch, variant in VISION_CASES if "mrope_section" in str(tiny(arch)[variant])]
 """Families with positions of time, row and column."""
+VIDEO_CASES = [case for case in VISION_CASES if case in MROPE_CASES or case[0] == "muse_glimmer"]
+"""Families with images and videos as patches with a grid of frames, rows and columns."""
 every_video_case = pytest.mark.parametrize("pair", VIDEO_CASES, indirect=True, ids="-".join)
 one_video_case_each = pytest.mark.parametrize(
     "pair", [case for case in FIRST_CASES if case in VIDEO_CASES], indirect=True, ids="-".join
+)
+one_mrope_case_each = pytest.mark.parametrize(
+    "pair", [case for case in FIRST_CASES if case in MROPE_CASES], indirect=True, ids="-".join
 )
 one_video_case_of_each_kind = pytest.mark.parametrize(
     "pair", of_each_kind(case for case in FIRST_CASES if case in VIDEO_CASES), indirect=True, ids="-".join
@@ -306,7 +311,15 @@ def gradients_of(model: CausalLM) -> dict[str, Tensor]:
 
 def is_tower(name: str) -> bool:
     """Whether a parameter, ours or theirs, is the vision tower's, which a text without images does not reach."""
-    towers = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.")
+    towers = (
+        "visual.",
+        "vision_tower.",
+        "vision_model.",
+        "multi_modal_projector.",
+        "embed_vision.",
+        "vision_adapter.",
+        "vision_projection.",
+    )
     return name.removeprefix("model.").startswith(towers)
 
 
@@ -353,13 +366,14 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
     It is an `fp64_twin`, or better a copy of ``theirs``. Two sums in fp32 whose terms cancel may be further from each
     other than each is from fp64.
     """
+    rotates = hasattr(getattr(ours, "visual", None), "rotary")
     theirs = hf_gradients(theirs)
     weights = taken_apart(ours, theirs, lambda parameter: parameter.data)
     ours = our_gradients(ours, theirs)
     assert [*map(str, tensor_differences(ours, theirs))] == []
     for name, gradient in theirs.items():
         gate = next((gate for gate in GATED if name.endswith(gate)), None)
-        if "vision_tower" in name and name.endswith("k_proj.bias"):
+        if "vision_tower" in name and name.endswith("k_proj.bias") and not rotates:
             # It shifts all scores of a query alike where nothing is rotated: zero but for rounding, for everybody.
             scale = theirs[name.replace("k_proj", "q_proj")].norm()
             assert max(gradient.norm(), ours[name].norm()) <= limit * max(scale, 1e-30), name
@@ -368,6 +382,11 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
             gated, t = name.removesuffix(gate) + GATED[gate], weights[name].tanh()
             scale = weights[gated].norm() * theirs[gated].norm() * (1 - t**2) / t.abs()
             assert (ours[name] - gradient).norm() <= limit * max(scale, 1e-30), name
+        elif ".act_fn.alpha_" in name:
+            # One number, a sum over all elements whose terms cancel: a part of <W, dW> of the projection after it.
+            after = f"{name.partition('act_fn.')[0]}down_proj.weight"
+            scale = weights[after].norm() * theirs[after].norm() / 100
+            assert (ours[name] - gradient).norm() <= limit * max(gradient.norm(), scale), name
         elif twin is None or error(ours[name], gradient) <= limit:
             assert error(ours[name], gradient) <= limit, name
         else:

@@ -17,7 +17,7 @@ from ..base.conftest import picture
 from .examples import write
 from .vision import chat, make_model, save_pictures
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "muse_glimmer")
 ANSWER = {"role": "assistant", "content": "Noise."}
 CASES = tuple(itertools.product((2, 3, 5, 8, 25, 100, 719, 4001), (1.0, 9.99, 24000 / 1001, 30.0), (0.5, 2.0, 7.5)))
 """Frames of a file, their rate, and the rate to sample."""

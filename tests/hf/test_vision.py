@@ -13,7 +13,13 @@ from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
 CASES = [
     (family, rows)
-    for family in (("qwen2_vl", "gqa"), ("qwen2_5_vl", "gqa"), ("qwen3_vl", "gqa"), ("qwen3_vl_moe", "gqa"))
+    for family in (
+        ("qwen2_vl", "gqa"),
+        ("qwen2_5_vl", "gqa"),
+        ("qwen3_vl", "gqa"),
+        ("qwen3_vl_moe", "gqa"),
+        ("muse_glimmer", "windows"),
+    )
     for rows in ("images", "videos")
 ] + [(("gemma3", "tied"), "images"), (("gemma4", "shared"), "images"), (("mllama", "four"), "images")]
 
@@ -38,10 +44,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
 
     labels = to_the_right(batch.labels)
     labels[torch.arange(len(labels)), shifts] = -100  # nothing to predict the first one from
-    return (
-        to_the_right(batch.ids), batch.mask.flip(1), labels,
-        {**batch.inputs, "mm_token_type_ids": to_the_right(batch.kinds)},
-    )  # fmt: skip
+    types = {} if family == "muse_glimmer" else {"mm_token_type_ids": to_the_right(batch.kinds)}
+    return to_the_right(batch.ids), batch.mask.flip(1), labels, batch.inputs | types
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from liger_models import kernels
 from liger_models.kernels import dispatch
 from liger_models.kernels.activation.gated_act import gated_act
+from liger_models.kernels.activation.xielu import xielu
 from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.attention.causal_attention import causal_attention
 from liger_models.kernels.attention.decode_attention import decode_attention
@@ -141,6 +142,8 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(gated_mlp(x, residual, norm, *mlp, norm="layer_norm", norm_bias=bias, recompute=True))
     for act in ACTIVATIONS:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
+    differentiate(act_linear(x, draw_(64, C), None, "xielu", draw(4, dtype=torch.float32)))
+    differentiate(xielu(x, draw(4, dtype=torch.float32)))
     differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
     codes, rounded = to_nf4(draw_(8, 512).detach(), 64, 1), Float8Tensor.from_hp(draw_(64, C).detach())
     for rows in (1, 2, 3, 20):

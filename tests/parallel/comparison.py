@@ -99,6 +99,7 @@ RUNS = {
     "olmo2": ("olmo2", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
+    "apertus": ("apertus", {}),
     "gemma4_text": ("gemma4_text", GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2}),
     "qwen3_next": (
         "qwen3_next",

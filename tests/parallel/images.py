@@ -25,6 +25,10 @@ GEMMA4_UNIFIED = {
     "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 4,
     "rms_norm_eps": 1.0,
 }  # fmt: skip
+MUSE_GLIMMER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 2,
+    "pos_emb_height": 4, "pos_emb_width": 4,
+}  # fmt: skip
 MLLAMA = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
     "image_size": 8, "patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32,
@@ -85,6 +89,14 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         GEMMA4_UNIFIED,
     ),
+    "muse_glimmer": (
+        "muse_glimmer",
+        {
+            "head_dim": 8, "sliding_window": 5, "image_token_id": 90, "video_token_id": 91, "out_hidden_size": 64,
+            "projector_hidden_size": 24, "qk_scale_factor": 1.0,
+        },
+        MUSE_GLIMMER,
+    ),
     "mllama": ("mllama", {"cross_attention_layers": [1, 2], "image_token_index": 97}, MLLAMA),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
@@ -118,9 +130,9 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
             "image_position_ids": torch.nn.functional.pad(places, (0, 0, 0, (6 - tokens) * pool**2), value=-1)[None],
         }
     if hasattr(config, "image_token_id"):
-        side = vision.spatial_merge_size
+        side = getattr(vision, "spatial_merge_size", 2)
         rows, columns = (length * side for length in size)
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        width = 3 * 2 * vision.patch_size**2  # channels and frames
         return [config.image_token_id] * (size[0] * size[1]), {
             "pixel_values": torch.randn(rows * columns, width, generator=generator),
             "image_grid_thw": torch.tensor([[1, rows, columns]]),

@@ -99,6 +99,7 @@ def train_cut(case: tuple[str, Any], sequence_parallel: bool, policy: str, packe
             for index, name in enumerate(RUNS)
         ),
         ("llama, tied, biases", True, "full", True),
+        ("apertus", True, "none", True),
         *(
             pytest.param(
                 name, parallel, CHECKPOINTING_POLICIES[(index + parallel) % 3], False, marks=beyond_kinds_of_run(name)

@@ -34,6 +34,8 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("gpt_oss", {"target_parameters": lora_layers.EXPERTS}, True),
     ("qwen2_5_vl", {"use_rslora": True}, False),  # with layers in the tower that the ranks do not divide
     ("mllama", {}, True),
+    ("apertus", {"target_modules": ["up_proj", "down_proj"]}, True),
+    ("muse_glimmer", {}, True),
     ("gemma4", {}, True),  # with projections that every rank has
 ]
 

@@ -22,7 +22,7 @@ from .runs import log, no_group_is_left  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "muse_glimmer")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_images_train_the_whole_model(folder, family, monkeypatch):
     assert towers
     assert len(towers - names) <= len(towers) // 4, "keys of attention, for one, have no gradient of their bias"
     assert "embed_tokens.weight" in names
-    settings = "processor_config.json" if family == "gemma4" else "preprocessor_config.json"
+    settings = "processor_config.json" if family in ("gemma4", "muse_glimmer") else "preprocessor_config.json"
     assert (folder / family / "whole" / "model" / settings).is_file()
 
 

@@ -114,7 +114,7 @@ class PatchEmbedder(nn.Module):
         table = local(self.pos_embed.weight)
         placed = F.embedding(2 * coordinates[:, 0], table) + F.embedding(2 * coordinates[:, 1] + 1, table)
         # Three norms: of the pixels, of the embedding, and of the sum with the position.
-        embedded = self.embed_norm(self.patch_embed(self.patch_norm(patches.to(self.patch_embed.weight.dtype))))
+        embedded = self.embed_norm(self.patch_embed(self.patch_norm(patches.to(table.dtype))))
         normed = self.pos_norm(embedded + placed)
         projected: Tensor = self.projection(self.soft_emb_norm(normed))
         return projected

@@ -13,6 +13,7 @@ In the backward, the kernel that computes dx also recomputes a from x::
     gelu_tanh    act(x) = x · σ(2z)                      z(x) = √(2/π) · (x + 0.044715 · x³), see gated_act.py
     quick_gelu   act(x) = x · σ(1.702 · x)               act'(x) = σ + 1.702 · x · σ · (1 − σ)
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
+    xielu        see xielu.py; its coefficients have gradients, too
 
 x and W are saved. Saving a, too, would take F more elements per token.
 
@@ -28,11 +29,13 @@ from torch import Tensor
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import Op
 from liger_models.kernels.activation.gated_act import _activation
+from liger_models.kernels.activation.xielu import check_coefficients, xielu_backward, xielu_forward, xielu_reference
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear.projection import check_linear, linear
 from liger_models.kernels.tiles import cdiv
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
+"""The activations without coefficients. The only other one is "xielu"."""
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -50,9 +53,12 @@ def act_reference(x: Tensor, act: str) -> Tensor:
     return F.gelu(wide, approximate="tanh" if act == "gelu_tanh" else "none").to(x.dtype)
 
 
-def act_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+def act_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: str, coefficients: Tensor | None = None
+) -> Tensor:
     """Compute `act_linear` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
-    return linear(act_reference(x, act), weight, bias)
+    a = act_reference(x, act) if coefficients is None else xielu_reference(x, coefficients)
+    return linear(a, weight, bias)
 
 
 @triton.jit
@@ -109,6 +115,7 @@ class ActLinearInputs(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     act: str
+    coefficients: Tensor | None
 
 
 class ActLinearSaved(NamedTuple):
@@ -117,6 +124,7 @@ class ActLinearSaved(NamedTuple):
     x: Tensor
     weight: Tensor
     act: str
+    coefficients: Tensor | None
 
 
 class ActLinearGradients(NamedTuple):
@@ -125,6 +133,7 @@ class ActLinearGradients(NamedTuple):
     x: Any
     weight: Any
     bias: Any
+    coefficients: Any
 
 
 ActLinearNeeds = Annotated[ActLinearGradients, bool]
@@ -139,21 +148,26 @@ class ActLinearUpstream(NamedTuple):
 
 
 def _forward(inputs: ActLinearInputs) -> Tensor:
-    return linear(_activate(inputs.x, inputs.act), inputs.weight, inputs.bias)
+    x, weight, bias, act, coefficients = inputs
+    return linear(_activate(x, act) if coefficients is None else xielu_forward(x, coefficients), weight, bias)
 
 
 def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:
-    (x, weight, act), needs = inputs.saved, inputs.needs
+    (x, weight, act, coefficients), needs = inputs.saved, inputs.needs
     dy = inputs.dy.reshape(-1, weight.shape[0])  # [N, O]
-    dx = a = d_weight = None
-    if needs.x:
-        # One kernel computes dx and recomputes a, which was not saved, and which dW needs.
+    dx = a = d_weight = sums = None
+    # One kernel computes dx and recomputes a, which was not saved, and which dW needs.
+    if coefficients is not None and (needs.x or needs.coefficients):
+        da = (dy @ weight).view(x.shape)
+        dx, a, sums = xielu_backward(da, x, coefficients, need_y=needs.weight, need_sums=needs.coefficients)
+        dx = dx if needs.x else None
+    elif needs.x:
         dx, a = _activate_backward((dy @ weight).view(x.shape), x, act, needs.weight)
     elif needs.weight:
-        a = _activate(x, act)
+        a = _activate(x, act) if coefficients is None else xielu_forward(x, coefficients)
     if a is not None:
         d_weight = dy.t() @ a.view(-1, x.shape[-1]).to(weight.dtype)
-    return ActLinearGradients(dx, d_weight, dy.sum(0) if needs.bias else None)
+    return ActLinearGradients(dx, d_weight, dy.sum(0) if needs.bias else None, sums)
 
 
 def _forward_fake(inputs: ActLinearInputs) -> Tensor:
@@ -161,16 +175,17 @@ def _forward_fake(inputs: ActLinearInputs) -> Tensor:
 
 
 def _backward_fake(inputs: ActLinearUpstream) -> ActLinearGradients:
-    (x, weight, _), needs = inputs.saved, inputs.needs
+    (x, weight, _, coefficients), needs = inputs.saved, inputs.needs
     return ActLinearGradients(
         x=x.new_empty(x.shape) if needs.x else None,
         weight=weight.new_empty(weight.shape) if needs.weight else None,
         bias=weight.new_empty(weight.shape[0]) if needs.bias else None,
+        coefficients=coefficients.new_empty(4) if coefficients is not None and needs.coefficients else None,
     )
 
 
 def _save(ctx: Any, inputs: ActLinearInputs, y: Tensor, needs: ActLinearNeeds) -> ActLinearSaved:
-    return ActLinearSaved(inputs.x, inputs.weight, inputs.act)
+    return ActLinearSaved(inputs.x, inputs.weight, inputs.act, inputs.coefficients)
 
 
 def _gradients(saved: ActLinearSaved, needs: ActLinearNeeds, dy: Tensor) -> ActLinearGradients:
@@ -182,7 +197,7 @@ BACKWARD = Op("act_linear_backward", _backward, _backward_fake)
 FORWARD.differentiable(_save, _gradients)
 
 
-def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, coefficients: Tensor | None = None) -> Tensor:
     """Compute ``act(x) @ weightᵀ + bias``. The activation's output is not saved.
 
     Args:
@@ -190,21 +205,30 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
         weight: [O, F]. The result has the dtype of the weight, which may differ from the dtype of x. Autocast does not
             change the dtype of the result.
         bias: [O] or None.
-        act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
+        act: "gelu", "gelu_tanh", "quick_gelu", "relu2" or "xielu".
+        coefficients: [4], those of xIELU, as in `xielu`; None for all other activations.
 
     Returns:
         [..., O] in the dtype of the weight.
 
     Raises:
-        ValueError: the activation is unknown, or the shapes do not match.
+        ValueError: the activation is unknown, the shapes do not match, or coefficients are given although the
+            activation has none, or are missing.
         TypeError: a tensor is not floating-point.
     """
-    if act not in ACTIVATIONS:
-        raise ValueError(f"act_linear: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
+    if act not in (*ACTIVATIONS, "xielu"):
+        raise ValueError(f"act_linear: act must be one of {', '.join(ACTIVATIONS)}, xielu, got {act!r}.")
+    if (act == "xielu") != (coefficients is not None):
+        raise ValueError(
+            f"act_linear: coefficients must be given for xielu alone, got {'none' if coefficients is None else 'some'} "
+            f"for {act}."
+        )
+    if coefficients is not None:
+        check_coefficients("act_linear", coefficients)
     check_floating("act_linear", x=x)
     if x.dim() == 0:
         raise ValueError("act_linear: x must be [..., F], got a scalar.")
     check_linear("act_linear", "weight", weight, bias, x.shape[-1])
     if not use_triton(x):
-        return act_linear_reference(x, weight, bias, act)
-    return FORWARD(ActLinearInputs(x, weight, bias, act))
+        return act_linear_reference(x, weight, bias, act, coefficients)
+    return FORWARD(ActLinearInputs(x, weight, bias, act, coefficients))

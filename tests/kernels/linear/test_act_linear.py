@@ -131,12 +131,12 @@ def test_opcheck(kernel_device):
     inputs, _ = make((3, 24), 8, torch.float32, kernel_device)
     for tensor in inputs:
         tensor.requires_grad_()
-    opcheck(torch.ops.liger_models.act_linear, (*inputs, "gelu_tanh"))
+    opcheck(torch.ops.liger_models.act_linear, (*inputs, "gelu_tanh", None))
 
 
 def test_bad_arguments():
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
-    with pytest.raises(ValueError, match="act must be one of gelu, gelu_tanh, quick_gelu, relu2, got 'relu'"):
+    with pytest.raises(ValueError, match="act must be one of gelu, gelu_tanh, quick_gelu, relu2, xielu, got 'relu'"):
         act_linear(x, weight, None, "relu")
     with pytest.raises(ValueError, match=r"weight must be \[out, 4\], got \[3, 5\]"):
         act_linear(x, torch.ones(3, 5), None, "gelu")

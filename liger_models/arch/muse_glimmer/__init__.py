@@ -1,0 +1,3 @@
+"""Muse Glimmer, with images and videos."""
+
+MODEL_TYPES = {"muse_glimmer": "model"}

@@ -1,0 +1,279 @@
+"""Muse Glimmer (30B) with images and videos: model_type ``muse_glimmer``.
+
+The language model differs from Llama: each branch has a norm before it and a norm after it, which multiply by
+1 + weight, and the norms after branches have an epsilon of their own. Each head of q and k is normalized without a
+weight, and q is multiplied by ``qk_scale_factor``, which is a factor of the scale here. Before the output projection,
+attention is multiplied by the sigmoid of a gate. Every fourth layer, counted from the last one, attends to all tokens
+and has no rotation; the others attend to the last ``sliding_window`` tokens. Embeddings of tokens are normalized
+without a weight; given ``inputs_embeds`` are not. Logits are multiplied by ``output_multiplier`` and capped.
+
+The vision tower has LayerNorms, biases, learned positions that are interpolated to the grid of the image, and rotation
+by column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text,
+which is causal and has positions in one dimension.
+
+Source: transformers ``models/muse_glimmer``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.muse_glimmer.processor import MuseGlimmerProcessor
+from liger_models.arch.muse_glimmer.tower import MuseGlimmerTower, MuseGlimmerVisionConfig
+from liger_models.arch.registry import add_family
+from liger_models.base.grid_images import GridImageModel
+from liger_models.convert.config_map import of_text
+from liger_models.convert.weight_map import Cat, Expression, Rearrange, WeightMap, decoder_map, qkv_rows
+from liger_models.kernels.norm.rms_norm import rms_norm, rms_norm_reference
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import (
+    PLAIN_ACTIVATIONS,
+    RMSNormDecoderConfig,
+    check_layer_types,
+    check_values,
+    is_sliding,
+)
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm, fp32_norm, zero_centered_norm
+from liger_models.layers.qk_norm_attention import LigerGatedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuseGlimmerConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Muse Glimmer model; ``vision_config`` holds the sizes of the tower.
+
+    In config.json, ``hidden_act`` is called ``hidden_activation``. ``layer_rope_theta`` is 0 for layers without
+    rotation; all other layers rotate by ``rope_theta``.
+
+    Raises:
+        ValueError: the sizes of the tower and of the adapter do not fit, or ``layer_rope_theta`` does not have a number
+            for each layer.
+    """
+
+    vocab_size: int = 202048
+    hidden_size: int = 6656
+    intermediate_size: int = 19968
+    num_hidden_layers: int = 52
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    post_norm_eps: float = 1e-8
+    attention_bias: bool = False
+    sliding_window: int | None = 2048
+    layer_types: list[str] | None = None
+    layer_rope_theta: list[float] | None = None
+    qk_scale_factor: float = 3.87
+    output_multiplier: float = 0.19611613513818404
+    final_logit_softcapping: float = 20.0
+    bos_token_id: int | None = 200000
+    eos_token_id: int | list[int] | None = 200001
+    image_token_id: int = 200092
+    video_token_id: int = 200091
+    out_hidden_size: int = 6144
+    projector_hidden_size: int = 4096
+    projector_hidden_act: str = "gelu"
+    vision_config: MuseGlimmerVisionConfig = field(default_factory=MuseGlimmerVisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, vision, thetas = type(self).__name__, self.vision_config, self.layer_rope_theta
+        check_layer_types(name, self.layer_types, self.num_hidden_layers)
+        check_values(self, attention_bias=(False,), projector_hidden_act=PLAIN_ACTIVATIONS)
+        if thetas is not None and len(thetas) != self.num_hidden_layers:
+            raise ValueError(
+                f"{name}: layer_rope_theta must hold {self.num_hidden_layers} numbers, got {len(thetas)}. Check "
+                "config.json."
+            )
+        if self.out_hidden_size != vision.hidden_size * vision.merge_size**2:
+            raise ValueError(
+                f"{name}: out_hidden_size ({self.out_hidden_size}) must be vision_config.hidden_size · merge_size² "
+                f"({vision.hidden_size} · {vision.merge_size}²). Check config.json."
+            )
+
+    def _is_full_by_default(self, layer: int) -> bool:
+        return (self.num_hidden_layers - 1 - layer) % 4 == 0
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of a layer, in tokens; None for full attention."""
+        sliding = is_sliding(layer, self.layer_types, default=not self._is_full_by_default(layer))
+        return self.sliding_window if sliding else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates q and k."""
+        if self.layer_rope_theta is None:
+            return not self._is_full_by_default(layer)
+        return self.layer_rope_theta[layer] != 0
+
+
+class MuseGlimmerEmbedding(LigerEmbedding):
+    """A token embedding whose rows are normalized, without a weight, after the lookup.
+
+    Args:
+        config: sizes and constants.
+        kernel: False for plain torch.
+    """
+
+    def __init__(self, config: MuseGlimmerConfig, kernel: bool) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.eps, self.kernel = config.rms_norm_eps, kernel
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Map input_ids [...] int64 or int32 to embeddings [..., C]."""
+        x = super().forward(input_ids)
+        return (rms_norm if self.kernel else rms_norm_reference)(x, x.new_ones(self.embedding_dim), self.eps)
+
+
+class MuseGlimmerBlock(nn.Module):
+    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
+
+    def __init__(self, config: MuseGlimmerConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(zero_centered_norm(config, kernels), config.hidden_size)
+        self.input_layernorm = norm()
+        self.self_attn = LigerGatedAttention.from_config(
+            config,
+            layer,
+            kernels,
+            norm=partial(LigerRMSNorm, eps=config.rms_norm_eps, elementwise_affine=False, kernel=kernels.rms_norm),
+            scale=config.qk_scale_factor * config.head_size**-0.5,
+            window=config.window(layer),
+            rotary="default" if config.rotates(layer) else None,
+        )
+        self.post_attention_layernorm = norm(eps=config.post_norm_eps)
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        self.post_feedforward_layernorm = norm(eps=config.post_norm_eps)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        x = self.post_attention_layernorm(x)
+        x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
+        return self.post_feedforward_layernorm(x), residual
+
+
+class LigerMuseGlimmer(GridImageModel):
+    """Muse Glimmer with its language-model head."""
+
+    config_class = MuseGlimmerConfig
+    block_class = MuseGlimmerBlock
+    tower_class = MuseGlimmerTower
+    processor_class = MuseGlimmerProcessor
+    frames_apart = True
+
+    def build_embedding(self, config: MuseGlimmerConfig) -> LigerEmbedding:
+        """An embedding with normalized rows."""
+        return MuseGlimmerEmbedding(config, self.kernels.rms_norm)
+
+    def build_norm(self, config: MuseGlimmerConfig) -> LigerRMSNorm:
+        """A norm that multiplies by its weight, unlike those of the blocks."""
+        return fp32_norm(config, self.kernels)(config.hidden_size)
+
+    def build_head(self, config: MuseGlimmerConfig) -> LigerLMHead:
+        """A head with scaled and capped logits."""
+        return LigerLMHead(
+            config.hidden_size, config.vocab_size,
+            logit_scale=config.output_multiplier, softcap=config.final_logit_softcapping, kernels=self.kernels,
+        )  # fmt: skip
+
+    def ids_to_embed(self, input_ids: Tensor) -> Tensor:
+        """Return the ids, with 0 in place of placeholders, also of those that the model generates."""
+        media = (input_ids == self.config.image_token_id) | (input_ids == self.config.video_token_id)
+        return input_ids.masked_fill(media, 0)
+
+
+IGNORED_KEYS = (
+    "max_position_embeddings",  # of the tower, which has no such limit
+)
+TOP = (
+    "image_token_id", "video_token_id", "out_hidden_size", "projector_hidden_size", "projector_hidden_act",
+    "vision_config", "tie_word_embeddings",
+)  # fmt: skip
+"""Keys of config.json that do not belong to the language model."""
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the keys of ``text_config`` to the top, rename ``hidden_activation``, and read the tower's rope parameters.
+
+    Raises:
+        ValueError: the tower's rope parameters are not supported.
+    """
+    keys = of_text(MuseGlimmerConfig, hf, hf.get("text_config") or {}, TOP)
+    keys["hidden_act"] = keys.pop("hidden_activation", None)
+    vision = dict(hf.get("vision_config") or {})
+    axial = dict(vision.pop("rope_parameters", None) or {})
+    rope_type = axial.pop("rope_type", "axial")
+    if rope_type not in ("axial", "default"):
+        raise ValueError(f"config.json: the tower's rope_type must be 'axial' or 'default', got {rope_type!r}.")
+    return keys | {"vision_config": vision | axial}
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`."""
+    vision = dict(keys["vision_config"])
+    vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
+    text = {key: value for key, value in keys.items() if key not in TOP}
+    text["hidden_activation"] = text.pop("hidden_act")
+    return {key: keys[key] for key in TOP} | {"vision_config": vision, "text_config": text}
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+"""Names of the norms of a block, which are the same here and in checkpoints."""
+
+
+def weight_map(config: MuseGlimmerConfig) -> WeightMap:
+    """Maps the parameters of Muse Glimmer to the tensors of a Hugging Face checkpoint."""
+    vision, text, visual = config.vision_config, "model.language_model", "model.vision_tower"
+    block, heads, kinds = f"{visual}.layers.{{b}}", vision.num_attention_heads, ("weight", "bias")
+    tower: dict[str, Expression | str] = {
+        "visual.patch_embed.weight": f"{visual}.patch_embedder.patch_embedding.weight",
+        "visual.pos_embed.weight": f"{visual}.patch_embedder.position_embedding_table.weight",
+        "visual.adapter.fc1.weight": "model.vision_adapter.fc1.weight",
+        "visual.adapter.fc2.weight": "model.vision_adapter.fc2.weight",
+        "visual.projection.weight": "model.vision_projection.weight",
+    }
+    for kind in kinds:
+        tower |= {f"visual.{norm}.{kind}": f"{visual}.{norm}.{kind}" for norm in ("ln_pre", "ln_post")}
+        parts = ("norm1", "norm2", "mlp.fc1", "mlp.fc2")
+        tower |= {f"visual.blocks.{{b}}.{part}.{kind}": f"{block}.{part}.{kind}" for part in parts}
+        tower[f"visual.blocks.{{b}}.attn.o_proj.{kind}"] = f"{block}.attn.proj.{kind}"
+        # The tower has as many key heads as query heads.
+        tower[f"visual.blocks.{{b}}.attn.qkv_proj.{kind}"] = qkv_rows(
+            *(f"{block}.attn.{part}_proj.{kind}" for part in "qkv"),
+            heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
+        )  # fmt: skip
+    return decoder_map(
+        config,
+        norms=NORMS,
+        instead={"self_attn.qkv_proj.weight": _gated_qkv_rows(config, f"{text}.layers.{{i}}.self_attn")},
+        also=tower,
+        over={"b": range(vision.num_hidden_layers)},
+        prefix=text,
+    )
+
+
+def _gated_qkv_rows(config: MuseGlimmerConfig, theirs: str) -> Expression:
+    """Return the projection of `LigerGatedAttention`: by KV head its queries, their gates, its key and its value."""
+    G, D = config.kv_heads, config.head_size
+    names = [f"{theirs}.{part}_proj.weight" for part in ("q", "gate", "k", "v")]
+    queries = config.num_attention_heads // G * D
+    groups = [Rearrange("(g n) ... -> g n ...", name, g=G) for name in names]
+    return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=[queries, queries, D, D]), g=G)
+
+
+add_family(
+    LigerMuseGlimmer,
+    model_type="muse_glimmer",
+    hf_class="MuseGlimmerForConditionalGeneration",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
+)
