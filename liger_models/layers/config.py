@@ -17,10 +17,11 @@ _SIZES = """
     patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
     num_position_embeddings attention_heads max_num_tiles
     global_head_dim num_global_key_value_heads top_k_experts
+    intermediate_size_mlp interleave_moe_layer_step projector_input_dim projector_output_dim vision_output_dim
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
-    vocab_size_per_layer_input
+    vocab_size_per_layer_input attention_chunk_size floor_scale
 """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor

@@ -23,6 +23,7 @@ class AttentionSpec(NamedTuple):
         pair_flops: floating-point operations of the forward per pair of a query and a visible key.
         needs_flash: whether plainly causal attention on accelerators needs a mask except in half precision (sinks).
         takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step.
+        chunk: number of tokens per chunk, if a token attends only to its own chunk of its document; otherwise None.
     """
 
     cache_slot: int | None
@@ -32,6 +33,16 @@ class AttentionSpec(NamedTuple):
     pair_flops: int
     needs_flash: bool = False
     takes_pages: bool = False
+    chunk: int | None = None
+
+    def pairs(self, lengths: Tensor) -> Tensor:
+        """Return the number of pairs of a query and a visible key in documents of these lengths, [n] floats."""
+        # Pairs grow with the square of the length up to the window or the chunk, and linearly past it.
+        if self.chunk is not None:
+            rest = lengths % self.chunk
+            return ((lengths - rest) * self.chunk + rest * rest) / 2
+        near = lengths if self.window is None else lengths.clamp(max=self.window)
+        return near * near / 2 + (lengths - near) * near
 
 
 class Layer(nn.Module):
