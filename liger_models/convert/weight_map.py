@@ -217,7 +217,8 @@ class WeightMap:
         entries: maps our name of each parameter to an expression over the checkpoint's names, or to just a name. If our
             name contains an index, such as ``{i}``, there is one entry for each value of its index set.
         over: maps the name of each index to its values.
-        skip: names of checkpoint tensors that are ignored if they exist.
+        skip: names of checkpoint tensors that are ignored if they exist. A name with a dot at its end stands for all
+            names that begin with it.
         kept: prefixes of the names of checkpoint tensors that belong to no parameter. If such tensors exist, the model
             keeps them in host memory and saves them unchanged.
 
@@ -242,6 +243,7 @@ class WeightMap:
         self.entries = dict(expanded)
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
         self.kept = tuple(kept)
+        self._ignored = (*self.kept, *(name for name in self.skip if name.endswith(".")))
 
         # Our names and the checkpoint's names must all be unique.
         names = [name for _, expression in expanded for name in expression.names()]
@@ -250,7 +252,7 @@ class WeightMap:
 
     def passes_over(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to no parameter, because it matches ``skip`` or ``kept``."""
-        return name in self.skip or name.startswith(self.kept)
+        return name in self.skip or name.startswith(self._ignored)
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the checkpoint's tensors, by name, as meta tensors with their shapes and dtypes.

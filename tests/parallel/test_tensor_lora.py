@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     *(("llama, tied, biases", {"use_dora": True, "target_modules": MATRICES}, each) for each in (False, True)),
     ("phi3", {"use_dora": True}, False),  # a rank's rows of q, k and v do not follow each other in the file's matrix
     ("gpt_oss", {"target_parameters": lora_layers.EXPERTS}, True),
+    ("llama4_text", {"target_parameters": lora_layers.EXPERTS}, False),
     ("qwen2_5_vl", {"use_rslora": True}, False),  # with layers in the tower that the ranks do not divide
     ("mllama", {}, True),
     ("gemma4", {}, True),  # with projections that every rank has
