@@ -287,7 +287,7 @@ def test_adapters_and_weights_of_4_bits_have_a_state():
 
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
-FAMILIES = ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "phi3"]
+FAMILIES = ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "phi3", "llama4_text"]
 
 
 class StandIn:

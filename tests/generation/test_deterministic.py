@@ -18,9 +18,11 @@ from liger_models.parallel import apply_fsdp, unsharded
 from .test_rollout import LENGTHS, NEW, PAGE_BYTES, family, llama, make_prompts
 
 FAMILIES = [
-    "llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "olmo2", "cohere2", "mixtral", "gemma4_text"
+    "llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "olmo2", "cohere2", "mixtral", "gemma4_text",
+    "llama4_text",
 ]  # fmt: skip
-"""Plain heads, norms of heads, softcaps, windows, experts, sinks and biases, norms of whole projections, LayerNorm."""
+"""Plain heads, norms of heads, softcaps, windows, experts, sinks and biases, norms of whole projections, LayerNorm, and
+chunks."""
 
 
 @pytest.fixture(autouse=True)
