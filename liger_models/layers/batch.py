@@ -210,11 +210,21 @@ class BatchLayout:
         if not chunks:
             return layout
         needed = bool(windows and windows.get(None))
-        layouts = {size: layout._chunked(size, shape, index, segments is not None, count, needed) for size in chunks}
+        layouts = {
+            size: layout._chunked(size, shape, index, segments is not None, count, needed, visible_until)
+            for size in chunks
+        }
         return replace(layout, chunks=layouts)
 
     def _chunked(
-        self, size: int, shape: tuple[int, int], index: Tensor | None, segmented: bool, count: int, needed: bool
+        self,
+        size: int,
+        shape: tuple[int, int],
+        index: Tensor | None,
+        segmented: bool,
+        count: int,
+        needed: bool,
+        visible_until: Tensor | None,
     ) -> "Self":
         """Return the layout for attention in chunks of ``size`` tokens; see ``chunks``.
 
@@ -225,6 +235,7 @@ class BatchLayout:
             segmented: whether variable-length attention supports the batch.
             count: a number larger than every document number.
             needed: whether a mask is required even for plainly causal attention.
+            visible_until: as in `build`. A token attends to later tokens only within its chunk.
         """
         (B, T), device, documents = shape, self.position_ids.device, None
         if self.pages is None:
@@ -239,7 +250,8 @@ class BatchLayout:
             elif segmented:
                 assert documents is not None
                 segments = Segments.of_runs(documents, count + B + B * T // size, size)
-            masks[None] = text_mask(documents, self.past, None, B, T, device, needed, segments=segments)
+            until = None if self.images_need_window else visible_until
+            masks[None] = text_mask(documents, self.past, None, B, T, device, needed, until, segments)
         spans = None
         if is_batch_invariant():
             first, last = _spans(documents, B, T, self.past, device, self.pages)

@@ -273,6 +273,15 @@ def test_older_files_have_a_number_for_temperature_tuning():
     assert read_config(config_class, {"attn_temperature_tuning": 0}, strict=True).attn_temperature_tuning is False
 
 
+def test_a_dense_model_may_have_no_experts():
+    config_class = get_arch("llama4_text").config_class
+    none = {"num_local_experts": 0, "num_experts_per_tok": 0, "interleave_moe_layer_step": 0}
+    config = read_config(config_class, {"moe_layers": [], **none}, strict=True)
+    assert not any(config.is_sparse(layer) for layer in range(config.num_hidden_layers))
+    with pytest.raises(ValueError, match="num_experts_per_tok must be 1, got 2"):
+        read_config(config_class, {"num_experts_per_tok": 2})
+
+
 def test_wrong_layers_are_named():
     config_class = get_arch("llama4_text").config_class
     with pytest.raises(ValueError, match=r"no_rope_layers must hold num_hidden_layers \(48\) entries, got 2"):

@@ -195,6 +195,17 @@ def test_chunks(size, batch):
     torch.testing.assert_close(got[kept], want[kept])
 
 
+def test_images_in_chunks():
+    """Their tokens attend to later tokens of the same image, but not beyond the chunk."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 12, heads, 8) for heads in (4, 2, 2))
+    until = torch.tensor([[0, 1, 6, 6, 6, 6, 6, 7, 8, 9, 10, 11]])
+    chunk, key = torch.arange(12) // 5, torch.arange(12)
+    visible = (key <= until[0, :, None]) & (chunk[:, None] == chunk)
+    got = attention(q, k, v, chunked(1, 12, 5, visible_until=until), scale=0.3)
+    torch.testing.assert_close(got, naive(q, k, v, visible, 0.3))
+
+
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("padded", [False, True])
 def test_decoding_in_chunks_in_any_pieces_equals_one_pass(size, padded):

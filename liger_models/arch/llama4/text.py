@@ -234,7 +234,9 @@ class LigerLlama4Text(Llama4Decoder):
     config_class = Llama4TextConfig
 
 
+OF_MIXTURES = ("num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step")
 IGNORED_KEYS = (
+    "cache_implementation",  # a generation setting
     "for_llm_compressor",  # a setting of a tool
     "output_router_logits",  # transformers returns the logits, and computes no loss from them
     "router_aux_loss_coef",
@@ -243,7 +245,12 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``attn_temperature_tuning``, which is a number in some files, and an empty ``no_rope_layers`` as none."""
+    """Read ``attn_temperature_tuning``, which is a number in some files, and an empty ``no_rope_layers`` as none.
+
+    If ``moe_layers`` is empty, the sizes of mixtures have no effect and may be 0, which is not read.
+    """
+    if hf.get("moe_layers") == []:
+        hf = {key: value for key, value in hf.items() if value != 0 or key not in OF_MIXTURES}
     tuning, no_rope_layers = hf.get("attn_temperature_tuning", True), hf.get("no_rope_layers")
     return {**hf, "attn_temperature_tuning": bool(tuning), "no_rope_layers": no_rope_layers or None}
 
