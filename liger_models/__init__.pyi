@@ -41,6 +41,8 @@ from liger_models.arch.llama import LigerLlama as LigerLlama
 from liger_models.arch.llama import LlamaConfig as LlamaConfig
 from liger_models.arch.llama4.model import LigerLlama4 as LigerLlama4
 from liger_models.arch.llama4.text import LigerLlama4Text as LigerLlama4Text
+from liger_models.arch.mamba2 import LigerMamba2ForCausalLM as LigerMamba2ForCausalLM
+from liger_models.arch.mamba2 import Mamba2Config as Mamba2Config
 from liger_models.arch.ministral import LigerMinistral as LigerMinistral
 from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
 from liger_models.arch.mistral import LigerMistral as LigerMistral

@@ -13,6 +13,7 @@ class CheckpointFormat:
 
     Attributes:
         model_type: ``model_type`` in config.json.
+        aliases: further values of ``model_type`` in released files. Such files are read, but not written.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
         weight_map: function that takes a config and returns the `WeightMap` of the layout that is written, and
             preferred in reading.
@@ -41,6 +42,7 @@ class CheckpointFormat:
     ignored_keys: Collection[str] = ()
     contained_in: Collection[str] = ()
     peft_exchanges: bool = False
+    aliases: Collection[str] = ()
     module: str = "model.language_model.norm"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:

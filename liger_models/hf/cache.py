@@ -33,6 +33,11 @@ class LigerCache(Cache):
         self.is_unused = is_unused
 
     @property
+    def is_compileable(self) -> bool:
+        """False: ``generate`` then passes the caller's mask, and does not build the masks of transformers' layers."""
+        return False
+
+    @property
     def decode(self) -> DecodeCache:
         """The cache of the model's layers."""
         if self._fill is not None:
@@ -91,7 +96,8 @@ class LigerCache(Cache):
     def layers(self) -> list[Any]:
         """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
 
-        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``.
+        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``. A layer of latent
+        attention has one key for each token, which is its row of latents, and values of width 0.
         """
         layers: list[Any] = []
         for i in range(len(self)):

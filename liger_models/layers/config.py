@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
-from liger_models.layers.rope import RopeScaling
+from liger_models.layers.rope import RopeScaling, YarnScaling, yarn_mscale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -16,7 +16,9 @@ _SIZES = """
     linear_num_value_heads no_rope_layer_interval depth embed_dim num_heads mlp_ratio in_channels num_channels
     patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
     num_position_embeddings attention_heads max_num_tiles
-    global_head_dim num_global_key_value_heads top_k_experts
+    global_head_dim num_global_key_value_heads top_k_experts q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim
+    qk_nope_head_dim n_group topk_group
+    state_size n_groups conv_kernel expand
     intermediate_size_mlp interleave_moe_layer_step projector_input_dim projector_output_dim vision_output_dim
 """
 _LENGTHS = """
@@ -26,12 +28,14 @@ _LENGTHS = """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
-    swiglu_limit attention_multiplier alpha
+    swiglu_limit attention_multiplier alpha time_step_min time_step_max time_step_floor
 """
 _NOT_NEGATIVE = """
     rms_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
     embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
-    hidden_size_per_layer_input num_kv_shared_layers
+    hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
+    n_routed_experts layer_norm_epsilon
+    time_step_limit
 """
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),
@@ -75,7 +79,20 @@ _TODO = "Check config.json."
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class BaseConfig:
+    """Base class of the configs of all decoders. It checks the numbers of all fields.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __post_init__(self) -> None:
+        _let_use_cache_be_set(type(self))
+        check_numbers(type(self).__name__, vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(BaseConfig):
     """Sizes and constants of a decoder, with the names of Hugging Face's config.json.
 
     The config of each architecture derives from this class and adds its own fields. Its defaults equal those of the
@@ -114,9 +131,8 @@ class DecoderConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        _let_use_cache_be_set(type(self))
+        super().__post_init__()
         name, H, G = type(self).__name__, self.num_attention_heads, self.kv_heads
-        check_numbers(name, vars(self))
         if H % G != 0:
             raise ValueError(
                 f"{name}: num_attention_heads ({H}) must be a multiple of num_key_value_heads ({G}). Check config.json."
@@ -156,6 +172,48 @@ class RMSNormDecoderConfig(DecoderConfig):
     """`DecoderConfig` of a decoder whose norms are RMSNorms."""
 
     rms_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentDecoderConfig(RMSNormDecoderConfig):
+    """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
+
+    ``head_dim`` is not read, but computed as transformers computes it: it is the number of rotated dimensions.
+    """
+
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+        super().__post_init__()
+        if self.qk_rope_head_dim % 2 != 0:
+            raise ValueError(
+                f"{type(self).__name__}: qk_rope_head_dim must be even, got {self.qk_rope_head_dim}. Check config.json."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Dimension of a head's queries and keys, of which ``qk_rope_head_dim`` dimensions are rotated."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of rotated dimensions of a head."""
+        return self.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Multiplier of q·k: with YaRN, ``mscale_all_dim`` increases it, for all dimensions of a head."""
+        scale: float = self.head_size**-0.5
+        if not isinstance(self.rope_scaling, YarnScaling):
+            return scale
+        mscale = yarn_mscale(self.rope_scaling.factor, self.rope_scaling.mscale_all_dim or 0.0)
+        return scale * mscale * mscale
 
 
 def _let_use_cache_be_set(cls: Any) -> None:

@@ -1,8 +1,9 @@
 """The base class of layers. Generic code calls its methods instead of testing for classes."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.distributed.collectives import Group
@@ -23,6 +24,7 @@ class AttentionSpec(NamedTuple):
         pair_flops: floating-point operations of the forward per pair of a query and a visible key.
         needs_flash: whether plainly causal attention on accelerators needs a mask except in half precision (sinks).
         takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step.
+        caches_latents: whether the decode cache has one row for each token, from which keys and values are computed.
         chunk: number of tokens per chunk, if a token attends only to its own chunk of its document; otherwise None.
     """
 
@@ -33,6 +35,7 @@ class AttentionSpec(NamedTuple):
     pair_flops: int
     needs_flash: bool = False
     takes_pages: bool = False
+    caches_latents: bool = False
     chunk: int | None = None
 
     def pairs(self, lengths: Tensor) -> Tensor:
@@ -86,6 +89,22 @@ class Layer(nn.Module):
     """
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
+    wide: tuple[str, ...] = ()
+    """Names of the layer's own parameters that stay in fp32 in a model in half precision. The layer has no other
+    parameters, and reads them only in its forward, because FSDP2 gathers them as a group of their own."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if not self.wide:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+        def moved(tensor: Tensor) -> Tensor:
+            """Apply ``fn``, which may move the tensor, but does not round it to half precision."""
+            like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if like.dtype not in (torch.float16, torch.bfloat16):
+                return fn(tensor)  # type: ignore[no-any-return]
+            return tensor.to(like.device, torch.float32)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -211,6 +230,11 @@ def set_policy(module: nn.Module, policy: str) -> None:
     """Choose what the layers of a module recompute in the backward; ``policy`` is one of `CHECKPOINTING_POLICIES`."""
     for layer in layers_of(module):
         layer.set_policy(policy)
+
+
+def wide_parameters(module: nn.Module) -> list[str]:
+    """Return the names of all parameters of a module that stay in fp32; see `Layer.wide`."""
+    return [f"{path}.{name}".lstrip(".") for path, layer in named_layers(module) for name in layer.wide]
 
 
 def is_replayable(module: nn.Module) -> bool:

@@ -192,6 +192,8 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
         for name, buffer in model.named_buffers():
             if name in saved:  # such as Gemma 4's factor of the stream
                 buffer.mul_(0.8)
+            if name.endswith("e_score_correction_bias"):  # zeros in a new model
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return folder
 
@@ -211,6 +213,11 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         scale_queries_by_position(model)
     if arch == "llama4_text":
         model.base_model_prefix = "model"  # the class has the name that its body has in the model with images
+    for mixer in model.modules():
+        if hasattr(mixer, "in_proj") and hasattr(mixer, "A_log"):
+            # The bias of the projection would enter the state at padding.
+            mixer.register_forward_pre_hook(keep_mask, with_kwargs=True)
+            mixer.in_proj.register_forward_hook(functools.partial(without_padding, mixer))
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
@@ -245,6 +252,18 @@ def attend_with_scaled_queries(attend, layer, query, *rest, **options):
         steps = torch.floor((layer.positions.to(query.dtype) + 1) / layer.floor_scale)
         query = query * (torch.log1p(steps) * layer.attn_scale + 1)[:, None, :, None]
     return attend(layer, query, *rest, **options)
+
+
+def keep_mask(mixer, args, kwargs):
+    """Keep the mask that a mixer is called with, for `without_padding`."""
+    mask = kwargs.get("attention_mask")
+    vars(mixer)["kept_mask"] = None if mask is None or mask.dim() != 2 else mask
+
+
+def without_padding(mixer, linear, args, out):
+    """The output of a mixer's projection, 0 for padding."""
+    mask = vars(mixer)["kept_mask"]
+    return None if mask is None else out * mask[:, -out.shape[1] :, None].to(out.dtype)
 
 
 def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None, mm_token_type_ids=None, **inputs):

@@ -54,7 +54,7 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
 
     whole, theirs = theirs, theirs.get_text_config()
     theirs.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ in size
-    sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
+    sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim or config.head_size}
     for field in dataclasses.fields(config):
         if field.name == "vision_config":
             assert_same_tower(config.vision_config, whole.vision_config)
@@ -108,7 +108,7 @@ def test_the_defaults_are_those_of_transformers(arch: str) -> None:
     written = write_config(get_arch(arch).config_class(), {}, torch.float32)
     changes = {key: value for key, value in json.loads(json.dumps(written)).items() if key != "model_type"}
     ours, theirs = (transformers.AutoConfig.for_model(arch, **each).to_dict() for each in (changes, {}))
-    ours_rope, their_rope = (each.pop("rope_parameters") for each in (ours, theirs))
+    ours_rope, their_rope = (each.pop("rope_parameters", {}) for each in (ours, theirs))
     for key in ours_rope.keys() & their_rope:
         assert ours_rope[key] == their_rope[key]
     for key in ("architectures", "dtype", "sliding_window_pattern"):  # the last is layer_types in other words

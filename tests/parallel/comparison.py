@@ -44,7 +44,7 @@ def configs_of(arch: str) -> list[Any]:
 
     theirs = [transformers.AutoConfig.for_model(arch, **config).to_dict() for config in tiny_configs(arch).values()]
     configs = [read_config(get_arch(arch).config_class, config) for config in theirs]
-    return [config for config in configs if config.kv_heads % 2 == 0]
+    return [config for config in configs if getattr(config, "kv_heads", 2) % 2 == 0]
 
 
 def mesh_of(*shape: int) -> Any:
@@ -107,6 +107,14 @@ RUNS = {
             "rms_norm_eps": 0.05, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
             "linear_value_head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+            "attention_bias": True, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
         },
     ),
     "llama4_text": (

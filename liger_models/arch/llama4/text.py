@@ -31,15 +31,16 @@ from torch import Tensor, nn
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, gate_up_rows
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
-from liger_models.layers.layer import AttentionSpec, Layer
+from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm
+from liger_models.layers.moe import LigerSharedExpertMoE
+from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import LongRopeScaling, YarnScaling
 
 LAYER_TYPES = ("chunked_attention", "full_attention")
@@ -159,46 +160,6 @@ class Llama4Attention(LigerAttention):
         return q, k, v
 
 
-class Llama4Experts(LigerMoE):
-    """`LigerMoE` with one expert per token, whose input is multiplied by the sigmoid of its logit."""
-
-    def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        _, experts, logits = super()._route(logits, experts)
-        compute = torch.promote_types(logits.dtype, torch.float32)
-        return logits.gather(1, experts).to(compute).sigmoid(), experts, logits
-
-    def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        # The inputs are scaled before ranks exchange them, and the outputs are not.
-        scaled = x * weights.to(x.dtype).view(*x.shape[:-1], 1)
-        return super()._mix(scaled, torch.ones_like(weights), experts, logits)
-
-
-class Llama4MoE(Layer):
-    """``experts(x) + shared_expert(x)``.
-
-    The routed experts are a separate layer, because expert parallelism distributes only them.
-
-    Args:
-        config: sizes and constants.
-        kernel: False for plain torch.
-    """
-
-    def __init__(self, config: Llama4TextConfig, *, kernel: bool) -> None:
-        super().__init__()
-        C, width = config.hidden_size, config.intermediate_size
-        self.experts = Llama4Experts(C, width, config.num_local_experts, 1, normalize=False, kernel=kernel)
-        self.shared_expert = GatedMLP(C, width, kernel=kernel)
-
-    def add_norm(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LigerMoE.add_norm`."""
-        normed, residual = add_norm(norm, x, residual)
-        y, router_logits = self.experts(normed, experts)
-        shared, _ = self.shared_expert.add_norm(None, None, normed)
-        return y + shared, residual, router_logits
-
-
 class Llama4Block(nn.Module):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
@@ -209,9 +170,18 @@ class Llama4Block(nn.Module):
         self.self_attn = Llama4Attention(config, layer, kernels)
         self.post_attention_layernorm = norm()
         # Some layers can have a dense MLP instead of experts.
-        self.feed_forward: Llama4MoE | GatedMLP
+        self.feed_forward: LigerSharedExpertMoE | GatedMLP
         if config.is_sparse(layer):
-            self.feed_forward = Llama4MoE(config, kernel=kernels.swiglu)
+            self.feed_forward = LigerSharedExpertMoE(
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_local_experts,
+                Routing(config.num_experts_per_tok, score="sigmoid", round_weights=True),
+                shared_size=config.intermediate_size,
+                gated=False,
+                weights_input=True,
+                kernel=kernels.swiglu,
+            )
         else:
             self.feed_forward = GatedMLP(config.hidden_size, config.intermediate_size_mlp, kernel=kernels.swiglu)
 
