@@ -96,8 +96,9 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     # The layer of the experts stays, and gets the adapters as a submodule.
     for path, weights in experts.items():
         moe: Any = model.get_submodule(path)
+        exchanged = format_of(type(model)).peft_exchanges
         adapters = {
-            weight: ExpertAdapter(moe.matrices(weight), name, expression, config)
+            weight: ExpertAdapter(moe.matrices(weight), name, expression, config, exchanged=exchanged)
             for weight, (name, expression) in weights.items()
             if name in chosen
         }

@@ -536,15 +536,18 @@ class ExpertAdapter(Layer):
         name: name, in transformers, of the parameter that holds the matrices.
         expression: the weight as an expression over the parameter in transformers.
         config: settings of the adapters.
+        exchanged: whether A and B change places in PEFT's files; see `CheckpointFormat.peft_exchanges`.
     """
 
-    def __init__(self, weight: Weight, name: str, expression: Expression, config: LoRAConfig) -> None:
+    def __init__(
+        self, weight: Weight, name: str, expression: Expression, config: LoRAConfig, *, exchanged: bool = False
+    ) -> None:
         super().__init__()
         X, out, width = weight.shape
 
         # Adapters are fp32 because of their small updates, as for linear layers.
         options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
-        self.name, self.expression = name, expression
+        self.name, self.expression, self.exchanged = name, expression, exchanged
         self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
         self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
 

@@ -287,9 +287,23 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
     """Map the names in PEFT's files to the tensors of an expert adapter.
 
     In the files, A is [X · r, in], expert after expert. B is [out, r · X], where the index of the expert varies fastest
-    and the rows have the order of transformers.
+    and the rows have the order of transformers. If A and B are exchanged, the file's A has the columns of B, and the
+    file's B has the rows of A: their product is the transposed matrix.
     """
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
+    if adapter.exchanged:
+        return {
+            f"{stem}.lora_A.weight": PeftTensor(
+                adapter.lora_B,
+                lambda B: expression.unpack(B)[name].flatten(0, 1),
+                lambda A: expression.pack({name: A.unflatten(0, (X, -1))}),
+            ),
+            f"{stem}.lora_B.weight": PeftTensor(
+                adapter.lora_A,
+                lambda A: rearrange(A, "x r i -> i (r x)"),
+                lambda B: rearrange(B, "i (r x) -> x r i", x=X),
+            ),
+        }
     # The parameter in transformers is [X, out, in] or [X, in, out]. In B, r takes the place of "in".
     probe = expression.unpack(torch.empty(X, out, out + 2, device="meta"))[name]
     ours = "x o r" if probe.shape[1] == out else "x r o"

@@ -112,7 +112,8 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
         theirs: a causal language model, or a vision-language model.
         inputs: arguments of the model's forward.
     """
-    blocks = getattr(theirs.get_decoder(), "layers", [])
+    decoder = theirs.get_decoder()  # with images it may be a language model with a head
+    blocks = getattr(getattr(decoder, "model", decoder), "layers", [])
     recorded = Trace([{} for _ in blocks], torch.empty(0), torch.empty(0))
 
     def record(parts: dict[str, tuple[Tensor, Tensor]], name: str, _: Any, args: Any, options: Any, out: Any) -> None:

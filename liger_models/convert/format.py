@@ -24,6 +24,10 @@ class CheckpointFormat:
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
+        contained_in: values of ``model_type`` of checkpoints from which a model of this family can be read, too: its
+            configuration is their ``text_config``, and its tensors have the names of one of ``other_maps``.
+        peft_exchanges: whether PEFT takes the experts' matrices in transformers, [X, in, out], for [X, out, in],
+            because their module does not say that they are transposed. A and B then change places in PEFT's files.
         module: name of a module of the transformers model in memory. The layout of the modules in memory is the first
             layout that contains the weight of this module.
     """
@@ -36,6 +40,8 @@ class CheckpointFormat:
     from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     ignored_keys: Collection[str] = ()
+    contained_in: Collection[str] = ()
+    peft_exchanges: bool = False
     aliases: Collection[str] = ()
     module: str = "model.language_model.norm"
 

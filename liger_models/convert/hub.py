@@ -23,7 +23,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, asset_patterns, read_index, read_json_config
-from liger_models.convert.load import check_model_type
+from liger_models.convert.load import own_config
 from liger_models.convert.save import save_pretrained
 from liger_models.distributed.ranks import rank, run_on_rank_zero
 from liger_models.layers.decoder import Decoder
@@ -132,10 +132,10 @@ def download(
             )
         hf_config = read_json_config(folder)
         chosen = model_class(hf_config)
-        check_model_type(chosen, hf_config)
+        part = own_config(chosen, hf_config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # loading reads the config again and warns
-            read_config(chosen.config_class, hf_config, strict=strict)
+            read_config(chosen.config_class, part, strict=strict)
 
         # The folder is named after the commit. Download the other files from the same commit, even if the branch moves.
         commit = folder.name

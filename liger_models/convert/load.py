@@ -107,7 +107,7 @@ def load_pretrained(
     with agreed():
         hf_config = read_json_config(folder) if hf_config is None else dict(hf_config)
         time_written = (folder / CONFIG).stat().st_mtime_ns
-        check_model_type(model_class, hf_config)
+        hf_config = own_config(model_class, hf_config)
     stored = read_headers(folder) if shard is None else _headers_of_all(folder)
     with agreed():
         # Build the model without memory, and choose the layout that matches the tensors.
@@ -390,14 +390,24 @@ def _fill_codes(
             shard.copy_(numbers.contiguous().view(torch.uint8))
 
 
-def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the ``model_type`` of config.json differs from the ``model_type`` of the class."""
-    model_type = format_of(model_class).model_type
-    if hf_config.get("model_type", model_type) not in (model_type, *format_of(model_class).aliases):
+def own_config(model_class: type, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json for a model of a class.
+
+    This is ``text_config`` if the class is only a part of the checkpoint's model; see `CheckpointFormat.contained_in`.
+
+    Raises:
+        ValueError: the ``model_type`` of config.json differs from the ``model_type`` of the class.
+    """
+    checkpoint, model_type = format_of(model_class), hf_config.get("model_type")
+    if model_type in checkpoint.contained_in:
+        of_whole = {key: hf_config[key] for key in ("torch_dtype", "quantization_config") if key in hf_config}
+        return of_whole | dict(hf_config.get("text_config") or {})
+    if model_type not in (None, checkpoint.model_type, *checkpoint.aliases):
         raise ValueError(
-            f"{model_class.__name__}: model_type in config.json must be {model_type!r}, "
-            f"got {hf_config['model_type']!r}. AutoLigerModel picks the right class."
+            f"{model_class.__name__}: model_type in config.json must be {checkpoint.model_type!r}, got {model_type!r}. "
+            "AutoLigerModel picks the right class."
         )
+    return dict(hf_config)
 
 
 def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:

@@ -172,7 +172,7 @@ def register() -> None:
     for model_type in set(list_archs()) - set(built_in()):
         AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
     for auto_class, config, ours, _ in _entries():
-        auto_class.register(config, ours, exist_ok=True)
+        _set_class(auto_class, config, ours)
         if auto_class._model_mapping.get(config, None) is not ours:
             raise ValueError(
                 f"register: transformers must be 5.20 or later, got {transformers.__version__}, which takes no other "
@@ -184,7 +184,7 @@ def unregister() -> None:
     """Make transformers' auto classes return transformers' own models again."""
     for auto_class, config, _, theirs in _entries():
         if theirs is not None:
-            auto_class.register(config, theirs, exist_ok=True)
+            _set_class(auto_class, config, theirs)
 
 
 @contextlib.contextmanager
@@ -200,12 +200,17 @@ def registered() -> Iterator[None]:
     finally:
         for auto_class, config, hf_class in before:
             if hf_class is not None:
-                auto_class.register(config, hf_class, exist_ok=True)
+                _set_class(auto_class, config, hf_class)
+
+
+def _set_class(auto_class: Any, config: type[PreTrainedConfig], hf_class: Any) -> None:
+    """Make an auto class return a class for a configuration, which may contain that of the class."""
+    auto_class._model_mapping.register(config, hf_class, exist_ok=True)
 
 
 def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
     """Return (auto class, configuration class, our class, transformers' class) for each model type and auto class."""
-    entries = []
+    entries: list[tuple[Any, type[PreTrainedConfig], Any, Any]] = []
     for model_type, ours in ((name, ours) for name in list_archs() for ours in _classes_of(name)):
         added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type
         theirs = None if added else getattr(transformers, ours.__name__, None)
@@ -219,4 +224,8 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
             unlisted = added or (listed is None and ours.__name__.endswith("ForCausalLM"))
             if (unlisted and auto_name == AUTO_CLASSES[0]) or listed == ours.__name__:
                 entries.append((auto_class, ours.config_class, ours, theirs))
+            # A text model can be read from checkpoints with images, whose configuration contains its own.
+            for outer in format_of(get_arch(model_type)).contained_in:
+                if class_name(auto_class, outer) == ours.__name__:
+                    entries.append((auto_class, config_class(outer), ours, theirs))
     return entries

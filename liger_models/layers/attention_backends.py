@@ -153,11 +153,12 @@ def attention(
             "attention: dropout must be 0 with packed or padded batches, windows, softcaps and sinks on "
             f"{q.device.type}, got {dropout}. Set attention_dropout=0."
         )
-    if q.shape[1] == 1 and window is not None and mask.segments is None:
-        # A single query sees the end of the cache, up to its window.
-        call.k, call.v = k[:, -window:], v[:, -window:]
+    reach = layout.chunk or window
+    if q.shape[1] == 1 and reach is not None and mask.segments is None:
+        # A single query sees the end of the cache, up to its window or within its chunk.
+        call.k, call.v = k[:, -reach:], v[:, -reach:]
         if mask.dense is not None:
-            call.mask = replace(mask, dense=mask.dense[..., -window:])
+            call.mask = replace(mask, dense=mask.dense[..., -reach:])
     for takes, compute in WITH_MASK:
         if takes(call):
             return compute(call)
@@ -217,6 +218,7 @@ class _InvariantAttention(torch.autograd.Function):
 
 def _paged(call: AttentionCall) -> Tensor:
     options = {"scale": call.scale, "window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+    options["chunk"] = call.layout.chunk
     assert call.layout.pages is not None
     y = decode_attention(call.q[:, 0], call.k, call.v, *call.layout.pages, **options)  # type: ignore[arg-type]
     return y[:, None]  # [B, 1, H, D]
@@ -362,7 +364,7 @@ def _by_length(
             y = attention_reference(part_q, part_k, part_v, None, call.scale, None, 0.0)
         else:
             with _unmasked(q, 0 if recurring else math.gcd(n, m)):
-                y = _sdpa(part_q, part_k, part_v, scale=call.scale)
+                y = _sdpa(part_q, part_k, part_v, scale=call.scale, is_causal=call.layout.causal)
         results.append(y.transpose(1, 2).flatten(0, 1))
     return torch.cat(results)
 

@@ -1,7 +1,7 @@
 """The layout of a batch: positions, documents and masks, computed once per forward and passed to every layer."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -51,6 +51,9 @@ class BatchLayout:
             masks; otherwise None.
         spans: within `batch_invariant`, two tensors [B · T] int32: the first and the last key that each token attends
             to if there is no window, numbered as in `invariant_attention`. Otherwise None.
+        chunk: in the layout of chunked attention, the number of tokens per chunk; otherwise None.
+        chunks: maps each chunk size of the attention layers to the layout for these layers. In this layout, every chunk
+            of a document is a document: tokens of a document attend to earlier tokens of their own chunk.
     """
 
     images_need_window: ClassVar[bool] = False
@@ -68,6 +71,8 @@ class BatchLayout:
     pages: Pages | None = None
     experts: tuple[Tensor, ...] = ()
     spans: tuple[Tensor, Tensor] | None = None
+    chunk: int | None = None
+    chunks: Mapping[int, "BatchLayout"] = field(default_factory=dict)
 
     @classmethod
     def bidirectional(
@@ -106,6 +111,7 @@ class BatchLayout:
         visible_until: Tensor | None = None,
         dtype: torch.dtype | None = None,
         needs_bounds: bool = False,
+        chunks: Collection[int] = (),
         **extra: Any,
     ) -> "Self":
         """Build the layout of a batch of text.
@@ -135,6 +141,7 @@ class BatchLayout:
             dtype: dtype of the activations. If it is given, masks may have forms that only the kernels for this dtype
                 support; otherwise they have forms that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
+            chunks: the chunk sizes of the attention layers, which need the mask for no window.
             extra: further fields of a derived class.
 
         Raises:
@@ -152,10 +159,11 @@ class BatchLayout:
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one.")
 
         # Number the documents, and count positions from the start of each. Padding is a separate document.
-        documents = None
+        documents = index = None
         positions = torch.arange(past, past + T, device=device)[None]
         if cu_seqlens is not None:
-            documents, positions = number_documents(cu_seqlens, B, T, device)
+            documents, index = number_documents(cu_seqlens, B, T, device)
+            positions = index
         elif attention_mask is not None:
             documents = _documents_of_mask(attention_mask, B, past, T, device)
         if position_ids is not None:
@@ -198,7 +206,57 @@ class BatchLayout:
                 raise ValueError("forward: deterministic_forward can't be used with images. Leave them out.")
             spans = _spans(documents, B, T, past, device, pages)
         options = {"attention_mask": attention_mask, "bounds": bounds, "pages": pages, "spans": spans, **extra}
-        return cls(positions, tables, documents, past, cache, masks, **options)
+        layout = cls(positions, tables, documents, past, cache, masks, **options)
+        if not chunks:
+            return layout
+        needed = bool(windows and windows.get(None))
+        layouts = {
+            size: layout._chunked(size, shape, index, segments is not None, count, needed, visible_until)
+            for size in chunks
+        }
+        return replace(layout, chunks=layouts)
+
+    def _chunked(
+        self,
+        size: int,
+        shape: tuple[int, int],
+        index: Tensor | None,
+        segmented: bool,
+        count: int,
+        needed: bool,
+        visible_until: Tensor | None,
+    ) -> "Self":
+        """Return the layout for attention in chunks of ``size`` tokens; see ``chunks``.
+
+        Args:
+            size: number of tokens per chunk.
+            shape: (B, T).
+            index: [B, T] int64, the index of each token in its packed document; None if documents are not packed.
+            segmented: whether variable-length attention supports the batch.
+            count: a number larger than every document number.
+            needed: whether a mask is required even for plainly causal attention.
+            visible_until: as in `build`. A token attends to later tokens only within its chunk.
+        """
+        (B, T), device, documents = shape, self.position_ids.device, None
+        if self.pages is None:
+            if self.past + T <= size:
+                return self  # no document reaches its second chunk
+            documents = number_chunks(self.documents, index, size, B, self.past + T, device)
+        masks: dict[int | None, Mask] = {}
+        if self.pages is None and not (is_batch_invariant() and not torch.is_grad_enabled()):
+            segments = None
+            if segmented and index is None:
+                segments = Segments.of_chunks(B, T, size, device)
+            elif segmented:
+                assert documents is not None
+                segments = Segments.of_runs(documents, count + B + B * T // size, size)
+            until = None if self.images_need_window else visible_until
+            masks[None] = text_mask(documents, self.past, None, B, T, device, needed, until, segments)
+        spans = None
+        if is_batch_invariant():
+            first, last = _spans(documents, B, T, self.past, device, self.pages)
+            spans = (first if self.pages is None else last.clamp_min(0) // size * size), last
+        return replace(self, documents=documents, masks=masks, spans=spans, chunk=size)
 
     def mask(self, window: int | None, q: Tensor, *, explicit: bool = False) -> Mask:
         """Return the mask for a window in a form that the kernel for ``q`` supports.
@@ -338,6 +396,28 @@ def _spans(
 def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
     """Return the document number of each token, [B, S] int64: 0 for tokens, −1 for padding."""
     return (attention_mask != 0).to(device, torch.int64) - 1
+
+
+def number_chunks(
+    documents: Tensor | None, index: Tensor | None, size: int, B: int, S: int, device: torch.device
+) -> Tensor:
+    """Return numbers [B, S] int64 that differ between the chunks of ``size`` tokens of all documents, −1 for padding.
+
+    Args:
+        documents: [B, S] as in `BatchLayout`, or None.
+        index: [B, S] int64, the index of each token in its packed document. If it is None, each row is one document,
+            which starts at the first token that is not padding.
+        size: number of tokens per chunk.
+        B, S: number of rows, and number of cached and new tokens.
+        device: device of the result.
+    """
+    if index is not None and documents is not None:
+        return documents * -(-S // size) + index // size
+    column = torch.arange(S, device=device).expand(B, S)
+    if documents is None:
+        return column // size
+    start = (documents >= 0).int().argmax(1, keepdim=True)
+    return torch.where(documents < 0, documents, (column - start) // size)
 
 
 def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:

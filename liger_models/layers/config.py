@@ -20,11 +20,12 @@ _SIZES = """
     global_head_dim num_global_key_value_heads top_k_experts q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim
     qk_nope_head_dim state_size n_groups conv_kernel expand conv_L_cache block_multiple_of mamba_d_ssm mamba_n_heads
     mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand ssm_state_size mamba_num_heads mamba_head_dim
-    moe_shared_expert_intermediate_size moe_latent_size n_group topk_group
+    moe_shared_expert_intermediate_size moe_latent_size n_group topk_group intermediate_size_mlp
+    interleave_moe_layer_step projector_input_dim projector_output_dim vision_output_dim
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
-    vocab_size_per_layer_input
+    vocab_size_per_layer_input attention_chunk_size floor_scale
 """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor

@@ -154,6 +154,8 @@ class Decoder(nn.Module):
         """Whether a layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
         """Maps each window to whether an attention layer with this window always needs a mask; set by `post_init`."""
+        self._chunks: set[int] = set()
+        """Chunk sizes of the attention layers."""
         self._needs_flash: set[int | None] = set()
         """Windows of the attention layers that need a mask unless they run in half precision."""
         # Parts of the loaded checkpoint that are saved with the next checkpoint.
@@ -251,6 +253,8 @@ class Decoder(nn.Module):
                     f"{', '.join(self.rotary)}."
                 )
             self._windows[spec.window] = self._windows.get(spec.window, False) or spec.needs_mask
+            if spec.chunk is not None:
+                self._chunks.add(spec.chunk)
             if spec.needs_flash:
                 self._needs_flash.add(spec.window)
 
@@ -598,7 +602,7 @@ class Decoder(nn.Module):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
         return self.layout_class.build(
             shape, embeds.device, rotary, windows=windows, needs_bounds=self._needs_bounds, dtype=embeds.dtype,
-            **options,
+            chunks=self._chunks, **options,
         )  # fmt: skip
 
     def run(self, embeds: Tensor, layout: BatchLayout, **options: Any) -> CausalLMOutput:

@@ -25,6 +25,7 @@ class AttentionSpec(NamedTuple):
         needs_flash: whether plainly causal attention on accelerators needs a mask except in half precision (sinks).
         takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step.
         caches_latents: whether the decode cache has one row for each token, from which keys and values are computed.
+        chunk: number of tokens per chunk, if a token attends only to its own chunk of its document; otherwise None.
     """
 
     cache_slot: int | None
@@ -35,6 +36,16 @@ class AttentionSpec(NamedTuple):
     needs_flash: bool = False
     takes_pages: bool = False
     caches_latents: bool = False
+    chunk: int | None = None
+
+    def pairs(self, lengths: Tensor) -> Tensor:
+        """Return the number of pairs of a query and a visible key in documents of these lengths, [n] floats."""
+        # Pairs grow with the square of the length up to the window or the chunk, and linearly past it.
+        if self.chunk is not None:
+            rest = lengths % self.chunk
+            return ((lengths - rest) * self.chunk + rest * rest) / 2
+        near = lengths if self.window is None else lengths.clamp(max=self.window)
+        return near * near / 2 + (lengths - near) * near
 
 
 class Layer(nn.Module):

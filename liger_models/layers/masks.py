@@ -74,6 +74,35 @@ class Segments:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
         return cls(bounds.int(), T)
 
+    @classmethod
+    def of_chunks(cls, B: int, T: int, size: int, device: torch.device) -> "Segments":
+        """Build one segment per chunk of ``size`` tokens of each row of the batch [B, T]."""
+        rows = torch.arange(0, B * T, max(T, 1), device=device)[:, None]
+        starts = (rows + torch.arange(0, T, size, device=device)).flatten()
+        bounds = torch.nn.functional.pad(starts, (0, 1), value=B * T)
+        return cls(bounds.int(), size, [min(size, T - start) for start in range(0, T, size)] * B)
+
+    @classmethod
+    def of_runs(cls, numbers: Tensor, most: int, max_seqlen: int) -> "Segments":
+        """Build one segment per run of equal numbers in a row, and empty segments after the last run.
+
+        This does not synchronize.
+
+        Args:
+            numbers: [B, T] int64.
+            most: upper bound of the number of runs.
+            max_seqlen: upper bound of the length of a run.
+        """
+        begins = torch.ones_like(numbers, dtype=torch.bool)
+        begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        begins = begins.flatten()
+        index = torch.arange(len(begins), device=numbers.device)
+        # The first token of run i is written to entry i, and the end to the last entry, for which all others aim.
+        ends = torch.full_like(index[:1], len(begins)).expand(most + 1)
+        run = torch.where(begins, begins.cumsum(0) - 1, most)
+        bounds = ends.scatter(0, run, torch.where(begins, index, len(begins)))
+        return cls(bounds.int(), max_seqlen)
+
 
 def _varlen_options() -> frozenset[str]:
     if FOR_CPUS:  # not needed, and the import takes a second

@@ -349,7 +349,8 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
         layout = model.stand_ins(layout, residual)
         for spec in (layer.attention for layer in layers_of(block)):
             if spec is not None:
-                layout.masks[spec.window] = Mask(counted=True)
+                seen = layout if spec.chunk is None else layout.chunks[spec.chunk]
+                seen.masks[spec.window] = Mask(counted=True)
 
         # The storages that the graph of autograd alone keeps alive.
         with dequantized_to(block, dtype), _Allocations() as allocations:

@@ -122,9 +122,8 @@ def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, flo
     active, per_token = 1.0, 0.0
     if isinstance(module, Layer):
         active, per_token, spec = module.active_share, float(module.token_flops), module.attention
-        if spec is not None:  # the mean number of keys that a token sees in a causal window
-            window = length if spec.window is None else min(spec.window, length)
-            per_token += spec.pair_flops * window * (1 - window / (2 * length))
+        if spec is not None:  # times the mean number of keys that a token sees
+            per_token += spec.pair_flops * spec.pairs(torch.tensor(float(length))).item() / length
 
     # A product in the forward, and one or two in the backward: a frozen weight needs no gradient.
     once = [2.0 * active * size * tokens for size in matrices.values()]

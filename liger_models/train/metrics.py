@@ -53,11 +53,9 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     # Modules in the order in which they run: a gradient reaches a module's input if anything before it is trained.
     total, before = 0.0, False
     for module in model.modules():
-        # Attention: pairs of tokens grow with the square of a length up to the window, and linearly past it.
         spec, work = attention.get(module), token_work.get(module, 0) * all_tokens
         if spec is not None:
-            near = lengths if spec.window is None else lengths.clamp(max=spec.window)
-            work += spec.pair_flops * (near * near / 2 + (lengths - near) * near).sum().item()
+            work += spec.pair_flops * spec.pairs(lengths).sum().item()
         if work:  # the output projection comes after attention
             inputs = (
                 weight for name, weight in module.named_parameters() if not name.startswith(("o_proj", "out_proj"))

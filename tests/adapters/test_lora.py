@@ -30,7 +30,7 @@ from liger_models.layers.frozen import frozen_format
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead
 
-from ..arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
+from ..arch import test_gemma3, test_gemma4_images, test_llama4, test_mllama, test_vision
 from ..arch.families import (
     FIRST_CASES,
     LIMIT,
@@ -111,6 +111,9 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     if arch in ("gemma4", "gemma4_unified"):
         ids, _, _, images, types = test_gemma4_images.make(model, [[3, (2, 3), 9]])
         return ids, images, images | types
+    if arch == "llama4":
+        ids, _, _, pixels = test_llama4.make(model, [[3, (2,), 9]])
+        return ids, {"pixel_values": pixels}, {"pixel_values": pixels}
     if arch == "mllama":
         ids, labels, inputs = test_mllama.make(model, [3, test_mllama.IMAGE, 9])
         return ids, inputs | {"labels": labels}, inputs | {"labels": labels}
@@ -199,7 +202,7 @@ def test_what_is_named_is_adapted_by_peft_and_nothing_else(arch, targets, root, 
 def test_a_language_model_beside_a_tower(arch, root, tmp_path):
     """Adapters of it alone and of the head, merged and saved."""
     folder = make_folder(arch, next(iter(tiny(arch))), root)
-    targets = r"model\.language_model\..*\.[qv]_proj|lm_head"
+    targets = r"(model\.)?language_model\..*\.[qv]_proj|(language_model\.)?lm_head"
     model = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, target_modules=targets)))
     assert not any(p.requires_grad for name, p in model.named_parameters() if is_tower(name))
     ids, inputs, _ = with_image(arch, model)

@@ -63,6 +63,7 @@ ATTENTION = r".*attn\.\w*proj\w*"
 MIXTURES = [
     *((arch, None) for arch in ("mixtral", "qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss")),
     ("qwen3_moe", "mixed"), ("qwen3_5_moe", None), ("gemma4", "experts"), ("gemma4_text", "experts"),
+    ("llama4_text", None), ("llama4", None),
 ]  # fmt: skip
 GPT_OSS = MIXTURE | {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 8, "swiglu_limit": 0.02}
 
@@ -385,7 +386,14 @@ def quantized(config, dtype, hf=WIDE, **options):
 @QUANTIZED
 @pytest.mark.parametrize(
     ("arch", "variant"),
-    [("mixtral", None), ("qwen3_moe", None), ("gpt_oss", None), ("gemma4", "experts"), ("qwen3_5_moe", None)],
+    [
+        ("mixtral", None),
+        ("qwen3_moe", None),
+        ("gpt_oss", None),
+        ("gemma4", "experts"),
+        ("qwen3_5_moe", None),
+        ("llama4_text", None),
+    ],
 )
 def test_quantized_experts_of_every_family(arch, variant, dtype, root):
     pytest.importorskip("torchao")

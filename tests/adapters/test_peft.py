@@ -53,12 +53,16 @@ def assert_same_step(ours, theirs, ours_get, theirs_get) -> None:
         assert error(parameter.grad, expected[name].grad) <= 2 * LIMIT, name
 
 
+BY_PATTERN = ("mllama", "llama4", "llama4_text")
+"""Llama 4's router is a linear layer in transformers, and would be a target as well."""
+
+
 def adapters(arch: str, **options):
     """All linear layers that both sides have."""
     targets: Any = SEVEN[:4] if arch in ("mixtral", "qwen3_moe") else "all-linear"  # there PEFT adapts experts as well
     targets = r".*attn\.\w*proj\w*|.*shared_expert_gate" if arch in SHARED_EXPERTS else targets
     targets = r".*\.(?!out_proj|fc\d_latent)\w*_proj" if arch in STATE_SPACE else targets
-    targets = r".*\.(qkv?|proj|fc[12]|[qkvo]_proj|gate_proj|up_proj|down_proj)" if arch == "mllama" else targets
+    targets = r".*\.(qkv?|proj|fc[12]|[qkvo]_proj|gate_proj|up_proj|down_proj)" if arch in BY_PATTERN else targets
     return peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import json
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -222,6 +223,10 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         # In transformers 5.17 a model with images doesn't read it from its config.
         model.forward = functools.partial(model.forward, output_router_logits=True)
+    if arch.startswith("llama4"):
+        scale_queries_by_position(model)
+    if arch == "llama4_text":
+        model.base_model_prefix = "model"  # the class has the name that its body has in the model with images
     for mixer in model.modules():
         if hasattr(mixer, "in_proj") and (hasattr(mixer, "A_log") or hasattr(mixer, "conv")):
             # The bias of the projection would enter the state at padding.
@@ -234,6 +239,36 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
     return model
+
+
+def scale_queries_by_position(model) -> None:
+    """Scale the queries of Llama 4's layers without rotation by ``position_ids``, like the authors' code.
+
+    Transformers 5.23 takes the number of a token in the cache for its position, which counts padding on the left.
+    """
+
+    def keep_positions(block, _, options):
+        vars(block.self_attn)["positions"] = options["position_ids"]
+
+    for block in getattr(model, "language_model", model).model.layers:
+        layer = block.self_attn
+        if layer.attn_temperature_tuning and not layer.use_rope:
+            layer.attn_temperature_tuning = False
+            block.register_forward_pre_hook(keep_positions, with_kwargs=True)
+
+    module = importlib.import_module(type(model).__module__)
+    if not hasattr(module.eager_attention_forward, "__wrapped__"):
+        module.eager_attention_forward = functools.wraps(module.eager_attention_forward)(
+            functools.partial(attend_with_scaled_queries, module.eager_attention_forward)
+        )
+
+
+def attend_with_scaled_queries(attend, layer, query, *rest, **options):
+    """Attention of Llama 4; in the layers that were given positions, [B, H, T, D] queries are scaled by them."""
+    if "positions" in vars(layer):
+        steps = torch.floor((layer.positions.to(query.dtype) + 1) / layer.floor_scale)
+        query = query * (torch.log1p(steps) * layer.attn_scale + 1)[:, None, :, None]
+    return attend(layer, query, *rest, **options)
 
 
 def keep_mask(mixer, args, kwargs):

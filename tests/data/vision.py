@@ -10,11 +10,12 @@ from liger_models.base.vision_language import VisionLanguageModel
 from ..base import conftest as qwen
 from ..base import test_processor_gemma3 as gemma3
 from ..base import test_processor_gemma4 as gemma4
+from ..base import test_processor_llama4 as llama4
 from ..base import test_processor_mllama as mllama
 from ..base import test_processor_muse_glimmer as muse_glimmer
 from ..base.conftest import picture
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "muse_glimmer")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "muse_glimmer")
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
 SIZES = ((40, 28), (90, 30), (23, 61), (64, 64), (33, 57))
@@ -30,6 +31,8 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         return model
     if family == "muse_glimmer":
         return muse_glimmer.make(**settings)
+    if family == "llama4":
+        return llama4.make(**{"max_patches": 4, **settings})
     if family == "mllama":
         model = mllama.make(**settings)
         with torch.no_grad():  # open the gates, so that images matter

@@ -19,10 +19,10 @@ from .test_rollout import LENGTHS, NEW, PAGE_BYTES, family, llama, make_prompts
 
 FAMILIES = [
     "llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "olmo2", "cohere2", "mixtral", "gemma4_text",
-    "deepseek_v2",
+    "deepseek_v2", "llama4_text",
 ]  # fmt: skip
 """Plain heads, norms of heads, softcaps, windows, experts, sinks and biases, norms of whole projections, LayerNorm,
-latents."""
+latents, chunks."""
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,18 @@ def trained_heads(model, ids, K=3):
     return medusa
 
 
-FAMILIES = ("llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "cohere2", "qwen3", "olmo2", "gemma4_text")
+FAMILIES = (
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "gpt_oss",
+    "cohere2",
+    "qwen3",
+    "olmo2",
+    "gemma4_text",
+    "llama4_text",
+)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

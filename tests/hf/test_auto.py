@@ -190,7 +190,15 @@ PUBLISHED = [
     if not file.name.endswith((".index.json", ".shapes.json", "tiny.json"))
     and "model_type" in json.loads(file.read_text(encoding="utf-8"))
 ]
-SPELLED_OUT = {"layer_types", "head_dim", "sliding_window", "partial_rotary_factor", "hidden_act"}
+SPELLED_OUT = {
+    "layer_types",
+    "head_dim",
+    "sliding_window",
+    "partial_rotary_factor",
+    "hidden_act",
+    "no_rope_layers",
+    "moe_layers",
+}
 """Fields that transformers fills in where a file leaves them to the defaults."""
 
 

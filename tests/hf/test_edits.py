@@ -292,8 +292,9 @@ def test_freezing_the_body_leaves_the_head(hf):
     assert {name for name, each in ours.named_parameters() if each.requires_grad} == (
         set() if tied else {"model.decoder.lm_head.weight"}
     )
-    outside = [model.num_parameters() - model.base_model.num_parameters() for model in (theirs, ours)]
-    assert outside[0] == outside[1]
+    if theirs.base_model is not theirs:  # Llama 4 with images has no module for its body
+        outside = [model.num_parameters() - model.base_model.num_parameters() for model in (theirs, ours)]
+        assert outside[0] == outside[1]
     if not tied:
         ours.train()(ids, labels=ids).loss.backward()
         assert ours.lm_head.weight.grad.any()
@@ -311,6 +312,8 @@ def test_freezing_the_body_leaves_the_head(hf):
 def test_a_body_is_saved(hf, tmp_path):
     """`AutoModel` loads it; a model with a head says that there is none, unless it is the embedding."""
     arch, variant, theirs, ours = hf
+    if theirs.base_model is theirs:
+        pytest.skip("transformers has no class for this body without its head")
     ids = tokens(arch, variant, 2, T)
     ours.base_model.save_pretrained(tmp_path)
     body, info = transformers.AutoModel.from_pretrained(

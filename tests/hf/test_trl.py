@@ -120,6 +120,8 @@ def test_the_head_that_trl_gives_a_model(hf):
     from trl.trainer.utils import add_fused_lm_head
 
     arch, variant, theirs, ours = hf
+    if theirs.base_model is theirs:
+        pytest.skip("transformers has no module for this body without its head")
     theirs.__dict__.pop("forward", None)
     ids = tokens(arch, variant, 2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_llama4, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -21,7 +21,7 @@ CASES = [
         ("muse_glimmer", "windows"),
     )
     for rows in ("images", "videos")
-] + [(("gemma3", "tied"), "images"), (("gemma4", "shared"), "images"), (("mllama", "four"), "images")]
+] + [(case, "images") for case in (("gemma3", "tied"), ("gemma4", "shared"), ("llama4", "chunks"), ("mllama", "four"))]
 
 
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -33,6 +33,9 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "gemma4":
         ids, mask, labels, images, types = test_gemma4_images.make(decoder, test_gemma4_images.ROWS[:count])
         return ids, mask, labels, images | types
+    if family == "llama4":
+        ids, mask, labels, pixels = test_llama4.make(decoder, test_llama4.ROWS[:count])
+        return ids, mask, labels, {"pixel_values": pixels}
     if family == "mllama":
         ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
         return ids, torch.ones_like(ids), labels, inputs
@@ -68,8 +71,11 @@ def test_images(hf, rows, reasons):
     text = theirs.config.get_text_config()
     text.output_router_logits = ours.config.get_text_config().output_router_logits = False
     options = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **inputs}
-    for chosen in ({}, {"use_cache": False}, {"num_beams": 2, "num_return_sequences": 2}):
-        if hasattr(theirs.model, "rope_deltas"):
+    choices = [{}, {"use_cache": False}]
+    if family != "llama4":  # transformers does not repeat its images for the beams
+        choices.append({"num_beams": 2, "num_return_sequences": 2})
+    for chosen in choices:
+        if hasattr(getattr(theirs, "model", None), "rope_deltas"):
             theirs.model.rope_deltas = None
         assert torch.equal(ours.generate(ids, **options, **chosen), theirs.generate(ids, **options, **chosen)), chosen
     assert reasons == [None, None]  # beam search has a loop of its own
@@ -88,7 +94,9 @@ def test_the_features_of_images(hf, rows):
     given = {
         key: value for key, value in inputs.items() if ("video" in key) == (rows == "videos") and "token" not in key
     }
-    want = getattr(theirs, name)(**given).pooler_output
+    want = getattr(theirs, name)(**given)
+    # Of Llama 4 transformers returns the features before the projection.
+    want = theirs.multi_modal_projector(want.last_hidden_state) if family == "llama4" else want.pooler_output
     got = getattr(ours, name)(**dict(reversed(given.items()))).pooler_output
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):

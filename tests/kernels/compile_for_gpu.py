@@ -281,6 +281,7 @@ def run_decoding(dtype: torch.dtype) -> None:
         for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
             decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
             invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
+        decode_attention(q, keys, keys, table, lengths, scale=0.1, chunk=300)
         invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
     seeded_scores(torch.zeros(2, 128256), torch.tensor([3, 4]), 5)

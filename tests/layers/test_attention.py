@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from liger_models.distributed.collectives import Group
 from liger_models.layers.attention import BaseAttention, LigerAttention
-from liger_models.layers.attention_backends import MOST_SCORES, attention
+from liger_models.layers.attention_backends import MOST_SCORES, AttentionCall, _segments, attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import Mask, Segments
@@ -189,6 +189,124 @@ def test_decoding_in_any_pieces_equals_one_pass(H, G, options, padded):
         torch.testing.assert_close(torch.cat(got, 1), want)
 
 
+def chunked(B, T, size, **options):
+    """The layout of the layers whose attention has chunks of this size."""
+    return sequence(B, T, chunks=[size], **options).chunks[size]
+
+
+def chunks_seen(T, size, starts):
+    """[B, 1, T, T]: causal, within chunks that are counted from the start of each token's document, [B, T]."""
+    token = torch.arange(T)
+    chunk = (token - starts).div(size, rounding_mode="floor")
+    same = (starts[:, :, None] == starts[:, None]) & (chunk[:, :, None] == chunk[:, None])
+    return (same & (token[:, None] >= token))[:, None]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 11, 12])
+@pytest.mark.parametrize("batch", ["whole", "packed", "left", "right"])
+def test_chunks(size, batch):
+    """A token attends to its own chunk of its own document; padding is no part of a chunk."""
+    torch.manual_seed(0)
+    T, starts, kept, options = 12, torch.zeros(2, 12, dtype=torch.int64), torch.ones(2, 12, dtype=torch.bool), {}
+    if batch == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 5, 16])  # the second document is split at the end of the row
+        starts[0, 5:], starts[1, 4:] = 5, 4
+    elif batch != "whole":
+        starts[1], kept[1, :5] = 5, False
+        if batch == "right":
+            starts, kept = starts * 0, kept.flip(1)
+        options["attention_mask"] = kept.long()
+    q, k, v = (torch.randn(2, T, heads, 8) for heads in (4, 2, 2))
+    want = naive(q, k, v, chunks_seen(T, size, starts), 0.3)
+    got = attention(q, k, v, chunked(2, T, size, **options), scale=0.3)
+    torch.testing.assert_close(got[kept], want[kept])
+
+
+def test_images_in_chunks():
+    """Their tokens attend to later tokens of the same image, but not beyond the chunk."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 12, heads, 8) for heads in (4, 2, 2))
+    until = torch.tensor([[0, 1, 6, 6, 6, 6, 6, 7, 8, 9, 10, 11]])
+    chunk, key = torch.arange(12) // 5, torch.arange(12)
+    visible = (key <= until[0, :, None]) & (chunk[:, None] == chunk)
+    got = attention(q, k, v, chunked(1, 12, 5, visible_until=until), scale=0.3)
+    torch.testing.assert_close(got, naive(q, k, v, visible, 0.3))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoding_in_chunks_in_any_pieces_equals_one_pass(size, padded):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 7, heads, 8) for heads in (4, 2, 2))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    options = {"attention_mask": mask} if padded else {}
+    want = attention(q, k, v, chunked(2, 7, size, **options), scale=0.3)
+    for pieces in ([1] * 7, [4, 1, 2], [3, 4]):
+        cache, got = DecodeCache(7), []
+        for parts in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True):
+            T, end = parts[0].shape[1], cache.length + parts[0].shape[1]
+            part = {"attention_mask": mask[:, :end]} if padded else {}
+            layout = chunked(2, T, size, cache=cache, **part)
+            got.append(attention(parts[0], *cache.extend(0, *parts[1:]), layout, scale=0.3))
+            cache.length = end
+        kept = mask.bool() if padded else slice(None)
+        torch.testing.assert_close(torch.cat(got, 1)[kept], want[kept])
+
+
+def test_a_token_reads_no_keys_before_its_chunk_could_begin(monkeypatch):
+    read = mock.Mock(side_effect=F.scaled_dot_product_attention)
+    monkeypatch.setattr("liger_models.layers.attention_backends.F.scaled_dot_product_attention", read)
+    cache = DecodeCache()
+    x = torch.randn(1, 100, 2, 8)
+    cache.extend(0, x, x)
+    cache.length = 100
+    attention(x[:, :1], *cache.extend(0, x[:, :1], x[:, :1]), chunked(1, 1, 30, cache=cache), scale=0.3)
+    assert read.call_args.args[1].shape[2] == 30
+
+
+@pytest.mark.parametrize(("T", "size"), [(12, 4), (12, 5), (1, 4), (7, 8)])
+def test_segments_of_chunks(T, size):
+    got = Segments.of_chunks(2, T, size, torch.device("cpu"))
+    lengths = [len(part) for row in range(2) for part in torch.arange(T).split(size)]
+    assert got.lengths == got.cu_seqlens.diff().tolist() == lengths
+    assert got.max_seqlen == size
+
+
+def test_segments_of_runs():
+    numbers = torch.tensor([[0, 0, 0, 1, 2, 2], [2, 2, 5, 5, 5, 5]])
+    for most in (5, 8):
+        got = Segments.of_runs(numbers, most, 4)
+        assert got.cu_seqlens.tolist() == [0, 3, 4, 6, 8] + [12] * (most - 4)
+
+
+def test_the_segments_of_packed_chunks_are_those_of_the_mask(monkeypatch):
+    monkeypatch.setattr("liger_models.layers.batch.takes_segments", lambda *_: True)
+    bounds = torch.tensor([0, 5, 5, 16, 40])
+    layout = chunked(2, 24, 4, cu_seqlens=bounds, dtype=torch.bfloat16)
+    numbers = layout.documents + 100 * torch.arange(2)[:, None]  # a document does not continue in the next row
+    want = Segments.of(numbers.flatten()).cu_seqlens
+    got = layout.masks[None].segments
+    assert got.cu_seqlens[: len(want)].tolist() == want.tolist()
+    assert (got.cu_seqlens[len(want) :] == 48).all()
+    assert chunked(2, 24, 4, dtype=torch.bfloat16).masks[None].segments.lengths == [4] * 12
+
+
+def test_chunks_of_equal_lengths_are_rows_of_one_call(monkeypatch):
+    """As on GPUs: the kernel for plainly causal attention computes the chunks of all rows, and a shorter last one."""
+    torch.manual_seed(0)
+    sdpa = mock.Mock(side_effect=F.scaled_dot_product_attention)
+    monkeypatch.setattr("liger_models.layers.attention_backends.F.scaled_dot_product_attention", sdpa)
+    inputs = [torch.randn(1, 14, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    layout = chunked(1, 14, 4)
+    segments = Segments.of_chunks(1, 14, 4, torch.device("cpu"))
+    got = _segments(AttentionCall(*inputs, layout, 0.3, None, None, 0.0, None, Mask(segments=segments)))
+    assert [call.args[0].shape for call in sdpa.call_args_list] == [(3, 4, 4, 8), (1, 4, 2, 8)]
+    want = attention(*inputs, layout, scale=0.3)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs, dy), torch.autograd.grad(want, inputs, dy))
+
+
 def test_dropout_only_in_training():
     torch.manual_seed(0)
     layer = LigerAttention(16, 2, 2, 8, layer=0, dropout=0.5)
@@ -279,6 +397,27 @@ def test_half_precision_within_segments(H, G, D, window, bounds):
     )  # fmt: skip
     assert s.masks[window].segments is not None
     assert_close_to_formula(q, k, v, dy, s, window, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("T", "size"), [(600, 200), (4096, 1024), (600, 7), (600, 129)])
+@pytest.mark.parametrize("batch", ["whole", "packed", "padded"])
+def test_chunks_on_gpus(dtype, T, size, batch):
+    """In one call for chunks of equal lengths, in the variable-length kernel, and in flex_attention."""
+    torch.manual_seed(0)
+    options = {"cu_seqlens": torch.tensor([0, 170, 171, T + 100], device="cuda")} if batch == "packed" else {}
+    if batch == "padded":
+        options = {"attention_mask": torch.ones(2, T, dtype=torch.int64, device="cuda")}
+        options["attention_mask"][1, :77] = 0
+    q, k, v = (torch.randn(2, T, h, 64, device="cuda", dtype=dtype, requires_grad=True) for h in (4, 2, 2))
+    dy = torch.randn(2, T, 4, 64, device="cuda", dtype=dtype)
+    s = BatchLayout.build((2, T), q.device, {}, dtype=dtype, chunks=[size], **options).chunks[size]
+    assert (s.masks[None].segments is not None) == (dtype == torch.bfloat16 and batch != "padded")
+    if batch == "padded":  # what padding gets is nobody's business
+        dy[1, :77] = 0
+        q.data[1, :77] = k.data[1, :77] = v.data[1, :77] = 0
+    assert_close_to_formula(q, k, v, dy, s, None, None)
 
 
 def assert_close_to_formula(q, k, v, dy, s, window, softcap):

@@ -127,6 +127,13 @@ RUNS = {
             "layer_norm_epsilon": 0.05, "pad_token_id": None,
         },
     ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "head_dim": 8, "attention_chunk_size": 5, "no_rope_layer_interval": 2, "floor_scale": 4,
+            "num_local_experts": 4, "moe_layers": [0, 1], "intermediate_size_mlp": 24,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -206,7 +213,7 @@ def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
     gemma4 = GEMMA4 | experts | {"layer_types": GEMMA4["layer_types"][:3], "attention_k_eq_v": True}
     every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4}
-    every |= {name: RUNS[name][1] for name in ("gpt_oss", "nemotron_h", "qwen3_next")}
+    every |= {name: RUNS[name][1] for name in ("gpt_oss", "llama4_text", "nemotron_h", "qwen3_next")}
     sizes = every.get(arch) or CHECKPOINTS[arch]
     config_class = get_arch(arch).config_class
     balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5}

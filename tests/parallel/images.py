@@ -29,6 +29,10 @@ MUSE_GLIMMER = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 2,
     "pos_emb_height": 4, "pos_emb_width": 4,
 }  # fmt: skip
+LLAMA4 = {
+    "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 2, "projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24,
+}  # fmt: skip
 MLLAMA = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
     "image_size": 8, "patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32,
@@ -98,6 +102,15 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         MUSE_GLIMMER,
     ),
     "mllama": ("mllama", {"cross_attention_layers": [1, 2], "image_token_index": 97}, MLLAMA),
+    "llama4": (
+        "llama4",
+        {
+            "head_dim": 8, "attention_chunk_size": 5, "no_rope_layer_interval": 2, "floor_scale": 4, "moe_layers": [1],
+            "num_local_experts": 4, "intermediate_size_mlp": 40, "image_token_index": 90, "boi_token_index": 91,
+            "eoi_token_index": 92,
+        },
+        LLAMA4,
+    ),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
 LENGTH = 22
@@ -137,8 +150,9 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
             "pixel_values": torch.randn(rows * columns, width, generator=generator),
             "image_grid_thw": torch.tensor([[1, rows, columns]]),
         }
-    if hasattr(config, "mm_tokens_per_image"):
-        ids = [config.boi_token_index, *[config.image_token_index] * config.mm_tokens_per_image, config.eoi_token_index]
+    if not hasattr(vision, "max_num_tiles"):  # images, or tiles, of one size
+        count = getattr(config, "mm_tokens_per_image", None) or vision.tokens_per_tile
+        ids = [config.boi_token_index, *[config.image_token_index] * count, config.eoi_token_index]
         return ids, {"pixel_values": torch.randn(1, 3, vision.image_size, vision.image_size, generator=generator)}
     ratio = 1 + (3 * size[0] + size[1]) % len(vision.supported_aspect_ratios)
     pixels = torch.randn(1, vision.max_num_tiles, 3, vision.image_size, vision.image_size, generator=generator)

@@ -60,6 +60,7 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
         ("gemma4_text", (1, 2), "full"),
         ("qwen3_next", (1, 2), "full"),
         ("nemotron_h", (1, 2), "full"),
+        ("llama4_text", (1, 2), "selective"),
     ],
 )
 def test_experts_on_ranks(two, four, arch, shape, policy):

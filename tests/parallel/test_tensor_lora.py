@@ -32,6 +32,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("phi3", {"use_dora": True}, False),  # a rank's rows of q, k and v do not follow each other in the file's matrix
     ("deepseek_v2", {}, True),  # with projections to latents that every rank has
     ("gpt_oss", {"target_parameters": lora_layers.EXPERTS}, True),
+    ("llama4_text", {"target_parameters": lora_layers.EXPERTS}, False),
     ("qwen2_5_vl", {"use_rslora": True}, False),  # with layers in the tower that the ranks do not divide
     ("mllama", {}, True),
     ("apertus", {"target_modules": ["up_proj", "down_proj"]}, True),

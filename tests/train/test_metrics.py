@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.training.models import flops_per_token
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.arch.llama4.text import LigerLlama4Text
 from liger_models.arch.mistral import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
 from liger_models.arch.qwen3_5.qwen3_next import LigerQwen3Next
@@ -73,6 +74,14 @@ def test_linear_attention(ranks):
             block.linear_attn.shard_tokens(group)
         model.groups = ParallelGroups(context=group)
     assert flops(model, [batch([0, 20, 64])]) * ranks == 6 * 64 * (3 * (weights + mlp + recurrence) + C * 100)
+
+
+def test_chunks():
+    """They are documents of their own in the layers that have them, which are two of three."""
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 48, "moe_layers": [], "no_rope_layer_interval": 3}
+    chunked = make(LigerLlama4Text, **sizes, attention_chunk_size=16)
+    as_documents, whole = (flops(chunked, [batch(bounds)]) for bounds in ([0, 16, 32, 40], [0, 40]))
+    assert whole - as_documents == 12 * 32 * (40**2 - 16**2 - 16**2 - 8**2) / 2
 
 
 def test_a_window_and_experts():

@@ -1,9 +1,10 @@
 """Attention of one new token of each row to the keys and values in a paged cache, for decoding.
 
 Row b has n = lengths[b] tokens in the cache, including the new token. A page holds P tokens, and token j is in slot
-j % P of page table[b, j // P]. The new token sees token j if n − j is at most ``window``. The score of token j is
-s_j = scale · q · k_j or, with a softcap c, s_j = c · tanh(scale · q · k_j / c). z is the sink of the head; without
-sinks, exp(z) = 0. The sums are over the tokens that are seen, in fp32::
+j % P of page table[b, j // P]. The new token sees token j if n − j is at most ``window``, or if j and n − 1 are in the
+same chunk of ``chunk`` tokens. The score of token j is s_j = scale · q · k_j or, with a softcap c, s_j = c · tanh(scale
+· q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. The sums are over the tokens that are seen, in
+fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
@@ -67,6 +68,7 @@ def decode_attention_reference(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -82,7 +84,9 @@ def decode_attention_reference(
     # [B, G, S, D] and [B, G, S, V]
     k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
     distance = lengths[:, None] - torch.arange(k.shape[2], device=q.device)
-    visible = distance > 0 if window is None else (distance > 0) & (distance <= window)
+    reach = lengths[:, None] if chunk is None else (lengths[:, None] - 1).clamp_min(0) % chunk + 1
+    reach = reach if window is None else reach.clamp(max=window)
+    visible = (distance > 0) & (distance <= reach)
     visible = visible[:, None, None]
     compute = torch.promote_types(q.dtype, torch.float32)
     scores = ((q.view(B, G, H // G, D) @ k.transpose(2, 3)) * scale).to(compute)
@@ -100,9 +104,9 @@ def decode_attention_reference(
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr, table_b, q_b, q_h, window, scale, softcap,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-    LATENT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
+    LATENT: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum over one part of a row's keys, for a tile of the GROUP query heads of a KV head.
 
@@ -131,6 +135,8 @@ def _decode_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
+    if CHUNKED:
+        first = tl.maximum(length - 1, 0) // window * window
     lowest = first // BLOCK_N
     share = tl.cdiv(tl.cdiv(length, BLOCK_N) - lowest, PARTS)
     begin = (lowest + part * share) * BLOCK_N
@@ -208,14 +214,14 @@ def _power_below(x: int) -> int:
 
 LIBRARY.define(
     "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths, float scale, int? window,"
-    " float? softcap, Tensor? sinks) -> Tensor"
+    " int? chunk, float? softcap, Tensor? sinks) -> Tensor"
 )
 
 
 @torch.library.impl(LIBRARY, "decode_attention", "CompositeExplicitAutograd")
 def _decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None,
+    chunk: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (B, H, D), (_, page, G, _), V = q.shape, keys.shape, values.shape[3]
     # Values that are the first columns of the keys are not read, and not copied either.
@@ -244,7 +250,8 @@ def _decode_attention(
     # Divide the keys into enough parts to occupy the device. The lengths are on the device, so the largest possible
     # number of keys is taken from the width of the table.
     seen = table.shape[1] * page
-    seen = seen if window is None else min(window + block_n, seen)
+    reach = window or chunk
+    seen = seen if reach is None else min(reach + block_n, seen)
     room = _power_below(max(num_programs(q, PROGRAMS_PER_SM) // (B * tiles), 2))
     parts = max(min(room, next_power_of_2(cdiv(seen, block_n)), MOST_PARTS), 2)
     results = torch.empty(B, H, parts, V, dtype=torch.float32, device=q.device)
@@ -252,11 +259,11 @@ def _decode_attention(
     columns = min(block_v, COMBINED_COLUMNS)
     with on_device_of(q):
         _decode_kernel[(parts, tiles, B)](
-            q, keys, values, table, lengths, results, lse, table.stride(0), *q.stride()[:2], window or 0, scale,
+            q, keys, values, table, lengths, results, lse, table.stride(0), *q.stride()[:2], reach or 0, scale,
             softcap or 0.0, G=G, GROUP=H // G, D=D, V=V, PAGE=page, PARTS=parts, LATENT=latent,
-            HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, PRECISION=dot_precision(q), BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v, BLOCK_REST=block_rest, **overlap(q),
-            num_warps=8 if block_m * block_v > MOST_QUERIES else 4,
+            HAS_WINDOW=window is not None, CHUNKED=chunk is not None, HAS_SOFTCAP=softcap is not None,
+            PRECISION=dot_precision(q), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v,
+            BLOCK_REST=block_rest, **overlap(q), num_warps=8 if block_m * block_v > MOST_QUERIES else 4,
             num_stages=fitting_stages(q, STAGES, block_n * read * q.itemsize),
         )  # fmt: skip
         _combine_kernel[(B * H, cdiv(V, columns))](
@@ -267,7 +274,7 @@ def _decode_attention(
 
 
 @torch.library.register_fake("liger_models::decode_attention", lib=LIBRARY)
-def _decode_attention_fake(q, keys, values, table, lengths, scale, window, softcap, sinks):
+def _decode_attention_fake(q, keys, values, table, lengths, scale, window, chunk, softcap, sinks):
     return q.new_empty(*q.shape[:2], values.shape[3])
 
 
@@ -280,6 +287,7 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -298,6 +306,7 @@ def decode_attention(
             undefined.
         scale: number by which q·k is multiplied.
         window: number of tokens that the token sees, including itself; None for all tokens.
+        chunk: number of tokens per chunk, if the token sees only the tokens of its own chunk; needs ``window`` None.
         softcap: if given, scores become ``softcap · tanh(score / softcap)``.
         sinks: [H], an additional score of each head that has no key and no value but takes part in the softmax; None
             for no sinks.
@@ -306,7 +315,8 @@ def decode_attention(
         [B, H, V] in the dtype of q.
 
     Raises:
-        ValueError: shapes do not match, heads are wider than 576, or the window is below 1.
+        ValueError: shapes do not match, heads are wider than 576, the window or the chunk is below 1, or there are
+            both.
         TypeError: the tensors are not floating-point or differ in dtype, or table and lengths are not int32.
     """
     op = "decode_attention"
@@ -324,13 +334,15 @@ def decode_attention(
     B, H, D = q.shape
     page = keys.shape[1]
     check_heads(op, H, max(D, values.shape[3]), window, sinks, "Decode without pages.")
+    if chunk is not None and (window is not None or chunk < 1):
+        raise ValueError(f"{op}: chunk must be at least 1, and window None, got {chunk} and {window}. Pass one.")
     if not (page >= 16 and page & (page - 1) == 0):
         raise ValueError(f"{op}: a page must have a power of two of tokens, at least 16, got {page}. Make other pages.")
     if not (table.dim() == 2 and table.shape[0] == B and lengths.shape == (B,)):
         raise ValueError(
             f"{op}: table must be [{B}, N] and lengths [{B}], got {list(table.shape)} and {list(lengths.shape)}."
         )
-    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options = {"scale": scale, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
     if not use_triton(q):
         return decode_attention_reference(q, keys, values, table, lengths, **options)  # type: ignore[arg-type]
     out: Tensor = torch.ops.liger_models.decode_attention(q, keys, values, table, lengths, **options)

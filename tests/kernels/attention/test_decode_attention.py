@@ -95,6 +95,27 @@ def test_windows(backend, window, poisoned_empty):
     assert torch.allclose(got[3], whole[3]) == (window == 1000)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 16, 45, 64, 1000])
+def test_chunks(backend, chunk, poisoned_empty):
+    """A token sees the last chunk of its row, which is a window of as many tokens."""
+    check(SHAPES[0], torch.float32, backend, chunk=chunk)
+    q, keys, values, table, lengths = make(SHAPES[0], torch.float32, backend)
+    got = decode_attention(q, keys, values, table, lengths, scale=0.3, chunk=chunk)
+    for row, length in enumerate(lengths.tolist()):
+        part = slice(row, row + 1)
+        if length:
+            options = {"scale": 0.3, "window": (length - 1) % chunk + 1}
+            want = decode_attention(q[part], keys, values, table[part], lengths[part], **options)
+            torch.testing.assert_close(got[part], want)
+
+
+@pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": 4, "window": 3}], ids=str)
+def test_a_chunk_and_a_window_exclude_each_other(options):
+    q, keys, values, table, lengths = make(SHAPES[0], torch.float32, "cpu")
+    with pytest.raises(ValueError, match="chunk must be at least 1, and window None, got"):
+        decode_attention(q, keys, values, table, lengths, scale=0.3, **options)
+
+
 @pytest.mark.parametrize("options", [{"softcap": 0.5}, {"softcap": 30.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcaps_and_sinks(backend, options, window, poisoned_empty):
@@ -137,7 +158,7 @@ def test_no_rows(backend):
 
 def test_opcheck(kernel_device):
     q, keys, values, table, lengths = make((2, 1, 16), torch.float32, kernel_device, [3, 17])
-    arguments = q, keys.nan_to_num(), values.nan_to_num(), table, lengths, 0.3, 20, 5.0, q[0, :, 0].contiguous()
+    arguments = q, keys.nan_to_num(), values.nan_to_num(), table, lengths, 0.3, 20, None, 5.0, q[0, :, 0].contiguous()
     opcheck(torch.ops.liger_models.decode_attention, arguments)
 
 
@@ -149,6 +170,7 @@ def test_real_sizes(shape, poisoned_empty):
             check(shape, dtype, "cuda", scale=shape[2] ** -0.5, page=64, lengths=lengths)
         check(shape, torch.bfloat16, "cuda", scale=shape[2] ** -0.5, page=64, lengths=lengths, window=300, softcap=30.0)
         check(shape, torch.bfloat16, "cuda", scale=shape[2] ** -0.5, page=64, lengths=lengths, sinks=True)
+        check(shape, torch.bfloat16, "cuda", scale=shape[2] ** -0.5, page=64, lengths=lengths, chunk=300)
 
 
 @pytest.mark.gpu

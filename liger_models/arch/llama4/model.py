@@ -1,0 +1,197 @@
+"""Llama 4 with images (Scout, Maverick), Llama Guard 4: model_type ``llama4``.
+
+The language model is ``llama4_text``. An image is cut into tiles. In the text, a tile is a run of placeholders, which
+its image tokens replace. Tokens of an image attend only to earlier tokens, like all others.
+
+The vision tower computes each tile separately. Patches have learned positions, and queries and keys are rotated by
+column and row. The class token is the last token of a tile, and is dropped after the pre-norm blocks. The features of
+each square of patches are concatenated, and an MLP and a projection turn them into an image token.
+
+Source: https://ai.meta.com/blog/llama-4-multimodal-intelligence, transformers ``models/llama4``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_models.arch.llama4 import text
+from liger_models.arch.llama4.processor import Llama4Processor
+from liger_models.arch.llama4.text import Llama4Decoder
+from liger_models.arch.llama4.tower import Llama4Config, Llama4Tower
+from liger_models.arch.registry import add_family
+from liger_models.base.image_tokens import ImageTokenModel
+from liger_models.base.vision_language import check_placeholders
+from liger_models.common.errors import check_tensors
+from liger_models.convert.config_map import of_text
+from liger_models.convert.weight_map import WeightMap, decoder_map, qkv_rows
+from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.patches import count_torn
+
+
+class LigerLlama4(ImageTokenModel, Llama4Decoder):
+    """Llama 4 with images and its language-model head."""
+
+    config_class = Llama4Config
+    tower_class = Llama4Tower
+    processor_class = Llama4Processor
+    image_inputs = ("pixel_values",)
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
+
+    def forward(
+        self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
+    ) -> CausalLMOutput:
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [tiles, channels, height, width]; the tiles are in the order of their placeholders.
+            options: as in `Decoder.forward`; images need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
+                `Decoder.forward`.
+        """
+        check_tensors(pixel_values=pixel_values)
+        size = self._tile_size
+        if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
+            raise ValueError(
+                f"forward: pixel_values must be [tiles, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
+            )
+        return self.run_with_images(input_ids, None if pixel_values is None else (pixel_values,), **options)
+
+    @property
+    def _tile_size(self) -> tuple[int, int, int]:
+        vision = self.config.vision_config
+        return vision.num_channels, vision.image_size, vision.image_size
+
+    @property
+    def placeholder_id(self) -> int:
+        """See `ImageTokenModel.placeholder_id`."""
+        token: int = self.config.image_token_index
+        return token
+
+    @property
+    def images_are_bidirectional(self) -> bool:
+        """Whether the tokens of an image attend to each other in both directions."""
+        return False
+
+    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """The ids, with 0 at the placeholders if the embedding has no row for them."""
+        return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
+
+    def check_images(
+        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
+    ) -> None:
+        """See `ImageTokenModel.check_images`."""
+        per_tile, count = self.config.vision_config.tokens_per_tile, None if images is None else len(images[0])
+        sizes = input_ids.new_full((count or 0,), per_tile)
+        # One wait for the device for both numbers.
+        tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
+        check_placeholders(tokens, (count or 0) * per_tile, torn, count, f"{per_tile} ")
+
+    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
+        """See `ImageTokenModel.blank_image`."""
+        return (embeds.new_zeros(1, *self._tile_size),)
+
+    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
+        """See `ImageTokenModel.token_counts`."""
+        return torch.full((len(images[0]),), self.config.vision_config.tokens_per_tile)
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """Return the image tokens [tiles, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
+        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
+        return tokens
+
+
+IGNORED_KEYS = (
+    *text.IGNORED_KEYS,
+    "hidden_act",  # the tower's activation is GELU, and its norms have an eps of 1e-5, whatever its keys say
+    "norm_eps",
+    "initializer_range",
+    "multi_modal_projector_bias",  # there is no bias
+    "vision_feature_layer",  # the features are those of the last block, without the class token
+    "vision_feature_select_strategy",
+    "tie_word_embeddings",  # only that of text_config is read
+    "pad_token_id",
+)
+TOP = ("image_token_index", "boi_token_index", "eoi_token_index", "vision_config")
+"""Keys of config.json that do not belong to the language model."""
+
+IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the keys of ``text_config`` to the top, and read the base of the tower's rotation.
+
+    ``image_token_id`` is also accepted for ``image_token_index``, ``boi_token_id`` for ``boi_token_index``, and
+    ``eoi_token_id`` for ``eoi_token_index``.
+
+    Raises:
+        ValueError: the tower's rope type is not supported.
+    """
+    hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
+    vision = dict(hf.get("vision_config") or {})
+    rope = dict(vision.pop("rope_parameters", None) or {})
+    if rope.pop("rope_type", "default") != "default" or rope.keys() - {"rope_theta"}:
+        raise ValueError(
+            "config.json: vision_config.rope_parameters must be of type 'default' with a rope_theta, got "
+            f"{hf['vision_config']['rope_parameters']}. The architecture supports nothing else."
+        )
+    flat = of_text(Llama4Config, hf, text.from_json(hf.get("text_config") or {}), TOP)
+    return flat | {"vision_config": vision | rope}
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    text_keys = {key: value for key, value in keys.items() if key not in TOP}
+    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text_keys}
+
+
+def weight_map(config: Llama4Config) -> WeightMap:
+    """Maps the parameters of Llama 4 to the tensors of a Hugging Face checkpoint."""
+    vision, visual, kinds = config.vision_config, "vision_model", ("weight", "bias")
+    block, heads = f"{visual}.model.layers.{{b}}", vision.num_attention_heads
+    norms = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    tower = {
+        "visual.patch_embed.weight": f"{visual}.patch_embedding.linear.weight",
+        "visual.class_embed": f"{visual}.class_embedding",
+        "visual.pos_embed.weight": f"{visual}.positional_embedding_vlm",
+        **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
+        # The tower has as many key heads as query heads.
+        **{
+            f"visual.blocks.{{b}}.attn.qkv_proj.{k}": qkv_rows(
+                *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
+                heads=heads,
+                kv_heads=heads,
+                head_dim=vision.hidden_size // heads,
+            )
+            for k in kinds
+        },
+        **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.self_attn.o_proj.{k}" for k in kinds},
+        **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{name}.{k}" for norm, name in norms.items() for k in kinds},
+        **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
+        **{f"visual.adapter.{fc}.weight": f"{visual}.vision_adapter.mlp.{fc}.weight" for fc in ("fc1", "fc2")},
+        "visual.projection.weight": "multi_modal_projector.linear_1.weight",
+    }
+    names = text.names(config, "language_model.model")
+    names["also"] |= tower
+    names["over"] |= {"b": range(vision.num_hidden_layers)}
+    return decoder_map(config, head="language_model.lm_head.weight", **names)
+
+
+add_family(
+    LigerLlama4,
+    model_type="llama4",
+    hf_class="Llama4ForConditionalGeneration",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
+    peft_exchanges=True,
+    module="language_model.model.norm",
+)

@@ -1,0 +1,230 @@
+"""The processor of Llama 4, which turns text and images into model inputs.
+
+Source: transformers ``image_processing_llama4.py``, ``processing_llama4.py``.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+BILINEAR = 2
+
+PLACEHOLDER, BEGIN, END = "<|image|>", "<|image_start|>", "<|image_end|>"
+BETWEEN_COLUMNS, AFTER_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
+"""Tokens of the text of an image, which transformers does not read from a file."""
+
+
+def canvases(most: int) -> list[tuple[int, int]]:
+    """Return the rows and columns of all arrangements of at most ``most`` tiles.
+
+    Arrangements of equal proportions follow each other, from the largest to the smallest.
+    """
+    by_ratio: dict[float, list[tuple[int, int]]] = {}
+    for tiles in range(most, 0, -1):
+        for rows in range(1, tiles + 1):
+            if tiles % rows == 0:
+                by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
+    return [arrangement for arrangements in by_ratio.values() for arrangement in arrangements]
+
+
+class Llama4Images:
+    """Resizes images, keeping their proportions, pads them with black, and splits them into tiles.
+
+    Of the arrangements of tiles that do not shrink an image, the one that could enlarge it least is chosen; if all
+    arrangements shrink it, the one that shrinks it least; among equally good ones, the one with the fewest tiles. An
+    image is not enlarged beyond the size of one tile, unless ``resize_to_max_canvas`` is set, in which case the
+    arrangement that enlarges it most is chosen. If there are several tiles, the whole image follows as one more tile.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        image_size: height and width of a tile in pixels.
+
+    Raises:
+        ValueError: the settings request a feature that is not implemented, or ``max_patches`` is no positive integer.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
+        side = {"height": image_size, "width": image_size}
+        check_settings(
+            settings, do_resize=True, do_convert_rgb=True, do_rescale=True, do_normalize=True, resample=BILINEAR,
+            size=side,
+        )  # fmt: skip
+        most = settings.get("max_patches") or 16
+        if not (isinstance(most, int) and most > 0):
+            raise ValueError(f"preprocessor_config.json: max_patches must be a positive integer, got {most!r}.")
+        self.side, self.max_patches = image_size, most
+        self.resize_to_max_canvas = bool(settings.get("resize_to_max_canvas"))
+        self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
+        self.as_read = self.settings()
+
+    def __repr__(self) -> str:
+        return f"Llama4Images(side={self.side}, max_patches={self.max_patches})"
+
+    def settings(self) -> dict[str, Any]:
+        """The attributes that users may change, under their names in the settings."""
+        return {"max_patches": self.max_patches, "resize_to_max_canvas": self.resize_to_max_canvas}
+
+    def arrange(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles for an image of a size in pixels."""
+        arrangements = canvases(self.max_patches)
+        # The factor by which each arrangement would enlarge the image, in fp32, in which it is compared.
+        sides = self.side * torch.tensor(arrangements)
+        scales = torch.minimum(sides[:, 0] / height, sides[:, 1] / width).tolist()
+        enlarged = [scale for scale in scales if scale >= 1]
+        best = max(scales) if not enlarged or self.resize_to_max_canvas else min(enlarged)
+        equal = [arrangement for arrangement, scale in zip(arrangements, scales, strict=True) if scale == best]
+        return min(equal, key=math.prod)
+
+    def fit(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+        """Return the height and width to which an image is resized for an arrangement of tiles."""
+        high, wide = rows * self.side, columns * self.side
+        if not self.resize_to_max_canvas:
+            high, wide = (min(max(size, self.side), most) for size, most in ((height, high), (width, wide)))
+        # The image fills this box: the limiting side is exact, and the other side is rounded down.
+        if wide / width < high / height:
+            return max(min(math.floor(height * (wide / width)), high), 1), wide
+        return high, max(min(math.floor(width * (high / height)), wide), 1)
+
+    def __call__(self, source: "Source") -> tuple[Tensor, tuple[int, int]]:
+        """Return an image's tiles [n, 3, side, side] bf16, and its rows and columns of tiles."""
+        image = read_image(source)
+        width, height = image.size
+        rows, columns = self.arrange(height, width)
+        size = self.fit(height, width, rows, columns)
+        # The image is placed at the upper left of a black canvas, which is cut into tiles row by row.
+        canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
+        canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
+        tiles = rearrange(canvas, "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        if rows * columns > 1:
+            tiles = torch.cat([tiles, to_tensor(image, (self.side, self.side), BILINEAR)[None]])
+        # In bf16, as in the code that the model was trained with.
+        scaled = tiles.bfloat16() * self.normalize.factor
+        return (scaled - self.normalize.mean.bfloat16()) / self.normalize.std.bfloat16(), (rows, columns)
+
+
+class Llama4Processor(Processor):
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: converter of images to tiles.
+        image: the token that is repeated for a tile.
+        tokens: number of tokens per tile.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, images: Llama4Images, *, image: str, tokens: int) -> None:
+        super().__init__(tokenizer)
+        self.images, self.image, self.tokens = images, image, tokens
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "Llama4Processor":
+        """Build the processor of a model from the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks a token of images, or the
+                settings are not implemented.
+        """
+        config, vision = model.config, model.config.vision_config
+        settings = settings_of(model.assets, "image_processor")
+        (image,) = image_tokens("Llama4Processor", model.tokenizer, [config.image_token_index])
+        for token in (PLACEHOLDER, BEGIN, END, BETWEEN_COLUMNS, AFTER_ROW):
+            if model.tokenizer.backend.token_to_id(token) is None:
+                raise ValueError(
+                    f"Llama4Processor: the tokenizer must have the token {token}, got {len(model.tokenizer)} tokens "
+                    "without it. Use the tokenizer of the checkpoint."
+                )
+        check_given(settings)
+        images = Llama4Images(settings, vision.image_size)
+        return cls(model.tokenizer, images, image=image, tokens=vision.tokens_per_tile)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        bos: bool = True,
+        **options: "Unpack[TextOptions]",
+    ) -> ModelInputs:
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+
+        Args:
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [tiles, 3,
+            image_size, image_size] bf16.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
+                ``max_length``.
+        """
+        # The pixels come first, because the arrangement of tiles determines the tokens of an image.
+        texts = self.texts(texts, options)
+        pairs = each_once(self.images, one_list("Llama4Processor", PLACEHOLDER, texts, images))
+        edits = self.replace(texts, image=[self._written(*arrangement) for _, arrangement in pairs])
+        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
+        return out | ({"pixel_values": torch.cat([tiles for tiles, _ in pairs])} if pairs else {})
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """See `Processor.placeholders`."""
+        return {"image": re.escape(PLACEHOLDER)}
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """See `Processor.written`."""
+        rows, columns = self.images.arrange(size.height, size.width)
+        tiles = rows * columns
+        return self._written(rows, columns), (tiles + (tiles > 1)) * self.tokens
+
+    def _written(self, rows: int, columns: int) -> str:
+        tile = self.image * self.tokens
+        row = BETWEEN_COLUMNS.join([tile] * columns) + AFTER_ROW
+        tiles = row * rows if rows * columns > 1 else ""
+        return f"{BEGIN}{tiles}{PLACEHOLDER}{tile}{END}"
+
+    def pixels(
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
+    ) -> dict[str, Tensor]:
+        """See `Processor.pixels`; returns ``pixel_values`` [tiles, 3, image_size, image_size] bf16."""
+        return {"pixel_values": torch.cat([self.images(image)[0] for image in images])} if images else {}
+
+    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
+        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
+        return super().media(parts) | {"bos": False}
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """The settings of tiles if they were changed since they were read, and otherwise nothing."""
+        settings = self.images.settings()
+        return {} if settings == self.images.as_read else {"image_processor": settings}
