@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LatentDecoderConfig, check_values
@@ -28,7 +29,6 @@ from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.router import LigerRoutedMoE, Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,9 @@ class DeepseekV2Config(LatentDecoderConfig):
     def routing(self) -> Routing:
         """How experts are chosen, and what their weights are multiplied by."""
         if self.topk_method == "greedy":
-            return Routing(factor=self.routed_scaling_factor)
-        return Routing(groups=self.n_group or 1, top_groups=self.topk_group or 1, factor=self.routed_scaling_factor)
+            return Routing(self.top_k, scale=self.routed_scaling_factor)
+        groups, top_groups = self.n_group or 1, self.topk_group or 1
+        return Routing(self.top_k, groups=groups, top_groups=top_groups, scale=self.routed_scaling_factor)
 
     @property
     def top_k(self) -> int:
@@ -85,12 +86,11 @@ class DeepseekV2Block(nn.Module):
                 config.hidden_size,
                 config.moe_intermediate_size,
                 config.n_routed_experts,
-                config.top_k,
+                config.routing,
                 shared_size=config.n_shared_experts * config.moe_intermediate_size,
                 shared_bias=config.mlp_bias,
                 gated=False,
-                experts_class=LigerRoutedMoE,
-                routing=config.routing,
+                fp32_router=True,
                 kernel=kernels.swiglu,
             )
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LatentDecoderConfig, check_layer_types, check_values
@@ -29,7 +30,6 @@ from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.router import LigerRoutedMoE, Routing
 
 LAYER_TYPES = ("dense", "sparse")
 
@@ -72,7 +72,8 @@ class Glm4MoeLiteConfig(LatentDecoderConfig):
     def routing(self) -> Routing:
         """How experts are chosen, and how their weights are computed."""
         return Routing(
-            "sigmoid", self.n_group, self.topk_group, 2, self.norm_topk_prob, self.routed_scaling_factor
+            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
         )  # fmt: skip
 
     def is_sparse(self, layer: int) -> bool:
@@ -97,12 +98,11 @@ class Glm4MoeLiteBlock(nn.Module):
                 config.hidden_size,
                 config.moe_intermediate_size,
                 config.n_routed_experts,
-                config.num_experts_per_tok,
+                config.routing,
                 shared_size=config.n_shared_experts * config.moe_intermediate_size,
                 gated=False,
-                experts_class=LigerRoutedMoE,
-                routing=config.routing,
-                correction=True,
+                correction_bias=True,
+                fp32_router=True,
                 kernel=kernels.swiglu,
             )
 

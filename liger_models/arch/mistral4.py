@@ -4,9 +4,9 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 (`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where beta is
 ``llama_4_scaling_beta`` and length is ``original_max_position_embeddings`` of the YaRN scaling. From layer
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens,
-which are one MLP without a gate. Experts are chosen by the softmax of the logits, in the dtype of the activations, from
-the ``topk_group`` best of ``n_group`` groups, where the score of a group is the sum of its two best. The weights are
-divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``.
+which are one MLP without a gate. Experts are chosen by the softmax of the logits from the ``topk_group`` best of
+``n_group`` groups, where the score of a group is the sum of its two best. The weights are divided by their sum if
+``norm_topk_prob`` is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
 
 The files do not say whether YaRN's ``mscale_all_dim`` multiplies the scores of attention. The parameters that Mistral
 publishes next to the weights (``apply_scale: false``) say that it does not, and transformers multiplies. The field
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LatentDecoderConfig
@@ -38,7 +39,6 @@ from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import YarnScaling
-from liger_models.layers.router import LigerRoutedMoE, Routing
 
 YARN = YarnScaling(
     factor=128.0, original_max_position_embeddings=8192, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
@@ -89,8 +89,9 @@ class Mistral4Config(LatentDecoderConfig):
     def routing(self) -> Routing:
         """How experts are chosen, and how their weights are computed."""
         return Routing(
-            "softmax", self.n_group, self.topk_group, 2, self.norm_topk_prob, self.routed_scaling_factor, fp32=False
-        )
+            self.num_experts_per_tok, self.norm_topk_prob, round_weights=True, groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor,
+        )  # fmt: skip
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the MLP of a layer is a mixture of experts."""
@@ -140,11 +141,9 @@ class Mistral4Block(nn.Module):
                 config.hidden_size,
                 config.moe_intermediate_size,
                 config.n_routed_experts,
-                config.num_experts_per_tok,
+                config.routing,
                 shared_size=config.n_shared_experts * config.moe_intermediate_size,
                 gated=False,
-                experts_class=LigerRoutedMoE,
-                routing=config.routing,
                 kernel=kernels.swiglu,
             )
 

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import FrozenParameters, freeze, frozen_weights, offset_of
 from liger_models.layers.frozen_linear import FrozenLinear
-from liger_models.layers.layer import fp32_parameters, layers_of
+from liger_models.layers.layer import layers_of, wide_parameters
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
 
@@ -120,7 +120,8 @@ def load_pretrained(
         stored = of_whole_model(stored, maps)
         weights = pick_map(maps, stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
-        target = target or _one_dtype(weights, stored, hf_config)
+        wide = {name: FLOATS[stored[weights.entries[name].names()[0]].dtype] for name in wide_parameters(model)}
+        target = target or _one_dtype(weights, stored, hf_config, wide)
         if config.tie_word_embeddings:
             _check_head(weights, stored, hf_config)
         if keep_float8:
@@ -130,6 +131,8 @@ def load_pretrained(
         _load_parts(model, shard, weights, stored, target, device, progress)
     else:
         _load_whole(model, weights, stored, target, device, progress)
+
+    model.read_dtypes = wide
 
     # Read the rest of the checkpoint. Only rank 0 saves, so only rank 0 needs the tensors that belong to no parameter.
     if rank() == 0:
@@ -226,7 +229,7 @@ def _load_whole(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     parameters, kept = dict(model.named_parameters()), frozen_weights(model)
-    wide = fp32_parameters(model)
+    wide = {*wide_parameters(model)}
     for frozen in kept.values():
         frozen.to_empty(device=device)
     bar: Any = tqdm  # tqdm has no type annotations
@@ -239,7 +242,7 @@ def _load_whole(
             packed: Tensor = torch.empty_like(parameter, device=device)
             _fill_codes(packed, kept[name], weights.entries[name], stored)
         else:
-            packed = _read(weights.entries[name], stored, torch.float32 if name in wide else dtype, device)
+            packed = _read(weights.entries[name], stored, _wider(dtype) if name in wide else dtype, device)
         loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
         for alias in aliases[id(parameter)]:
             owner, _, attribute = alias.rpartition(".")
@@ -258,11 +261,11 @@ def _load_parts(
 ) -> None:
     """Shard the model, and load this rank's shard of each parameter, or the whole parameter if it is not sharded."""
     # Convert the parameters first, because their dtype determines the dtype of the shards.
-    wide = fp32_parameters(model)
+    dtypes = {name: _wider(dtype) for name in wide_parameters(model)}
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and name not in wide:
+        if parameter.is_floating_point():
             stored_dtype = stored[weights.entries[name].names()[0]].dtype
-            parameter.data = parameter.data.to(dtype or FLOATS.get(stored_dtype, torch.bfloat16))
+            parameter.data = parameter.data.to(dtypes.get(name, dtype) or FLOATS.get(stored_dtype, torch.bfloat16))
     shard(model)
     model.to_empty(device=device)
     bar: Any = tqdm
@@ -272,21 +275,25 @@ def _load_parts(
             if name not in weights.entries:  # added by `shard`
                 continue
             expression, frozen = weights.entries[name], frozen_parameters.get(name)
+            target = dtypes.get(name, dtype)
             if frozen is not None and frozen.format.is_kept:
                 _fill_codes(parameter, frozen, expression, stored)
                 continue
             if not hasattr(parameter, "to_local") and frozen is None:  # not sharded
-                parameter.copy_(_read(expression, stored, torch.float32 if name in wide else dtype, device))
+                parameter.copy_(_read(expression, stored, target, device))
                 continue
 
             # The parameter is a DTensor, or holds codes that are quantized from the rows of this rank.
             with open_files() as files:
 
-                def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
-                    return _to(read_rows(files, stored[name], first, last), device, dtype)
+                def read(
+                    name: str, first: int, last: int, files: Mapping[Path, Any] = files,
+                    target: torch.dtype | None = target,
+                ) -> Tensor:  # fmt: skip
+                    return _to(read_rows(files, stored[name], first, last), device, target)
 
                 shapes = {tensor_name: stored[tensor_name].shape for tensor_name in expression.names()}
-                whole = functools.partial(_read, expression, stored, dtype, device)
+                whole = functools.partial(_read, expression, stored, target, device)
                 fill_part(parameter, frozen, expression, shapes, read, whole)
 
     # Finish quantization, and initialize adapters that `shard` has added.
@@ -413,16 +420,23 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
     return {**stored}
 
 
+def _wider(dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the parameters in `Layer.wide` for a model in ``dtype``."""
+    return torch.promote_types(dtype or torch.float32, torch.float32)
+
+
 def _one_dtype(
-    weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]
+    weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any], wide: Collection[str]
 ) -> torch.dtype | None:
     """Return None if all tensors of a checkpoint have the same dtype, and otherwise one dtype for all parameters.
+
+    The parameters in ``wide`` do not count.
 
     This dtype is the one in config.json, as in transformers. If config.json has none, it is the dtype of most elements
     in the checkpoint.
     """
     counts: Counter[torch.dtype] = Counter()
-    for expression in weights.entries.values():
+    for expression in (expression for name, expression in weights.entries.items() if name not in wide):
         for tensor in map(stored.__getitem__, expression.names()):
             counts[FLOATS.get(tensor.dtype, torch.bfloat16)] += math.prod(tensor.shape)  # codes are read as bfloat16
     if len(counts) == 1:

@@ -98,7 +98,7 @@ def save_pretrained(
 
     # Determine the tensors and their format: MXFP4 with the scales of a checkpoint, float8 as read, or dense.
     folder = Path(folder).absolute()
-    stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
+    stored = as_stored("save_pretrained", model, merge=False, parameters=tensors).narrowed(model)
     quantization: dict[str, Any] = {}
     if mxfp4 is not None:
         weights, quantization = read_mxfp4(type(model), stored.config, Path(mxfp4))

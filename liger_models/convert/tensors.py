@@ -6,9 +6,12 @@ import difflib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import compress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.convert.files import FLOATS, SCALES, as_dtype, some
@@ -55,7 +58,7 @@ def hf_tensors(
     """
     dtype = None if dtype is None else as_dtype("hf_tensors: dtype", dtype)
     _check_rank("hf_tensors", rank)
-    stored = as_stored("hf_tensors", model, merge=merge)
+    stored = as_stored("hf_tensors", model, merge=merge).narrowed(model)
     return stored.unpack(stored.gather(rank), dtype)
 
 
@@ -80,7 +83,7 @@ def get_hf_state_dict(
     """
     dtype = None if dtype is None else as_dtype("get_hf_state_dict: dtype", dtype)
     _check_rank("get_hf_state_dict", rank)
-    stored = as_stored("get_hf_state_dict", model, merge=merge)
+    stored = as_stored("get_hf_state_dict", model, merge=merge).narrowed(model)
     if device is not None and torch.device(device).type == "meta":
         return stored.shapes(dtype)
 
@@ -221,6 +224,7 @@ class CheckpointTensors(NamedTuple):
             weight.
         height: number of rows of a block if kept float8 weights are stored unchanged; None if they are stored
             dequantized.
+        dtypes: maps the names of parameters to the dtypes in which they are stored, if these are not their own.
     """
 
     config: Any
@@ -230,6 +234,22 @@ class CheckpointTensors(NamedTuple):
     merge: bool
     frozen: dict[str, FrozenParameters]
     height: int | None = None
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+
+    def narrowed(self, model: Decoder) -> "CheckpointTensors":
+        """Return the same tensors, where parameters of `Layer.wide` are stored in the dtype in which they were read.
+
+        This applies to parameters whose values all have this dtype, as those of a model that was not trained, if it is
+        the dtype of the other parameters. If the model is sharded, all ranks must call this function.
+        """
+        dtype = self.parameters["embed_tokens.weight"].dtype
+        names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]
+        fits = [_fits(self.parameters[name], dtype) for name in names]
+        if names and self.is_sharded:
+            answers: list[Any] = [None] * world_size()
+            dist.all_gather_object(answers, fits)
+            fits = [all(answer) for answer in zip(*answers, strict=True)]
+        return self._replace(dtypes=dict.fromkeys(compress(names, fits), dtype))
 
     @property
     def is_sharded(self) -> bool:
@@ -256,7 +276,7 @@ class CheckpointTensors(NamedTuple):
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a parameter on the meta device, in ``dtype`` or its own. Codes become the weight that they encode."""
         like = self.frozen.get(name) or self.parameters[name]
-        return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
+        return torch.empty(like.shape, dtype=dtype or self.dtypes.get(name, like.dtype), device="meta")
 
     def gather(self, reader: int | Callable[[str], int | None] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield our name of each parameter and its gathered value, to which adapters are added if ``merge`` is set.
@@ -311,11 +331,18 @@ class CheckpointTensors(NamedTuple):
                 # In memory, scales are repeated for each row of a block, so only one row of each block is written.
                 tensors = {name + SCALES: rows[..., :: self.height, :] for name, rows in tensors.items()}
             del whole
+            target = dtype or self.dtypes.get(ours)
             while tensors:
                 name = next(iter(tensors))
                 tensor = tensors.pop(name)
-                yield name, _contiguous(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+                yield name, _contiguous(tensor.to(target) if tensor.is_floating_point() else tensor)
                 del tensor
+
+
+def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all values of this rank's part of a parameter have ``dtype``."""
+    values = _local(parameter).detach()
+    return values.device.type != "meta" and torch.equal(values.to(dtype).to(values.dtype), values)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

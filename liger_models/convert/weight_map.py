@@ -498,7 +498,7 @@ def latent_moe_map(
     # The routed experts are a layer of their own, and the shared experts are one MLP.
     also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
     if correction:
-        also[f"{ours}.experts.gate.e_score_correction_bias"] = f"{theirs}.gate.e_score_correction_bias"
+        also[f"{ours}.experts.correction.bias"] = f"{theirs}.gate.e_score_correction_bias"
     dense = f"{prefix}.layers.{{dense}}.mlp"
     for mlp, names, parameters in (
         (f"{ours}.shared_expert", f"{theirs}.shared_experts", _parameters(mlp_bias)),

@@ -271,6 +271,17 @@ class _GatherTokens(torch.autograd.Function):
         return by_rank(dy, ctx.group.size)[ctx.group.rank], None
 
 
+class _GatherChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return reduce_scatter(dy.unflatten(-1, (ctx.group.size, -1)).movedim(-2, 0), ctx.group), None
+
+
 class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, V: int) -> Tensor:
@@ -346,6 +357,14 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_channels(x: Tensor, group: Group) -> Tensor:
+    """All-gather the channels of the ranks, [..., C / R] -> [..., C].
+
+    The backward sums the gradients over the ranks, because each rank uses the result differently.
+    """
+    return _GatherChannels.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:

@@ -33,6 +33,11 @@ class LigerCache(Cache):
         self.is_unused = is_unused
 
     @property
+    def is_compileable(self) -> bool:
+        """False: ``generate`` then passes the caller's mask, and does not build the masks of transformers' layers."""
+        return False
+
+    @property
     def decode(self) -> DecodeCache:
         """The cache of the model's layers."""
         if self._fill is not None:

@@ -18,6 +18,7 @@ _SIZES = """
     num_position_embeddings attention_heads max_num_tiles
     global_head_dim num_global_key_value_heads top_k_experts q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim
     qk_nope_head_dim n_group topk_group
+    state_size n_groups conv_kernel expand
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
@@ -26,13 +27,14 @@ _LENGTHS = """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
-    swiglu_limit attention_multiplier alpha
+    swiglu_limit attention_multiplier alpha time_step_min time_step_max time_step_floor
 """
 _NOT_NEGATIVE = """
     rms_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
     embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
     hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
-    n_routed_experts
+    n_routed_experts layer_norm_epsilon
+    time_step_limit
 """
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),
@@ -76,7 +78,20 @@ _TODO = "Check config.json."
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class BaseConfig:
+    """Base class of the configs of all decoders. It checks the numbers of all fields.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __post_init__(self) -> None:
+        _let_use_cache_be_set(type(self))
+        check_numbers(type(self).__name__, vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(BaseConfig):
     """Sizes and constants of a decoder, with the names of Hugging Face's config.json.
 
     The config of each architecture derives from this class and adds its own fields. Its defaults equal those of the
@@ -115,9 +130,8 @@ class DecoderConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        _let_use_cache_be_set(type(self))
+        super().__post_init__()
         name, H, G = type(self).__name__, self.num_attention_heads, self.kv_heads
-        check_numbers(name, vars(self))
         if H % G != 0:
             raise ValueError(
                 f"{name}: num_attention_heads ({H}) must be a multiple of num_key_value_heads ({G}). Check config.json."

@@ -166,6 +166,8 @@ class Decoder(nn.Module):
         """
         self.trained_tensors: Callable[[], dict[str, Tensor]] = dict
         """Function that returns the current values of those `kept_tensors` that a separate module trains."""
+        self.read_dtypes: dict[str, torch.dtype] = {}
+        """The dtypes that the parameters of `Layer.wide` have in the checkpoint that the model was loaded from."""
         self.float8_tensors: frozenset[str] = frozenset()
         """The float8 tensors of the checkpoint, for a model that was loaded with ``keep_float8``."""
         if self.block_class is not None:

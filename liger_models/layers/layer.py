@@ -1,8 +1,9 @@
 """The base class of layers. Generic code calls its methods instead of testing for classes."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.distributed.collectives import Group
@@ -66,9 +67,6 @@ class Layer(nn.Module):
     adapted: tuple[str, ...] = ()
     """Names of the layer's own parameters that have adapters, which are in the submodule ``lora``.
     """
-    fp32_parameters: tuple[str, ...] = ()
-    """Names of the layer's own frozen parameters that stay in fp32 in a model of a narrower dtype, on every rank.
-    """
     linears: tuple[str, ...] = ()
     """Names of the linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Module | None = None
@@ -80,6 +78,22 @@ class Layer(nn.Module):
     """
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
+    wide: tuple[str, ...] = ()
+    """Names of the layer's own parameters that stay in fp32 in a model in half precision. The layer has no other
+    parameters, and reads them only in its forward, because FSDP2 gathers them as a group of their own."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if not self.wide:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+        def moved(tensor: Tensor) -> Tensor:
+            """Apply ``fn``, which may move the tensor, but does not round it to half precision."""
+            like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if like.dtype not in (torch.float16, torch.bfloat16):
+                return fn(tensor)  # type: ignore[no-any-return]
+            return tensor.to(like.device, torch.float32)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -168,11 +182,6 @@ class Layer(nn.Module):
         """Initialize the layer's adapters, which are not in the model's checkpoint."""
 
 
-def fp32_parameters(module: nn.Module) -> set[str]:
-    """Return the names of all parameters of a module that are in `Layer.fp32_parameters`."""
-    return {f"{path}.{name}" for path, layer in named_layers(module) for name in layer.fp32_parameters}
-
-
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """Return ``list(module.modules())`` in a fraction of its time, for calls that decoding makes for every prompt."""
     found: dict[nn.Module, None] = {}
@@ -210,6 +219,11 @@ def set_policy(module: nn.Module, policy: str) -> None:
     """Choose what the layers of a module recompute in the backward; ``policy`` is one of `CHECKPOINTING_POLICIES`."""
     for layer in layers_of(module):
         layer.set_policy(policy)
+
+
+def wide_parameters(module: nn.Module) -> list[str]:
+    """Return the names of all parameters of a module that stay in fp32; see `Layer.wide`."""
+    return [f"{path}.{name}".lstrip(".") for path, layer in named_layers(module) for name in layer.wide]
 
 
 def is_replayable(module: nn.Module) -> bool:

@@ -241,7 +241,7 @@ class RotaryEmbedding(Layer):
         self._move(torch.get_default_device())
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._move(fn(torch.empty(0, device=self.inv_freq.device)).device)
         return self
 

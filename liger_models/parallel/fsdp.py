@@ -28,7 +28,7 @@ from liger_models.distributed.collectives import group_of
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import frozen_parts, frozen_weights
-from liger_models.layers.layer import fp32_parameters, layers_of, routed_layers
+from liger_models.layers.layer import layers_of, routed_layers
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.recompute import is_compiled
@@ -57,10 +57,11 @@ def apply_fsdp(
 
     The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks of
     a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
-    which stays gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form
-    the group of the model itself. Experts that `apply_ep` has distributed form one group per layer, which is sharded
-    over the ranks that hold the same experts. If only one rank holds these experts, and they have ``param_dtype``
-    already, they are not changed.
+    which stays gathered from its first to its last use. Parameters that a layer computes and trains in fp32, such as
+    the decays of Mamba-2, form a group of their own, which is gathered and reduced in fp32. The final norm and a
+    tower's parameters outside its blocks form the group of the model itself. Experts that `apply_ep` has distributed
+    form one group per layer, which is sharded over the ranks that hold the same experts. If only one rank holds these
+    experts, and they have ``param_dtype`` already, they are not changed.
 
     Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
     `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are
@@ -157,10 +158,9 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
 
-    # Parameters that stay as they are: frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed,
-    # experts that one rank holds alone, and the few frozen parameters whose dtype differs from the others'.
-    ignored = {model.get_parameter(name) for name in fp32_parameters(model)} if isinstance(model, Decoder) else set()
-    ignored |= {
+    # Parameters that stay as they are: frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed, and
+    # experts that one rank holds alone.
+    ignored = {
         parameter
         for layer in mixtures
         for name, weight in frozen_parts(layer).items()
@@ -191,6 +191,9 @@ def apply_fsdp(
         names = f"FSDP({'|'.join({type(each).__name__ for each in [block, *sharded]})})"
         message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
         warnings.filterwarnings("ignore", message, UserWarning)
+        for layer in (layer for layer in layers_of(block) if layer.wide):
+            policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+            _shard(layer, passes, **{**options, "mp_policy": policy, "reshard_after_forward": False})
         for layer in sharded:
             assert layer.router is not None
             assert experts_options is not None

@@ -14,7 +14,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from ..arch.families import LIMIT, error, hf_model, load, make_folder, of_each_kind, tiny, tokens
 from ..late import Late
-from .test_lora import IDS, SHARED_EXPERTS, llama, stir, with_image
+from .test_lora import IDS, SHARED_EXPERTS, STATE_SPACE, llama, stir, with_image
 
 peft = Late("peft", "it adapts models of this package")
 pytestmark = [
@@ -57,6 +57,7 @@ def adapters(arch: str, **options):
     """All linear layers that both sides have."""
     targets: Any = SEVEN[:4] if arch in ("mixtral", "qwen3_moe") else "all-linear"  # there PEFT adapts experts as well
     targets = r".*attn\.\w*proj\w*|.*shared_expert_gate" if arch in SHARED_EXPERTS else targets
+    targets = r".*\.(?!out_proj)\w*_proj" if arch in STATE_SPACE else targets
     targets = r".*\.(qkv?|proj|fc[12]|[qkvo]_proj|gate_proj|up_proj|down_proj)" if arch == "mllama" else targets
     return peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
 

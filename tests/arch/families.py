@@ -217,10 +217,27 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         # In transformers 5.17 a model with images doesn't read it from its config.
         model.forward = functools.partial(model.forward, output_router_logits=True)
+    for mixer in model.modules():
+        if hasattr(mixer, "in_proj") and hasattr(mixer, "A_log"):
+            # The bias of the projection would enter the state at padding.
+            mixer.register_forward_pre_hook(keep_mask, with_kwargs=True)
+            mixer.in_proj.register_forward_hook(functools.partial(without_padding, mixer))
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
     return model
+
+
+def keep_mask(mixer, args, kwargs):
+    """Keep the mask that a mixer is called with, for `without_padding`."""
+    mask = kwargs.get("attention_mask")
+    vars(mixer)["kept_mask"] = None if mask is None or mask.dim() != 2 else mask
+
+
+def without_padding(mixer, linear, args, out):
+    """The output of a mixer's projection, 0 for padding."""
+    mask = vars(mixer)["kept_mask"]
+    return None if mask is None else out * mask[:, -out.shape[1] :, None].to(out.dtype)
 
 
 def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None, mm_token_type_ids=None, **inputs):

@@ -7,7 +7,7 @@ import torch
 
 from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
-from liger_models.layers.layer import fp32_parameters
+from liger_models.layers.layer import wide_parameters
 
 from .families import LIMIT, error, hf_model, make_folder
 
@@ -41,7 +41,7 @@ SIZES = {
 def test_the_number_of_parameters(name):
     arch, billions, sizes = SIZES[name]
     model = AutoLigerModel.from_config({"model_type": arch, **sizes}, device="meta")
-    biases = fp32_parameters(model)  # a buffer of transformers' model
+    biases = wide_parameters(model)  # a buffer of transformers' model
     count = sum(parameter.numel() for key, parameter in model.named_parameters() if key not in biases)
     assert round(count / 1e9, 3) == billions
 

@@ -51,7 +51,10 @@ def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
     assert error(got.logits, want.logits) <= LIMIT
     # Transformers leaves out the states of blocks that attend to images.
     skipped = bool(cross_blocks(dict(ours.named_parameters())))
-    for one, other in zip(got.hidden_states[-skipped:], want.hidden_states[-skipped:], strict=True):
+    hidden, their_hidden = got.hidden_states[-skipped:], want.hidden_states[-skipped:]
+    if arch == "mamba2":  # in transformers, the state before the norm takes the place of the embeddings
+        hidden, their_hidden = hidden[1:], (*their_hidden[:-2], their_hidden[-1])
+    for one, other in zip(hidden, their_hidden, strict=True):
         assert error(one, other) <= LIMIT
     body = ours.base_model(input_ids=ids, use_cache=False)
     assert body.past_key_values is None

@@ -41,17 +41,18 @@ from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule
 from liger_models.kernels.linear_attention.short_conv import short_conv
+from liger_models.kernels.linear_attention.ssd_scan import ssd_scan
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
 from liger_models.kernels.loss.divergence import KINDS, linear_divergence
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.loss.linear_kl_div import linear_kl_div
-from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, log_probs_of_sum
 from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
-from liger_models.kernels.moe import moe_mlp, route
+from liger_models.kernels.moe import Routing, moe_mlp, route
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.gated_norm import gated_norm
 from liger_models.kernels.norm.layer_norm import add_layer_norm, layer_norm
@@ -177,6 +178,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target, reduction="none").loss)
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target).loss)
     differentiate(fused_linear_logprobs(draw_(3, 64), draw_(V, 64), target, softcap=30.0, return_entropy=True))
+    log_probs_of_sum(draw_(3, 64), draw_(V, 64), target)
     for divergence in KINDS:
         heads = draw_(3, 64), draw_(V, 64), draw_(3, 32), draw_(V, 32)
         differentiate(linear_divergence(*heads, target, divergence=divergence, hard_weight=0.5)[0])
@@ -204,10 +206,24 @@ def run_delta_rule(dtype: torch.dtype) -> None:
     with torch.no_grad():
         gated_delta_rule(*(x[:, :1] for x in (q, k, v, g, beta)), initial_state=state[:1])
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(128)))
+    differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(4, 128), gate_first=True))
     differentiate(short_conv(draw_(1, 70, 1024), draw_(1024, 4)))
     differentiate(
         short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
     )
+
+
+def run_state_space(dtype: torch.dtype) -> None:
+    draw_ = lambda *size: draw(*size, dtype=dtype)
+    single = lambda *size: draw(*size, dtype=torch.float32)
+    for heads, groups, N in ((16, 2, 128), (6, 1, 256)):
+        x, B, C = draw_(1, 300, heads, 64), draw_(1, 300, groups, N), draw_(1, 300, groups, N)
+        delta, g, D = single(1, 300, heads), single(1, 300, heads), single(heads)
+        state, bounds = single(3, heads, N, 64), torch.tensor([0, 3, 60, 300])
+        differentiate(ssd_scan(x, B, C, delta, g))
+        differentiate(ssd_scan(x, B, C, delta, g, D, initial_state=state, return_state=True, cu_seqlens=bounds))
+        with torch.no_grad():
+            ssd_scan(*(t[:, :1] for t in (x, B, C, delta, g)), D, initial_state=state[:1])
 
 
 def run_wide_norm() -> None:
@@ -225,9 +241,11 @@ def with_blocks(weight: FrozenWeight) -> FrozenWeight:
 def run_experts(X: int, K: int, F: int) -> None:
     for act, biases in (("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256)))):
         x, logits = draw(5, 256), draw(5, X)
-        weights, experts = route(logits, K, normalize=True)
+        weights, experts = route(logits, Routing(K, normalize=True))
+        grouped = Routing(K, normalize=True, score="sigmoid", groups=2, top_groups=2, group_score="top2")
+        differentiate(route(logits, grouped, torch.zeros(X))[0])
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
-        route(logits, K, normalize=True, given=experts.short())
+        route(logits, Routing(K, normalize=True), given=experts.short())
         matrices = draw(X, 2 * F, 256), draw(X, 256, F)
         differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
         pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, 2 * F, 16))}
@@ -366,6 +384,7 @@ if __name__ == "__main__":
     run_delta_rule(torch.bfloat16)
     if sys.argv[1] == "sm_90":
         run_delta_rule(torch.float32)
+    run_state_space(torch.bfloat16)
     run_wide_norm()
     for dtype in (torch.bfloat16, torch.float32):
         run_wide_heads(dtype, 512, None if dtype == torch.bfloat16 else 100)

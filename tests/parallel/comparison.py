@@ -44,7 +44,7 @@ def configs_of(arch: str) -> list[Any]:
 
     theirs = [transformers.AutoConfig.for_model(arch, **config).to_dict() for config in tiny_configs(arch).values()]
     configs = [read_config(get_arch(arch).config_class, config) for config in theirs]
-    return [config for config in configs if config.kv_heads % 2 == 0]
+    return [config for config in configs if getattr(config, "kv_heads", 2) % 2 == 0]
 
 
 def mesh_of(*shape: int) -> Any:

@@ -213,6 +213,7 @@ def test_every_op_is_documented():
         "kernels/linear_attention/documents.py",
         "kernels/loss/row_chunks.py",
         "kernels/loss/scalar_loss.py",
+        "kernels/linear_attention/in_chunks.py",
         "kernels/matmul/batch_invariance.py",
         "kernels/moe/grouped_mm.py",
         "kernels/moe/permutation.py",

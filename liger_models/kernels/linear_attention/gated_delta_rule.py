@@ -57,6 +57,7 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
     similarity_kernel,
     step_kernel,
 )
+from liger_models.kernels.linear_attention.in_chunks import in_chunks
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 CHUNK = 64
@@ -106,7 +107,7 @@ def gated_delta_rule_reference(
     The function is differentiable, and keeps fp64 inputs in fp64.
     """
     result_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
-    (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
+    (Hk, Dk), Hv = k.shape[2:], v.shape[2]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
     g, beta = (x.to(dtype).transpose(1, 2) for x in (g, beta))
     if normalize:
@@ -114,71 +115,8 @@ def gated_delta_rule_reference(
     q = q * (Dk**-0.5 if scale is None else scale)
     q, k = (x.repeat_interleave(Hv // Hk, 1) for x in (q, k))
 
-    # Find the document of each token. Without documents, each row is a document.
-    token = torch.arange(T, device=v.device)
-    edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
-    # The search is in all of `edges` instead of edges[1:], because Inductor of PyTorch 2.11 does not support a slice.
-    document = torch.searchsorted(edges, token, right=True) - 1
-
-    # ``state`` [B, Hv, Dk, Dv] is the state before a chunk, and ``finals`` has the final state of each document.
-    state = v.new_zeros(B, Hv, Dk, Dv)
-    initial = None if initial_state is None else initial_state.to(dtype)
-    if cu_seqlens is None:
-        state, initial = state if initial is None else initial, None
-    finals = v.new_zeros(len(edges) - 1, Hv, Dk, Dv)
-    if initial is not None:
-        finals = initial * (edges.diff() == 0)[:, None, None, None]
-
-    def chunk(start: int, state: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        Q, K, V, decay, b = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta))
-        tokens_document = document[start : start + CHUNK]
-
-        # Find which tokens of the chunk see each other, [C, C], and which read the previous chunk's state, [C, 1].
-        causal = torch.ones(len(tokens_document), len(tokens_document), dtype=torch.bool, device=v.device).tril()
-        causal = causal & (tokens_document[:, None] == tokens_document)
-        # Documents that began before this chunk continue from `state`. Others start from their initial state.
-        carried = tokens_document == document[max(start - 1, 0)]
-        carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
-
-        # Compute the decays from token to token, [.., C, C], and from the state to each token, [.., C, 1]. Each decay
-        # is a separate sum. In a difference of running sums, small terms would be lost beside a large one, and an
-        # infinite term would give NaN.
-        later = torch.ones_like(causal).tril(-1)
-        sums = decay[..., :, None].expand(*decay.shape, decay.shape[-1]).masked_fill(~later, 0).cumsum(-2)
-        between = sums.masked_fill(~causal, -torch.inf).exp()
-        first = (tokens_document[:, None] > tokens_document).sum(-1)  # first token of the same document in this chunk
-        since = (sums.gather(-1, first.expand(decay.shape)[..., None]) + decay[..., first, None]).exp()
-
-        def read_state(x: Tensor) -> Tensor:
-            """Multiply each row of x by the state of its document before this chunk, with the decay up to the token."""
-            out = (x @ state) * carried
-            if initial is not None:
-                out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[tokens_document]) * (1 - carried)
-            return out * since
-
-        # Solve (I + M) D = β · (V − K̂ S) for D [.., C, Dv], and compute the output.
-        system = (K @ K.mT * between * b[..., None]).tril(-1)
-        d = torch.linalg.solve_triangular(system, b[..., None] * (V - read_state(K)), upper=False, unitriangular=True)
-        out = read_state(Q) + (Q @ K.mT * between) @ d
-        # Compute the state after the last token or, with documents, after each token, because a document may end at any
-        # token.
-        ends = slice(-1, None) if cu_seqlens is None else slice(None)
-        after = (between[:, :, ends, :, None] * K[:, :, None]).mT @ d[:, :, None]
-        previous = state[:, :, None] * carried[ends, :, None]
-        if initial is not None:
-            previous = previous + initial[tokens_document[ends]].transpose(0, 1) * (1 - carried[ends, :, None])
-        after = after + previous * since[:, :, ends, :, None]
-        if cu_seqlens is not None:
-            is_last = (token[start : start + CHUNK] + 1 == edges[tokens_document + 1]).to(dtype)
-            last_states = after[0].transpose(0, 1) * is_last[:, None, None, None]
-            finals = finals.index_add(0, tokens_document, last_states)
-        return out, after[:, :, -1], finals
-
-    outputs = [v[:, :, :0]]
-    for start in range(0, T, CHUNK):
-        out, state, finals = chunk(start, state, finals)
-        outputs.append(out)
-    return torch.cat(outputs, 2).transpose(1, 2).to(result_dtype), state if cu_seqlens is None else finals
+    out, state = in_chunks(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return out.transpose(1, 2).to(result_dtype), state
 
 
 class _Sizes:
@@ -576,7 +514,8 @@ def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> 
     """Compute the state before each of the consecutive parts of a sequence.
 
     Args:
-        A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], the results of `gated_delta_transition` for each part.
+        A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], the results of `gated_delta_transition` for each part;
+            or a [parts, B, H] and b [parts, B, H, N, P], the results of `ssd_transition`.
         initial_state: [B, Hv, Dk, Dv], the state before the first part; None for 0.
 
     Returns:
@@ -584,5 +523,6 @@ def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> 
     """
     states = [torch.zeros_like(b[0]) if initial_state is None else initial_state]
     for part in range(len(A) - 1):
-        states.append(A[part] @ states[-1] + b[part])
+        decayed = A[part] @ states[-1] if A.dim() == b.dim() else A[part, ..., None, None] * states[-1]
+        states.append(decayed + b[part])
     return torch.stack(states)

@@ -1,18 +1,24 @@
-"""RMSNorm whose result is multiplied by the SiLU of a gate (the output norm of Qwen3-Next and Qwen3.5).
+"""RMSNorm and a gate: the output norms of Gated DeltaNet, Mamba-2 and Kimi Delta Attention.
 
-The forward computes each row of width D in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x · r::
+The forward computes each row of width D in fp32, with r(u) = 1 / sqrt(mean(u²) + eps), and with a = gate · σ(gate) or
+a = σ(gate)::
 
-    y = cast((w · cast(n)) · gate · σ(gate))
+    y = cast((w · cast(x · r(x))) · a)        or, with the gate first, u = x · a,   y = cast(w · cast(u · r(u)))
 
 cast rounds to the dtype of x. The product with w is rounded to the dtype that results from PyTorch's type promotion.
-The backward, with a = gate · σ(gate) and u = dy · a · w, is::
+The backward is, with n = x · r(x) and v = dy · a · w::
 
-    dx = r · (u − n · mean(u · n)),   dw = Σ_rows dy · a · n
-    dgate = dy · w · n · σ(gate) · (1 + gate · (1 − σ(gate)))
+    dx = r · (v − n · mean(v · n)),   dw = Σ_rows dy · a · n,   dgate = dy · w · n · a'
 
-x, the gate and the weight are saved, and the backward recomputes r from x. dw is summed in fp32: each program writes a
-partial sum [D], and `sum_partials` adds these.
+With the gate first, it is, with n = u · r(u) and v = dy · w::
+
+    du = r · (v − n · mean(v · n)),   dx = du · a,   dw = Σ_rows dy · n,   dgate = du · x · a'
+
+x, the gate and the weight are saved, and the backward recomputes r. dw is summed in fp32: each program writes a partial
+sum, and `sum_partials` adds these. If each group of a token has weights of its own, a program processes one group.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +38,27 @@ WARPS_PER_SM = 16
 """Number of warps per multiprocessor in the backward, where each program sums the weight gradient over its rows."""
 
 
-def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def gated_norm_reference(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, act: str = "silu", gate_first: bool = False
+) -> Tensor:
     """Compute `gated_norm` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight * normed.to(x.dtype) * F.silu(gate.to(wide.dtype))).to(x.dtype)
+    factor = GATES[act](gate.to(wide.dtype))
+    wide = wide * factor if gate_first else wide
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * normed * (1.0 if gate_first else factor)).to(x.dtype)
+
+
+@triton.jit
+def _gate(gate, SILU: tl.constexpr):
+    """Compute the activation of the gate, and its derivative."""
+    s = tl.sigmoid(gate)
+    if SILU:
+        return gate * s, s * (1.0 + gate * (1.0 - s))
+    return s, s * (1.0 - s)
 
 
 @triton.jit
@@ -49,74 +71,96 @@ def _rows(ptr, rows, H, outer, inner, D: tl.constexpr, BLOCK: tl.constexpr, N):
 
 @triton.jit
 def _gated_norm_kernel(
-    x_ptr, gate_ptr, w_ptr, y_ptr, N, H, x_outer, x_inner, gate_outer, gate_inner, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr,
+    x_ptr, gate_ptr, w_ptr, y_ptr, N, H, x_outer, x_inner, gate_outer, gate_inner, eps, GROUPS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, SILU: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS rows [D] per program, and multiply them by the gate."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Normalize ROWS rows [D] of one group per program, and multiply them by the gate before or after that."""
+    rows, group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
-    x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
-    gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
-    w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)
+    gate = _rows(gate_ptr + group * gate_inner, rows, H, gate_outer, gate_inner, D, BLOCK, N)
+    w = tl.load(w_ptr + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
 
-    # Compute y = w · n · silu(gate) with the casts of the formula in the module's docstring.
+    # Compute y with the casts of the formula in the module's docstring.
     dtype = y_ptr.dtype.element_ty
+    factor, _ = _gate(gate, SILU)
+    if GATE_FIRST:
+        x *= factor
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
-    scaled = w * (x * rstd[:, None]).to(dtype).to(tl.float32)
-    if ROUND:
-        scaled = scaled.to(dtype).to(tl.float32)
-    y = scaled * (gate * tl.sigmoid(gate))
+    y = w * (x * rstd[:, None]).to(dtype).to(tl.float32)
+    if not GATE_FIRST:
+        if ROUND:
+            y = y.to(dtype).to(tl.float32)
+        y *= factor
     mask = (rows < N)[:, None] & (columns < D)[None, :]
-    tl.store(y_ptr + rows[:, None] * D + columns[None, :], y.to(dtype), mask=mask)
+    at = (rows * GROUPS + group)[:, None] * D + columns[None, :]
+    tl.store(y_ptr + at, y.to(dtype), mask=mask)
 
 
 @triton.jit
 def _gated_norm_backward_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, dx_ptr, d_gate_ptr, dw_ptr, N, H, dy_outer, dy_inner, x_outer, x_inner,
-    gate_outer, gate_inner, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    gate_outer, gate_inner, eps, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dx and dgate of a program's rows in tiles of ROWS rows, and the program's partial sum of dw [D]."""
-    columns = tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    columns, group = tl.arange(0, BLOCK), tl.program_id(1)
+    w = tl.load(w_ptr + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        dy = _rows(dy_ptr, rows, H, dy_outer, dy_inner, D, BLOCK, N)
-        x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
-        gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
+        dy = _rows(dy_ptr + group * dy_inner, rows, H, dy_outer, dy_inner, D, BLOCK, N)
+        x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)
+        gate = _rows(gate_ptr + group * gate_inner, rows, H, gate_outer, gate_inner, D, BLOCK, N)
 
-        # The formulas are in the module's docstring; d_scaled is dy · σ(gate). All tensors are [ROWS, BLOCK].
-        rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
-        n = x * rstd
-        s = tl.sigmoid(gate)
-        d_scaled = dy * s
-        dw += d_scaled * gate * n
-        u = d_scaled * w * gate
-        dx = rstd * (u - n * (tl.sum(u * n, 1) / D)[:, None])
-        d_gate = d_scaled * w * n * (1.0 + gate * (1.0 - s))
+        # The formulas are in the module's docstring. All tensors are [ROWS, BLOCK].
+        factor, slope = _gate(gate, SILU)
+        u = x * factor if GATE_FIRST else x
+        d_normed = dy if GATE_FIRST else dy * factor
+        rstd = (1.0 / tl.sqrt(tl.sum(u * u, 1) / D + eps))[:, None]
+        n = u * rstd
+        dw += d_normed * n
+        v = d_normed * w
+        du = rstd * (v - n * (tl.sum(v * n, 1) / D)[:, None])
+        if GATE_FIRST:
+            d_gate = du * x * slope
+            du *= factor
+        else:
+            d_gate = dy * w * n * slope
 
-        at = rows[:, None] * D + columns[None, :]
+        at = (rows * GROUPS + group)[:, None] * D + columns[None, :]
         mask = (rows < N)[:, None] & (columns < D)[None, :]
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + at, du.to(dx_ptr.dtype.element_ty), mask=mask)
         tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
-    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * D + columns, tl.sum(dw, 0), mask=columns < D)
+    at_partial = (tl.program_id(0).to(tl.int64) * GROUPS + group) * D + columns
+    tl.store(dw_ptr + at_partial, tl.sum(dw, 0), mask=columns < D)
 
 
-LIBRARY.define("gated_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor")
 LIBRARY.define(
-    "gated_norm_backward(Tensor dy, Tensor x, Tensor gate, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+    "gated_norm(Tensor x, Tensor gate, Tensor weight, float eps, bool silu=True, bool gate_first=False) -> Tensor"
+)
+LIBRARY.define(
+    "gated_norm_backward(Tensor dy, Tensor x, Tensor gate, Tensor weight, float eps, bool silu=True,"
+    " bool gate_first=False) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def _as_rows(*tensors: Tensor) -> list[Tensor]:
+def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
 
-    H is 1 if all tensors are contiguous.
+    H is the number of groups if there are several. Otherwise it is 1 if all tensors are contiguous.
     """
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
-    H = 1 if len(shape) == 1 or all(x.is_contiguous() for x in tensors) else shape[-2]
-    return [x.reshape(-1, H, shape[-1]) for x in tensors]
+    is_flat = groups == 1 and (len(shape) == 1 or all(x.is_contiguous() for x in tensors))
+    return [x.reshape(-1, 1 if is_flat else shape[-2], shape[-1]) for x in tensors]
+
+
+def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
+    """Return the number of rows that share a weight, and how many of them have the same outer index."""
+    inner = 1 if groups > 1 else x.shape[1]
+    return x.shape[0] * inner, inner
 
 
 def _constants(D: int) -> dict[str, int]:
@@ -126,95 +170,106 @@ def _constants(D: int) -> dict[str, int]:
 
 
 @torch.library.impl(LIBRARY, "gated_norm", "CompositeExplicitAutograd")
-def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool = True, gate_first: bool = False
+) -> Tensor:
     y = x.new_empty(x.shape)
     if x.numel():
-        constants = _constants(x.shape[-1])
-        x, gate = _as_rows(x, gate)
-        N = x.shape[0] * x.shape[1]
+        constants, groups = _constants(x.shape[-1]), weight.numel() // x.shape[-1]
+        x, gate = _as_rows(groups, x, gate)
+        N, H = _rows_of(x, groups)
         with on_device_of(x):
-            _gated_norm_kernel[(cdiv(N, constants["ROWS"]),)](
-                x, gate, weight.contiguous(), y, N, x.shape[1], *x.stride()[:2], *gate.stride()[:2], eps,
-                ROUND=torch.promote_types(x.dtype, weight.dtype) == x.dtype, **constants,
+            _gated_norm_kernel[(cdiv(N, constants["ROWS"]), groups)](
+                x, gate, weight.contiguous(), y, N, H, *x.stride()[:2], *gate.stride()[:2], eps, GROUPS=groups,
+                ROUND=torch.promote_types(x.dtype, weight.dtype) == x.dtype, SILU=silu, GATE_FIRST=gate_first,
+                **constants,
             )  # fmt: skip
     return y
 
 
 @torch.library.impl(LIBRARY, "gated_norm_backward", "CompositeExplicitAutograd")
 def _gated_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool = True, gate_first: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     if not x.numel():
         return dx, d_gate, torch.zeros_like(weight)
 
     # There are enough programs to occupy the device. Each program sums dw over several tiles of rows.
-    constants = _constants(x.shape[-1])
-    dy, x, gate = _as_rows(dy, x, gate)
-    N = x.shape[0] * x.shape[1]
-    programs = min(cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
+    constants, groups = _constants(x.shape[-1]), weight.numel() // x.shape[-1]
+    dy, x, gate = _as_rows(groups, dy, x, gate)
+    N, H = _rows_of(x, groups)
+    most = cdiv(num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)), groups)
+    programs = min(cdiv(N, constants["ROWS"]), most)
     # Size of a tile in bytes. Shared memory holds one tile per pipeline stage.
     in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)
-    partial = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs, weight.numel(), dtype=torch.float32, device=x.device)
     with on_device_of(x):
-        _gated_norm_backward_kernel[(programs,)](
-            dy, x, gate, weight.contiguous(), dx, d_gate, partial, N, x.shape[1], *dy.stride()[:2], *x.stride()[:2],
-            *gate.stride()[:2], eps, STAGES=stages, **constants,
+        _gated_norm_backward_kernel[(programs, groups)](
+            dy, x, gate, weight.contiguous(), dx, d_gate, partial, N, H, *dy.stride()[:2], *x.stride()[:2],
+            *gate.stride()[:2], eps, GROUPS=groups, SILU=silu, GATE_FIRST=gate_first, STAGES=stages, **constants,
         )  # fmt: skip
-    dw = torch.empty_like(weight)
+    dw = weight.new_empty(weight.shape)
     sum_partials(partial, dw)
     return dx, d_gate, dw
 
 
 @torch.library.register_fake("liger_models::gated_norm", lib=LIBRARY)
-def _gated_norm_fake(x, gate, weight, eps):
+def _gated_norm_fake(x, *_):
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("liger_models::gated_norm_backward", lib=LIBRARY)
-def _gated_norm_backward_fake(dy, x, gate, weight, eps):
+def _gated_norm_backward_fake(dy, x, gate, weight, *_):
     return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
 
 
 def _setup(ctx, inputs, output):
-    *tensors, ctx.eps = inputs
+    *tensors, ctx.eps, ctx.silu, ctx.gate_first = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, dy):
-    return *torch.ops.liger_models.gated_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None
+    options = ctx.eps, ctx.silu, ctx.gate_first
+    return *torch.ops.liger_models.gated_norm_backward(dy, *ctx.saved_tensors, *options), None, None, None
 
 
 register_autograd("gated_norm", _backward, _setup)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute ``weight · x / sqrt(mean(x²) + eps) · silu(gate)`` with the mean over the last dimension.
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, act: str = "silu", gate_first: bool = False
+) -> Tensor:
+    """Compute ``weight · x / sqrt(mean(x²) + eps) · act(gate)`` with the mean over the last dimension.
 
     Args:
         x: [..., D], float32, float16 or bfloat16.
         gate: [..., D].
-        weight: [D].
+        weight: [D], or [G, D] for x [..., G, D] whose G groups have different weights.
         eps: added to the mean of squares.
+        act: "silu" or "sigmoid".
+        gate_first: whether x is multiplied by the gate before the norm, as in Mamba-2.
 
     Returns:
         [..., D] in the dtype of x.
 
     Raises:
-        ValueError: x and gate differ in shape, or the weight's shape is not [D].
+        ValueError: x and gate differ in shape, the weight's shape does not match, or the activation is unknown.
         TypeError: a tensor is not floating-point.
     """
     op = "gated_norm"
     check_floating(op, x=x, gate=gate, weight=weight)
+    if act not in GATES:
+        raise ValueError(f"{op}: act must be one of {', '.join(GATES)}, got {act!r}.")
     if x.shape != gate.shape:
         raise ValueError(f"{op}: x and gate must have one shape, got {list(x.shape)} and {list(gate.shape)}.")
-    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+    if x.dim() == 0 or weight.dim() not in (1, 2) or weight.shape != x.shape[-weight.dim() :]:
         raise ValueError(
-            f"{op}: weight must have the shape of x's last dimension, got weight {list(weight.shape)} for x "
-            f"{list(x.shape)}."
+            f"{op}: weight must have the shape of x's last dimension, or of its last two, got weight "
+            f"{list(weight.shape)} for x {list(x.shape)}."
         )
     if not use_triton(x):
-        return gated_norm_reference(x, gate, weight, eps)
-    y: Tensor = torch.ops.liger_models.gated_norm(x, gate, weight, eps)
+        return gated_norm_reference(x, gate, weight, eps, act=act, gate_first=gate_first)
+    y: Tensor = torch.ops.liger_models.gated_norm(x, gate, weight, eps, act == "silu", gate_first)
     return y

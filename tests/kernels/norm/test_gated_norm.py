@@ -10,6 +10,7 @@ from ...late import Late
 from ..oracle import assert_close_to_truth, opcheck, run
 from ..rope.test_rope import draw, dtypes
 
+mamba2 = Late("transformers.models.mamba2.modeling_mamba2")
 qwen3_next = Late("transformers.models.qwen3_next.modeling_qwen3_next")
 
 SHAPES = [(2, 3, 4, 8), (5, 20), (7,), (1, 33, 2, 16)]
@@ -29,11 +30,26 @@ def test_matches_fp64(backend, shape, poisoned_empty, monkeypatch):
             assert_close_to_truth(gated_norm, gated_norm_reference, *make(shape, dtype, backend, weight_dtype))
 
 
+@pytest.mark.parametrize("options", [{"act": "sigmoid"}, {"gate_first": True}, {"act": "sigmoid", "gate_first": True}])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_orders_and_gates(backend, options, groups, poisoned_empty, monkeypatch):
+    monkeypatch.setattr(module, "TILE", 64)
+    for dtype in dtypes(backend):
+        (x, gate, weight), upstream = make((2, 17, 3, 10), dtype, backend)
+        weight = weight if groups == 1 else draw(3, 10, dtype=dtype, device=backend)
+        functions = (partial(function, eps=1e-5, **options) for function in (gated_norm, gated_norm_reference))
+        assert_close_to_truth(*functions, [x, gate, weight], upstream)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
 def test_real_sizes(shape, poisoned_empty):
     for dtype in (torch.bfloat16, torch.float32):
         assert_close_to_truth(gated_norm, gated_norm_reference, *make(shape, dtype, "cuda"))
+        if len(shape) > 2:
+            (x, gate, _), upstream = make(shape, dtype, "cuda")
+            functions = (partial(function, gate_first=True) for function in (gated_norm, gated_norm_reference))
+            assert_close_to_truth(*functions, [x, gate, draw(*shape[-2:], dtype=dtype, device="cuda")], upstream)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,6 +60,15 @@ def test_transformers(dtype):
     assert torch.equal(gated_norm(x, gate, weight, 1e-5), theirs(x, gate))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_with_groups(dtype):
+    (x, gate, _), _ = make((2, 3, 4, 8), dtype)
+    theirs = mamba2.MambaRMSNormGated(32, group_size=8, eps=1e-5).to(dtype)
+    theirs.weight.data.copy_(draw(32, dtype=dtype))
+    got = gated_norm(x, gate, theirs.weight.view(4, 8), 1e-5, gate_first=True)
+    assert torch.equal(got.flatten(2), theirs(x.flatten(2), gate.flatten(2)))
+
+
 def test_views(backend):
     """x and gate as parts of wider rows, without a copy, and with one where heads are far apart."""
     (_, _, weight), (dy,) = make((2, 3, 4, 8), device=backend)
@@ -52,6 +77,10 @@ def test_views(backend):
     for x, gate in ((packed[..., :8], packed[..., 8:16]), (packed[..., ::3][..., :8], packed[..., 1:9])):
         got = run(partial(gated_norm, eps=1e-5), [x, gate, weight], [upstream])
         want = run(partial(gated_norm_reference, eps=1e-5), [x.contiguous(), gate.contiguous(), weight], [dy])
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        weights = draw(4, 8, device=backend)
+        got = run(partial(gated_norm, gate_first=True), [x, gate, weights], [upstream])
+        want = run(partial(gated_norm_reference, gate_first=True), [x.contiguous(), gate.contiguous(), weights], [dy])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -88,7 +117,11 @@ def test_bad_arguments():
     x = torch.ones(2, 8)
     with pytest.raises(ValueError, match=r"x and gate must have one shape, got \[2, 8\] and \[2, 7\]"):
         gated_norm(x, x[:, :7], torch.ones(8))
-    with pytest.raises(ValueError, match=r"weight must have the shape of x's last dimension, got weight \[7\]"):
+    with pytest.raises(
+        ValueError, match=r"weight must have the shape of x's last dimension, or of its last two, got weight \[7\]"
+    ):
         gated_norm(x, x, torch.ones(7))
+    with pytest.raises(ValueError, match=r"act must be one of silu, sigmoid, got 'gelu'"):
+        gated_norm(x, x, torch.ones(8), act="gelu")
     with pytest.raises(TypeError, match=r"gate must be a floating-point tensor, got torch.int64"):
         gated_norm(x, x.long(), torch.ones(8))

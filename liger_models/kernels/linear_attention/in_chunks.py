@@ -1,0 +1,96 @@
+"""Linear attention in plain PyTorch: the computation that the references of the delta rule and of the scan share."""
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Number of tokens that are computed at a time."""
+
+
+def in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Read and write the state S [Dk, Dv] of each head: S ← exp(g) · S, S ← S + k dᵀ, o = qᵀ S.
+
+    Args:
+        q, k: [B, H, T, Dk], fp32 or fp64.
+        v: [B, H, T, Dv].
+        g: [B, H, T], the logarithms of the decays, at most 0.
+        beta: [B, H, T]; with it, d = β · (v − kᵀ S) as in the delta rule. Without it, d = v.
+        initial_state: [B or documents, H, Dk, Dv]; None for 0.
+        cu_seqlens: [documents + 1], the bounds of packed documents; None if each row is a document.
+
+    Returns:
+        The output [B, H, T, Dv], and the final states.
+    """
+    dtype = v.dtype
+    (B, H, T, Dk), Dv = k.shape, v.shape[3]
+    # Find the document of each token. Without documents, each row is a document.
+    token = torch.arange(T, device=v.device)
+    edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
+    # The search is in all of `edges` instead of edges[1:], because Inductor of PyTorch 2.11 does not support a slice.
+    document = torch.searchsorted(edges, token, right=True) - 1
+
+    # ``state`` [B, H, Dk, Dv] is the state before a chunk, and ``finals`` has the final state of each document.
+    state = v.new_zeros(B, H, Dk, Dv)
+    initial = None if initial_state is None else initial_state.to(dtype)
+    if cu_seqlens is None:
+        state, initial = state if initial is None else initial, None
+    finals = v.new_zeros(len(edges) - 1, H, Dk, Dv)
+    if initial is not None:
+        finals = initial * (edges.diff() == 0)[:, None, None, None]
+
+    def chunk(start: int, state: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        Q, K, V, decay = (x[:, :, start : start + CHUNK] for x in (q, k, v, g))
+        tokens_document = document[start : start + CHUNK]
+
+        # Find which tokens of the chunk see each other, [C, C], and which read the previous chunk's state, [C, 1].
+        causal = torch.ones(len(tokens_document), len(tokens_document), dtype=torch.bool, device=v.device).tril()
+        causal = causal & (tokens_document[:, None] == tokens_document)
+        # Documents that began before this chunk continue from `state`. Others start from their initial state.
+        carried = tokens_document == document[max(start - 1, 0)]
+        carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
+
+        # Compute the decays from token to token, [.., C, C], and from the state to each token, [.., C, 1]. Each decay
+        # is a separate sum. In a difference of running sums, small terms would be lost beside a large one, and an
+        # infinite term would give NaN.
+        later = torch.ones_like(causal).tril(-1)
+        sums = decay[..., :, None].expand(*decay.shape, decay.shape[-1]).masked_fill(~later, 0).cumsum(-2)
+        between = sums.masked_fill(~causal, -torch.inf).exp()
+        first = (tokens_document[:, None] > tokens_document).sum(-1)  # first token of the same document in this chunk
+        since = (sums.gather(-1, first.expand(decay.shape)[..., None]) + decay[..., first, None]).exp()
+
+        def read_state(x: Tensor) -> Tensor:
+            """Multiply each row of x by the state of its document before this chunk, with the decay up to the token."""
+            out = (x @ state) * carried
+            if initial is not None:
+                out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[tokens_document]) * (1 - carried)
+            return out * since
+
+        # Solve (I + M) D = β · (V − K̂ S) for D [.., C, Dv], and compute the output.
+        d = V
+        if beta is not None:
+            b = beta[:, :, start : start + CHUNK, None]
+            system = (K @ K.mT * between * b).tril(-1)
+            d = torch.linalg.solve_triangular(system, b * (V - read_state(K)), upper=False, unitriangular=True)
+        out = read_state(Q) + (Q @ K.mT * between) @ d
+        # Compute the state after the last token or, with documents, after each token, because a document may end at any
+        # token.
+        ends = slice(-1, None) if cu_seqlens is None else slice(None)
+        after = (between[:, :, ends, :, None] * K[:, :, None]).mT @ d[:, :, None]
+        previous = state[:, :, None] * carried[ends, :, None]
+        if initial is not None:
+            previous = previous + initial[tokens_document[ends]].transpose(0, 1) * (1 - carried[ends, :, None])
+        after = after + previous * since[:, :, ends, :, None]
+        if cu_seqlens is not None:
+            is_last = (token[start : start + CHUNK] + 1 == edges[tokens_document + 1]).to(dtype)
+            last_states = after[0].transpose(0, 1) * is_last[:, None, None, None]
+            finals = finals.index_add(0, tokens_document, last_states)
+        return out, after[:, :, -1], finals
+
+    outputs = [v[:, :, :0]]
+    for start in range(0, T, CHUNK):
+        out, state, finals = chunk(start, state, finals)
+        outputs.append(out)
+    return torch.cat(outputs, 2), state if cu_seqlens is None else finals

@@ -1,0 +1,461 @@
+"""State-space scan of Mamba-2: linear attention whose state decays by one number per head and token.
+
+S [N, P] is the state of a head, x [P] is its input, and B and C [N] are shared by the heads of a group. δ is the step
+size, and g = A · δ is the logarithm of the decay. The forward computes, for each head and token, in fp32::
+
+    S ← exp(g) · S + B (δ · x)ᵀ,   y = Cᵀ S + D · x
+
+The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, and let G be the last G_i. Let
+E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the chunk, and the rows of matrices are tokens::
+
+    M_ij = C_i·B_j · E_ij · δ_j,   Y = M X + e^{G_i} · C S + D · X,   S ← e^G · S + Bᵀ (δ · e^{G − G_i} · X)
+
+A first kernel computes the running sums G_i. A second kernel goes through the chunks in order and stores the state
+before each chunk; each of its programs holds some columns of the state of one head in registers. A third kernel
+computes Y of all chunks. In the backward, one launch recomputes these states and goes through the chunks in the
+opposite order for the gradients of the states after each chunk, dS ← e^G · dS + (e^{G_i} · C)ᵀ dY. Then::
+
+    U = (C·Bᵀ ∘ E)ᵀ dY + e^{G − G_i} · B dS,   dX = δ · U + D · dY,   dδ_i = x_i·U_i,   dD = Σ_i dy_i·x_i
+    W_ij = Σ_heads dy_i·x_j · E_ij · δ_j
+    dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
+
+The decay of token k is part of the decays from each earlier to each later token, so dg_k sums these terms, in fp32. The
+diagonal of M has no decay and is left out. The operands of products are in the dtype of x, and the products are summed
+in fp32. Only the inputs are saved.
+
+For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
+
+Source: https://arxiv.org/abs/2405.21060.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.errors import check_documents, check_floating
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import fitting_stages, on_device_of, use_triton
+from liger_models.kernels.linear_attention.documents import bounds, flat, slots
+from liger_models.kernels.linear_attention.in_chunks import in_chunks
+from liger_models.kernels.linear_attention.ssd_kernels import (
+    decay_kernel,
+    pair_kernel,
+    read_kernel,
+    scan_kernel,
+    scans_kernel,
+    shared_gradients_kernel,
+    step_kernel,
+    sums_kernel,
+)
+from liger_models.kernels.norm.partial_sums import sum_partials
+from liger_models.kernels.tiles import cdiv, next_power_of_2
+
+CHUNK = 128
+"""Number of tokens in a chunk. States of larger chunks take less memory and traffic, and products within larger chunks
+take more operations."""
+
+TILE = CHUNK // 2
+"""Number of tokens of one side of the tiles in `pair_kernel`, which holds three tiles in registers."""
+
+STEP_TOKENS = 16
+"""Largest number of tokens for which the recurrence is computed token by token if no gradient is needed."""
+
+MOST_STATE = 256
+"""Largest N of the kernels."""
+
+SUM_HEADS = 16
+SCAN_ROWS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 128, 32, 4, 3
+"""A program of a scan holds SCAN_ROWS x SCAN_COLUMNS of one head's state. With 32 columns, 64 heads of 64 columns have
+128 programs, so that a single sequence occupies a GPU."""
+
+READ_HEADS, READ_COLUMNS, READ_WARPS, READ_STAGES = 8, 64, 8, 1
+"""READ_HEADS is the largest number of heads of a group for which a program computes one product of B and C."""
+
+PAIR_WARPS, PAIR_STAGES = 4, 2
+SHARED_WARPS, SHARED_STAGES = 8, 1
+STEP_WARPS, STEP_COLUMNS = 4, 32
+
+
+def ssd_scan_reference(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    delta: Tensor,
+    g: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the output and the final states of `ssd_scan` in plain PyTorch.
+
+    The function is differentiable, and keeps fp64 inputs in fp64.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide, group = x.to(dtype), x.shape[2] // B.shape[2]
+    keys, queries = (shared.to(dtype).repeat_interleave(group, 2).transpose(1, 2) for shared in (B, C))
+    values = (wide * delta.to(dtype)[..., None]).transpose(1, 2)
+    decays = g.to(dtype).transpose(1, 2)
+    out, state = in_chunks(
+        queries, keys, values, decays, None, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    out = out if D is None else out + D.to(dtype)[:, None] * wide
+    return out.to(x.dtype), state
+
+
+class _Sizes:
+    """Sizes and constants that all kernels of one call share."""
+
+    def __init__(self, x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> None:
+        (self.B, self.T, self.H, self.P), (self.G, self.N) = x.shape, B.shape[2:]
+        self.tokens, self.group = self.B * self.T, self.H // self.G
+        self.cu = bounds(x, cu_seqlens)
+        self.documents = len(self.cu) - 1
+        self.slots = slots(self.tokens, self.documents, CHUNK)
+        self.block_n, self.block_p = (max(next_power_of_2(size), 16) for size in (self.N, self.P))
+        # A program reads the state for as many heads of a group as possible, but at most READ_HEADS.
+        self.heads = next(heads for heads in range(min(self.group, READ_HEADS), 0, -1) if self.group % heads == 0)
+        self.parts = self.H // self.heads
+        self.counts = self.tokens, self.documents
+        precision = "ieee" if torch.version.hip is not None else "tf32x3"
+        self.shape = {"H": self.H, "GROUP": self.group, "C": CHUNK, "N": self.N, "P": self.P, "PRECISION": precision}
+        self.chunked = {"DOCUMENTS": next_power_of_2(self.documents)}
+
+    def scan(self, x: Tensor) -> tuple[int, dict[str, Any]]:
+        """Return the number of programs of one scan, and its constants."""
+        rows, columns = min(self.block_n, SCAN_ROWS), min(self.block_p, SCAN_COLUMNS)
+        programs = self.documents * self.H * cdiv(self.N, rows) * cdiv(self.P, columns)
+        stages = fitting_stages(x, SCAN_STAGES, CHUNK * (rows + columns) * x.element_size())
+        constants = {"BLOCK_N": rows, "BLOCK_P": columns, "STAGES": stages, "num_warps": SCAN_WARPS}
+        return programs, self.shape | constants
+
+    def tiles(self) -> dict[str, Any]:
+        """Return the constants of the kernels that process the chunks in parallel."""
+        blocks = {"BLOCK_N": min(self.block_n, SCAN_ROWS), "BLOCK_P": min(self.block_p, READ_COLUMNS)}
+        return self.shape | self.chunked | blocks | {"HEADS": self.heads}
+
+
+def _running_sums(delta: Tensor, g: Tensor, sizes: _Sizes) -> Tensor:
+    """Return the running sums of g within each chunk, and δ, as [2, H, tokens] fp32."""
+    sums = g.new_empty(2, sizes.H, sizes.tokens, dtype=torch.float32)
+    heads = min(next_power_of_2(sizes.H), SUM_HEADS)
+    sums_kernel[(sizes.slots, cdiv(sizes.H, heads))](
+        g, delta, sizes.cu, sums, *sizes.counts, *g.stride(), *delta.stride(), sizes.H, C=CHUNK, HEADS=heads,
+        num_warps=4, **sizes.chunked,
+    )  # fmt: skip
+    return sums
+
+
+LIBRARY.define(
+    "ssd_scan(Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D, Tensor? initial_state,"
+    " Tensor? cu_seqlens) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "ssd_scan_backward(Tensor dy, Tensor? d_final, Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D,"
+    " Tensor? initial_state, Tensor? cu_seqlens) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "ssd_step(Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D, Tensor? initial_state)"
+    " -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "ssd_scan", "CompositeExplicitAutograd")
+def _ssd_scan(
+    x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sizes = _Sizes(x, B, cu_seqlens)
+    out, final = _outputs(x, B, cu_seqlens)
+    if not final.numel() or not sizes.tokens:
+        return out, final.zero_() if initial_state is None else final.copy_(initial_state)
+    x, B, C, delta, g = map(flat, (x, B, C, delta, g))
+    states = x.new_empty(sizes.slots * sizes.H, sizes.N, sizes.P)
+    programs, constants = sizes.scan(x)
+    with on_device_of(x):
+        sums = _running_sums(delta, g, sizes)
+        # Arguments that the kernels do not use must be tensors, too.
+        scan_kernel[(programs,)](
+            B, x, sizes.cu, sums, sums if initial_state is None else initial_state.contiguous(), final, states,
+            sizes.tokens, *B.stride()[:2], *x.stride()[:2], HAS_INITIAL=initial_state is not None, **constants,
+        )  # fmt: skip
+        read_kernel[(sizes.slots, sizes.parts)](
+            C, B, x, x, sums if D is None else D.contiguous(), sizes.cu, sums, states, out, sums, sums, *sizes.counts,
+            *C.stride()[:2], *B.stride()[:2], *x.stride()[:2], *x.stride()[:2], HAS_D=D is not None, REVERSE=False,
+            STAGES=READ_STAGES, num_warps=READ_WARPS, **sizes.tiles(),
+        )  # fmt: skip
+    return out, final
+
+
+@torch.library.impl(LIBRARY, "ssd_scan_backward", "CompositeExplicitAutograd")
+def _ssd_scan_backward(
+    dy: Tensor, d_final: Tensor | None, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    sizes = _Sizes(x, B, cu_seqlens)
+    grads = dx, d_b, d_c, d_delta, dg, d_d, d_initial = _gradients_like(x, B, C, delta, g, D, initial_state)
+    if not x.numel() or not B.numel():
+        if d_final is not None and initial_state is not None:
+            d_initial.copy_(d_final)
+        d_d.zero_()
+        return grads
+    dy, x, B, C, delta, g = map(flat, (dy, x, B, C, delta, g))
+    states, d_states = (x.new_empty(sizes.slots * sizes.H, sizes.N, sizes.P) for _ in range(2))
+    programs, constants = sizes.scan(x)
+    tiles = sizes.tiles()
+    blocks = cdiv(sizes.N, tiles["BLOCK_N"])
+    with on_device_of(x):
+        sums = _running_sums(delta, g, sizes)
+        # Arguments that the kernels do not use must be tensors, too.
+        scans_kernel[(2 * programs,)](
+            B, x, C, dy, sizes.cu, sums, sums if initial_state is None else initial_state.contiguous(),
+            sums if d_final is None else d_final.contiguous(), states, d_states, d_initial, sizes.tokens,
+            *B.stride()[:2], *x.stride()[:2], *C.stride()[:2], *dy.stride()[:2], HAS_INITIAL=initial_state is not None,
+            HAS_FINAL=d_final is not None, **constants,
+        )  # fmt: skip
+
+        # Gradients of x, δ and D.
+        partial_d = sums.new_empty(sizes.slots, sizes.H)
+        d_steps = sums.new_empty(sizes.tokens, sizes.H)
+        read_kernel[(sizes.slots, sizes.parts)](
+            B, C, dy, x, sums if D is None else D.contiguous(), sizes.cu, sums, d_states, dx, d_steps, partial_d,
+            *sizes.counts, *B.stride()[:2], *C.stride()[:2], *dy.stride()[:2], *x.stride()[:2], HAS_D=D is not None,
+            REVERSE=True, STAGES=READ_STAGES, num_warps=READ_WARPS, **tiles,
+        )  # fmt: skip
+        d_delta.copy_(d_steps.view(d_delta.shape))
+        if D is not None:
+            sum_partials(partial_d, d_d)
+
+        # Gradients of B, C and g.
+        pairs = x.new_empty(sizes.parts, sizes.tokens, CHUNK)
+        d_sums = torch.empty_like(sums)
+        pair_kernel[(sizes.slots, sizes.parts, 3)](
+            B, C, x, dy, sizes.cu, sums, pairs, d_sums, *sizes.counts, *B.stride()[:2], *C.stride()[:2],
+            *x.stride()[:2], *dy.stride()[:2], TILE=TILE, STAGES=PAIR_STAGES, num_warps=PAIR_WARPS, **tiles,
+        )  # fmt: skip
+        read, written = (sums.new_empty(blocks, sizes.H, sizes.tokens) for _ in range(2))
+        kept = sums.new_empty(blocks, sizes.slots, sizes.H)
+        grid = sizes.slots, sizes.G, blocks
+        options = {"STAGES": SHARED_STAGES, "num_warps": SHARED_WARPS, **tiles}
+        shared_gradients_kernel[grid](
+            dy, C, B, sizes.cu, sums, states, states, pairs, read, kept, d_c, *sizes.counts, *dy.stride()[:2],
+            *C.stride()[:2], *B.stride()[:2], REVERSE=False, **options,
+        )  # fmt: skip
+        shared_gradients_kernel[grid](
+            x, B, C, sizes.cu, sums, d_states, states, pairs, written, kept, d_b, *sizes.counts, *x.stride()[:2],
+            *B.stride()[:2], *C.stride()[:2], REVERSE=True, **options,
+        )  # fmt: skip
+        decay_kernel[(sizes.slots, sizes.H)](
+            sizes.cu, d_sums, read, written, kept, dg, *sizes.counts, H=sizes.H, C=CHUNK, BLOCKS=blocks, num_warps=4,
+            **sizes.chunked,
+        )  # fmt: skip
+    return grads
+
+
+@torch.library.impl(LIBRARY, "ssd_step", "CompositeExplicitAutograd")
+def _ssd_step(
+    x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    sizes = _Sizes(x, B, None)
+    out, final = _outputs(x, B, None)
+    if final.numel():
+        x, B, C, delta, g = map(flat, (x, B, C, delta, g))
+        columns = min(sizes.block_p, STEP_COLUMNS)
+        with on_device_of(x):
+            step_kernel[(sizes.B * sizes.H * cdiv(sizes.P, columns),)](
+                x, B, C, delta, g, g if D is None else D.contiguous(),
+                final if initial_state is None else initial_state.contiguous(), out, final, sizes.T, *x.stride()[:2],
+                *B.stride()[:2], *C.stride()[:2], *delta.stride(), *g.stride(), H=sizes.H, GROUP=sizes.group,
+                N=sizes.N, BLOCK_N=sizes.block_n, P=sizes.P, BLOCK_P=columns, HAS_INITIAL=initial_state is not None,
+                HAS_D=D is not None, num_warps=STEP_WARPS,
+            )  # fmt: skip
+    return out, final
+
+
+def _outputs(x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    documents = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty(x.shape), x.new_empty(documents, x.shape[2], B.shape[3], x.shape[3], dtype=torch.float32)
+
+
+def _gradients_like(
+    x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Allocate the gradients; those of missing inputs are empty."""
+    d_d, d_initial = (
+        g.new_empty(0, dtype=torch.float32) if tensor is None else tensor.new_empty(tensor.shape)
+        for tensor in (D, initial_state)
+    )
+    d_g = g.new_empty(g.shape, dtype=torch.float32)
+    return *(tensor.new_empty(tensor.shape) for tensor in (x, B, C, delta)), d_g, d_d, d_initial
+
+
+@torch.library.register_fake("liger_models::ssd_scan", lib=LIBRARY)
+def _ssd_scan_fake(x, B, C, delta, g, D, initial_state, cu_seqlens):
+    return _outputs(x, B, cu_seqlens)
+
+
+@torch.library.register_fake("liger_models::ssd_scan_backward", lib=LIBRARY)
+def _ssd_scan_backward_fake(dy, d_final, x, B, C, delta, g, D, initial_state, cu_seqlens):
+    return _gradients_like(x, B, C, delta, g, D, initial_state)
+
+
+@torch.library.register_fake("liger_models::ssd_step", lib=LIBRARY)
+def _ssd_step_fake(x, B, *_):
+    return _outputs(x, B, None)
+
+
+def _setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy, d_final):
+    if dy is None and d_final is None:
+        return (None,) * 8
+    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
+    dy = torch.zeros_like(saved[0]) if dy is None else dy
+    grads = torch.ops.liger_models.ssd_scan_backward(dy, d_final, *saved)
+    return *(None if tensor is None else grad for tensor, grad in zip(saved, grads, strict=False)), None
+
+
+register_autograd("ssd_scan", _backward, _setup)
+
+
+def _check(
+    op: str, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
+    check_floating(op, x=x, B=B, C=C, delta=delta, g=g, D=D, initial_state=initial_state)
+    if not x.dtype == B.dtype == C.dtype:
+        raise TypeError(f"{op}: x, B and C must have one dtype, got {x.dtype}, {B.dtype} and {C.dtype}.")
+    if not (x.dim() == B.dim() == 4 and B.shape == C.shape and x.shape[:2] == B.shape[:2]):
+        raise ValueError(
+            f"{op}: x must be [B, T, H, P] and B and C [B, T, G, N], got {list(x.shape)}, {list(B.shape)} and "
+            f"{list(C.shape)}."
+        )
+    (rows, T, H, P), (G, N) = x.shape, B.shape[2:]
+    if H % G != 0:
+        raise ValueError(f"{op}: the number of heads ({H}) must be a multiple of the number of groups ({G}).")
+    if not delta.shape == g.shape == x.shape[:3]:
+        raise ValueError(f"{op}: delta and g must be {list(x.shape[:3])}, got {list(delta.shape)} and {list(g.shape)}.")
+    if D is not None and D.shape != (H,):
+        raise ValueError(f"{op}: D must be {[H]}, got {list(D.shape)}.")
+    documents = check_documents(op, cu_seqlens, rows, T)
+    if initial_state is not None and initial_state.dtype != torch.promote_types(x.dtype, torch.float32):
+        raise TypeError(f"{op}: initial_state must be float32, got {initial_state.dtype}.")
+    if initial_state is not None and initial_state.shape != (documents, H, N, P):
+        raise ValueError(f"{op}: initial_state must be {[documents, H, N, P]}, got {list(initial_state.shape)}.")
+
+
+def is_fused(x: Tensor, B: Tensor) -> bool:
+    """Return whether Triton kernels compute the scan.
+
+    The kernels require an accelerator, half precision, sizes P and N that are multiples of 16 bytes, and N of at most
+    256. Tiles in float32 would not fit into the shared memory of a GPU, so float32 runs in plain PyTorch.
+    """
+    in_half = x.dtype != torch.float32 or x.device.type == "cpu"
+    fits = B.shape[-1] <= MOST_STATE and not any(tensor.shape[-1] * tensor.itemsize % 16 for tensor in (x, B))
+    return use_triton(x) and in_half and fits
+
+
+def step_sizes(
+    dt: Tensor, A_log: Tensor, dt_bias: Tensor, limits: tuple[float, float] = (0.0, float("inf"))
+) -> tuple[Tensor, Tensor]:
+    """Compute the step sizes δ = clamp(softplus(dt + dt_bias), limits) and the decays g = −exp(A_log) · δ in fp32.
+
+    Args:
+        dt: [..., H].
+        A_log, dt_bias: [H].
+        limits: the smallest and the largest step size.
+
+    Returns:
+        δ and g, [..., H], float32, or float64 for a float64 ``dt``.
+    """
+    dtype = torch.promote_types(dt.dtype, torch.float32)
+    delta = F.softplus(dt.to(dtype) + dt_bias.to(dtype))
+    if limits != (0.0, float("inf")):
+        delta = delta.clamp(*limits)
+    return delta, -A_log.to(dtype).exp() * delta
+
+
+def ssd_scan(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    delta: Tensor,
+    g: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute the state-space scan for whole sequences, for packed documents, or for the next tokens of a sequence.
+
+    Args:
+        x: [B, T, H, P], float32, float16 or bfloat16. If `is_fused` is False, the scan runs in plain PyTorch.
+        B, C: [B, T, G, N], in the dtype of x. H / G consecutive heads share B and C.
+        delta: [B, T, H], the step sizes; see `step_sizes`.
+        g: [B, T, H] float32, the logarithm of the decay, at most 0.
+        D: [H], the factors of x in the output; None for 0.
+        initial_state: [B, H, N, P] float32, the state before the first token, or [documents, H, N, P] with a state for
+            each document. None for 0.
+        return_state: whether to return the state after the last token, too.
+        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. The batch
+            must have one row. Tokens do not see other documents.
+
+    Returns:
+        The output [B, T, H, P] in the dtype of x. With ``return_state``, also the final state, in the shape of
+        ``initial_state``.
+
+    Raises:
+        ValueError: the shapes do not match.
+        TypeError: a tensor has the wrong dtype.
+    """
+    _check("ssd_scan", x, B, C, delta, g, D, initial_state, cu_seqlens)
+    inputs = x, B, C, delta, g, D, initial_state
+    if not is_fused(x, B):
+        out, state = ssd_scan_reference(*inputs[:6], initial_state=initial_state, cu_seqlens=cu_seqlens)
+    elif cu_seqlens is None and x.shape[1] <= STEP_TOKENS and not _differentiable(*inputs):
+        out, state = torch.ops.liger_models.ssd_step(*inputs)
+    else:
+        out, state = torch.ops.liger_models.ssd_scan(*inputs, cu_seqlens)
+    return (out, state) if return_state else out
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def ssd_transition(
+    x: Tensor, B: Tensor, delta: Tensor, g: Tensor, *, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the effect of tokens on any state: ``state after = a · state before + b``.
+
+    Ranks that hold consecutive parts of a sequence exchange a and b, whose sizes do not depend on the number of tokens.
+    `states_before` of `gated_delta_rule.py` then computes the initial state of each rank.
+
+    Args:
+        x, B, delta, g: as in `ssd_scan`.
+        cu_seqlens: as in `ssd_scan`. a and b map the state before the first document to the state after the last.
+
+    Returns:
+        a [B, H] and b [B, H, N, P] in float32.
+
+    Raises:
+        ValueError, TypeError: as in `ssd_scan`.
+    """
+    result = ssd_scan(x, B, B, delta, g, return_state=True, cu_seqlens=cu_seqlens)
+    b = result[1]
+    decay = g.to(b.dtype).sum(1).exp()
+    if cu_seqlens is not None:
+        # The state after the last document, which is not empty, depends on the state before the first document only if
+        # all tokens belong to one document.
+        T = x.shape[1]
+        last = torch.searchsorted(cu_seqlens, torch.full([1], T, device=x.device)) - 1
+        b = b.index_select(0, last.clamp_min(0))
+        decay = decay * ((cu_seqlens > 0) & (cu_seqlens < T)).logical_not().all()
+    return decay, b

@@ -1,0 +1,288 @@
+"""Mamba-2: a state-space scan with one decay per head and token, after a short convolution."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.distributed.collectives import Group, gather_channels
+from liger_models.kernels.linear_attention.ssd_scan import ssd_scan, ssd_scan_reference, step_sizes
+from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import local
+from liger_models.layers.linear_attention import LinearAttention, run
+
+NO_LIMITS = (0.0, float("inf"))
+
+
+class GroupedGatedNorm(Layer):
+    """RMSNorm over each of G groups of channels, and a gate that multiplies the channels before or after the norm.
+
+    Args:
+        width: I, the number of channels of all groups.
+        groups: G.
+        eps: added to the mean of squares.
+        gate_first: whether the norm is that of the gated value, as in Mamba-2.
+        kernel: False for plain torch.
+    """
+
+    def __init__(self, width: int, groups: int, eps: float, *, gate_first: bool = True, kernel: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.groups_of_channels, self.eps, self.gate_first, self.kernel = groups, eps, gate_first, kernel
+
+    def draw(self, std: float) -> bool:
+        """Set the weight to ones."""
+        nn.init.ones_(self.weight)
+        return True
+
+    def forward(self, x: Tensor, gate: Tensor, weight: Tensor, ranks: Group | None) -> Tensor:
+        """Normalize x [..., I / R] with its gate of the same shape.
+
+        Args:
+            x, gate: this rank's channels.
+            weight: this rank's part of the weight, [I / R].
+            ranks: the group of the R ranks that have the other channels; None if this rank has all of them.
+        """
+        split = 1 if ranks is None else ranks.size
+        if split <= self.groups_of_channels:
+            groups = self.groups_of_channels // split
+            x, gate, weight = (t.unflatten(-1, (groups, -1)) for t in (x, gate, weight))
+            norm = gated_norm if self.kernel else gated_norm_reference
+            return norm(x, gate, weight, self.eps, gate_first=self.gate_first).flatten(-2)
+
+        # A group is spread over several ranks, which exchange their sums of squares.
+        assert ranks is not None
+        per_group = split // self.groups_of_channels
+        first = ranks.rank // per_group * per_group
+        wide, factor = x.float(), F.silu(gate.float())
+        wide = wide * factor if self.gate_first else wide
+        squares = gather_channels(wide.square().sum(-1, keepdim=True), ranks)[..., first : first + per_group]
+        mean = squares.sum(-1, keepdim=True) / (x.shape[-1] * per_group)
+        normed = weight * (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
+        return (normed if self.gate_first else normed * factor).to(x.dtype)
+
+
+class StateDecay(Layer):
+    """The parameters of the recurrence of H heads, which are trained in fp32 beside weights in half precision.
+
+    Args:
+        num_heads: H.
+        limits: the smallest and the largest step size.
+        initial_steps: the smallest and the largest step size of a new model, and the lower bound of step sizes.
+    """
+
+    wide = ("dt_bias", "A_log", "D")
+
+    def __init__(self, num_heads: int, limits: tuple[float, float], initial_steps: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.limits, self.initial_steps = limits, initial_steps
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.D = nn.Parameter(torch.empty(num_heads))
+        self.draw(0.02)
+
+    def draw(self, std: float) -> bool:
+        """Initialize the decays with 1 to H, and draw the logarithms of the step sizes from a uniform distribution."""
+        least, most, floor = self.initial_steps
+        nn.init.ones_(self.D)
+        with torch.no_grad():
+            self.A_log.copy_(torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).log())
+            nn.init.uniform_(self.dt_bias, math.log(least), math.log(most))
+            steps = self.dt_bias.exp().clamp_min(floor)
+            self.dt_bias.copy_(steps + (-torch.expm1(-steps)).log())  # the inverse of softplus
+        return True
+
+    def shard_tokens(self, group: Group) -> None:
+        """On each of R ranks, use the parameters of 1 / R of the heads."""
+        self.groups = replace(self.groups, context=group)
+
+    def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map steps [..., H] to the step sizes and the logarithms of the decays, both [..., H] fp32; also return D.
+
+        H is the number of this rank's heads.
+        """
+        context = self.groups.context
+        dt_bias, A_log, D = (local(parameter) for parameter in (self.dt_bias, self.A_log, self.D))
+        if context is not None:
+            dt_bias, A_log, D = (t.chunk(context.size)[context.rank] for t in (dt_bias, A_log, D))
+        # FSDP frees the gathered parameter, so the result must not be the parameter.
+        return *step_sizes(steps, A_log, dt_bias, self.limits), D.clone()
+
+
+class _Sizes(NamedTuple):
+    """Number of rows per unit of each part of the projection of `LigerMamba2`."""
+
+    gate: int
+    value: int
+    B: int
+    C: int
+    step: int
+
+
+class LigerMamba2(LinearAttention):
+    """The state-space mixer of Mamba-2, with one packed input projection.
+
+    The H heads and the channels of B and C of all G groups are divided into U units. Each unit has, in ``in_proj``, the
+    gates of its heads, their values, a share of the channels of B, a share of those of C, and the step sizes of its
+    heads (one row per head). The rows of ``conv_weight`` are also grouped by unit, and have only values, B and C. Each
+    of R ranks has some units; if there are more ranks than groups, the ranks exchange B and C after the convolution.
+
+    Args:
+        hidden_size: C.
+        num_heads: H.
+        head_dim: P.
+        num_groups: G; H is a multiple of G.
+        state_size: N.
+        conv_size: K, the number of tokens that the convolution covers.
+        layer: index of the layer, which is also its slot in the decode cache.
+        eps: eps of the gated norm.
+        bias: whether the projections have biases.
+        conv_bias: whether the convolution has a bias.
+        limits: the smallest and the largest step size.
+        initial_steps: the smallest and the largest step size of a new model, and the lower bound of step sizes.
+        gate_first: whether the gate multiplies the values before the norm; None for a gate without a norm.
+        multipliers: numbers by which the gate, the values, B, C and the step sizes are multiplied.
+        kernel: False for plain torch.
+
+    Raises:
+        ValueError: H is not a multiple of G, or K is below 2 or more than the kernel supports.
+
+    Source: https://arxiv.org/abs/2405.21060.
+    """
+
+    conv_name = "conv_kernel"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        num_groups: int,
+        state_size: int,
+        conv_size: int,
+        *,
+        layer: int,
+        eps: float = 1e-5,
+        bias: bool = False,
+        conv_bias: bool = True,
+        limits: tuple[float, float] = NO_LIMITS,
+        initial_steps: tuple[float, float, float] = (0.001, 0.1, 1e-4),
+        gate_first: bool | None = True,
+        multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0),
+        kernel: bool = True,
+    ) -> None:
+        if num_heads % num_groups != 0:
+            raise ValueError(
+                f"LigerMamba2: the number of heads ({num_heads}) must be a multiple of the number of groups "
+                f"({num_groups}). Check config.json."
+            )
+        units, sizes = self.units_of(num_heads, head_dim, num_groups, state_size)
+        super().__init__(
+            hidden_size, units, sum(sizes), sum(sizes[1:4]), conv_size, layer=layer, bias=bias, conv_bias=conv_bias,
+            kernel=kernel,
+        )  # fmt: skip
+        self.sizes, self.num_heads, self.head_dim = _Sizes(*sizes), num_heads, head_dim
+        self.num_groups, self.state_size = num_groups, state_size
+        self.multipliers = multipliers
+        self.decay = StateDecay(num_heads, limits, initial_steps)
+        inner = num_heads * head_dim
+        self.norm = (
+            None
+            if gate_first is None
+            else GroupedGatedNorm(inner, num_groups, eps, gate_first=gate_first, kernel=kernel)
+        )
+        self.out_proj = nn.Linear(inner, hidden_size, bias=bias)
+        self.draw(0.02)
+
+    @staticmethod
+    def units_of(num_heads: int, head_dim: int, num_groups: int, state_size: int) -> tuple[int, tuple[int, ...]]:
+        """Return the number of units, and the number of rows of each part in a unit.
+
+        There are as many units as possible, such that each has the same number of heads and of channels of B and C.
+        """
+        channels = num_groups * state_size
+        units = math.gcd(num_heads, channels)
+        heads, shared = num_heads // units, channels // units
+        return units, (heads * head_dim, heads * head_dim, shared, shared, heads)
+
+    @property
+    def token_flops(self) -> int:  # type: ignore[override]
+        """Operations per token: two products of a vector and the state (update, query) per head."""
+        return 4 * self.units * self.sizes.step * self.head_dim * self.state_size
+
+    def can_shard(self, size: int) -> bool:
+        """Whether ``size`` divides the number of units, and divides the number of groups or is a multiple of it."""
+        return super().can_shard(size) and (self.num_groups % size == 0 or size % self.num_groups == 0)
+
+    def _share_units(self, group: Group) -> None:
+        if not self.can_shard(group.size):
+            raise ValueError(
+                f"LigerMamba2: the number of ranks must divide {self.units}, the largest number that divides heads "
+                f"({self.num_heads}) and channels of B ({self.num_groups * self.state_size}), and it must divide the "
+                f"number of groups ({self.num_groups}) or be a multiple of it, got {group.size} ranks. Use fewer "
+                "ranks, and FSDP over the others."
+            )
+        super()._share_units(group)
+
+    def own_shards(self) -> dict[str, int]:
+        """See `LinearAttention.own_shards`."""
+        norm = {} if self.norm is None else {"norm.weight": 0}
+        return {**{f"decay.{name}": 0 for name in StateDecay.wide}, **norm}
+
+    def draw(self, std: float) -> bool:
+        """Initialize the convolution from a normal distribution with ``std``."""
+        nn.init.normal_(self.conv_weight, std=std)
+        if self.conv_bias is not None:
+            nn.init.zeros_(self.conv_bias)
+        return True
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``print(model)``."""
+        return (
+            f"heads={self.units * self.sizes.step}x{self.head_dim}, groups={self.num_groups}, state={self.state_size}, "
+            f"conv_size={self.conv_size}"
+        )
+
+    def mix(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None, padding: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """See `LinearAttention.mix`."""
+        split = projected.unflatten(-1, (self.units, -1)).split([*self.sizes], -1)
+        parts = [part.flatten(2) for part in split]
+        if any(multiplier != 1.0 for multiplier in self.multipliers):
+            parts = [part * multiplier for part, multiplier in zip(parts, self.multipliers, strict=True)]
+        gate, *values, steps = parts
+
+        # The inputs of the convolution are all values, then B, then C. With a bias, the outputs for padding are not 0.
+        conv_state, state = (None, None) if states is None else states
+        convolved, conv_state = self.convolve(values, [*self.sizes[1:4]], conv_state, options)
+        if padding is not None:
+            convolved = convolved.masked_fill(padding, 0)
+        x, *shared = convolved.split([self.units * size for size in self.sizes[1:4]], -1)
+        x = x.unflatten(-1, (-1, self.head_dim))  # [B, T, H, P]
+        B, C = (self._own_groups(part) for part in shared)  # [B, T, G, N]
+
+        # Padding neither writes to the state nor lets it decay.
+        delta, g, D = self.decay(steps)
+        if padding is not None:
+            delta, g = (t.masked_fill(padding, 0) for t in (delta, g))
+        out, state = run(ssd_scan, ssd_scan_reference, x, B, C, delta, g, D, initial_state=state, **options)
+        out = out.flatten(2)
+        if self.norm is None:
+            return out * F.silu(gate), (conv_state, state)
+        normed: Tensor = self.norm(out, gate, self.own(self.norm.weight), self.ranks)
+        return normed, (conv_state, state)
+
+    def _own_groups(self, part: Tensor) -> Tensor:
+        """Return B or C of the groups of this rank's heads, [B, T, G, N], from this rank's share of the channels."""
+        ranks = self.ranks
+        if ranks is not None and self.num_groups % ranks.size != 0:
+            # Each rank has a part of the heads of one group, and needs all channels of this group.
+            group = ranks.rank // (ranks.size // self.num_groups)
+            part = gather_channels(part, ranks)[..., group * self.state_size : (group + 1) * self.state_size]
+        by_group: Tensor = part.unflatten(-1, (-1, self.state_size))
+        return by_group
