@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from liger_models import AutoLigerModel
+from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import get_arch
+from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import wide_parameters
 
-from .families import LIMIT, error, hf_model, make_folder
+from .families import LIMIT, error, hf_model, make_folder, tiny
 
 V2 = {
     "vocab_size": 102400, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "num_experts_per_tok": 6,
@@ -174,3 +176,29 @@ def test_experts_in_int4_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"quantization_config \(compressed-tensors\)\. Decompress the checkpoint"):
         AutoLigerModel.from_pretrained(folder, progress=False)
+
+
+@pytest.mark.parametrize("adapters", [None, {}, {"use_dora": True}], ids=["plain", "lora", "dora"])
+def test_a_reused_cache_of_latents_gives_the_tokens_of_whole_forwards(adapters):
+    """Few tokens after cached ones attend to latents, and many to keys and values that are computed again."""
+    torch.manual_seed(0)
+    model = AutoLigerModel.from_config({"model_type": "deepseek_v3", **tiny("deepseek_v3")["yarn"]}).eval()
+    if adapters is not None:
+        apply_lora(model, LoRAConfig(r=4, **adapters))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    cache = DecodeCache()
+    options = {"max_new_tokens": 4, "eos_token_id": []}
+    ids = model.generate(torch.randint(3, 90, (1, 12)), cache=cache, **options)
+    for count in (3, 40):
+        ids = torch.cat([ids, torch.randint(3, 90, (1, count))], 1)
+        want = ids
+        with torch.no_grad():
+            for _ in range(4):
+                want = torch.cat([want, model(want).logits[:, -1:].argmax(-1)], 1)
+        ids = model.generate(ids, cache=cache, **options)
+        assert torch.equal(ids, want)
+    rows, nothing = cache._layers[0]
+    assert rows.shape[2:] == (1, 32 + 8)
+    assert nothing.numel() == 0
