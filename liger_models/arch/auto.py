@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from liger_models.arch.registry import ALIASES, MODEL_CLASSES, built_in, built_in_modules
+from liger_models.arch.registry import ALIASES, LANGUAGE_MODELS, MODEL_CLASSES, built_in, built_in_modules
 from liger_models.base.causal_lm import CausalLM, check_config
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
@@ -29,7 +29,7 @@ ENTRY_POINTS = "liger_models.architectures"
 
 def list_archs() -> list[str]:
     """Return the sorted ``model_type`` of every architecture that is built in, registered, or from a plugin."""
-    return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names})
+    return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names} - LANGUAGE_MODELS.keys())
 
 
 def get_arch(model_type: str) -> type[CausalLM]:
@@ -43,6 +43,8 @@ def get_arch(model_type: str) -> type[CausalLM]:
         model_type = ALIASES.get(model_type, model_type)
     if model_type not in MODEL_CLASSES and model_type in built_in():
         importlib.import_module(built_in_modules()[model_type])
+    if model_type not in MODEL_CLASSES and model_type in LANGUAGE_MODELS:
+        importlib.import_module(LANGUAGE_MODELS[model_type])
     if model_type not in MODEL_CLASSES:
         for plugin in _plugins().select(name=model_type):
             plugin.load()

@@ -6,8 +6,7 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens,
 which are one MLP without a gate. Experts are chosen by the softmax of the logits from the ``topk_group`` best of
 ``n_group`` groups, where the score of a group is the sum of its two best. The weights are divided by their sum if
-``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. Softmax and weights are in fp32; in half
-precision, transformers rounds them.
+``norm_topk_prob`` is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
 
 The files do not say whether YaRN's ``mscale_all_dim`` multiplies the scores of attention. The parameters that Mistral
 publishes next to the weights (``apply_scale: false``) say that it does not, and transformers multiplies. The field
@@ -90,8 +89,8 @@ class Mistral4Config(LatentDecoderConfig):
     def routing(self) -> Routing:
         """How experts are chosen, and how their weights are computed."""
         return Routing(
-            self.num_experts_per_tok, self.norm_topk_prob, groups=self.n_group, top_groups=self.topk_group,
-            group_score="top2", scale=self.routed_scaling_factor,
+            self.num_experts_per_tok, self.norm_topk_prob, round_weights=True, groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor,
         )  # fmt: skip
 
     def is_sparse(self, layer: int) -> bool:

@@ -26,6 +26,12 @@ A family's file is named after its ``model_type``. The ``__init__.py`` of a fami
 which maps each ``model_type`` to the file that registers it.
 """
 
+LANGUAGE_MODELS = {"kimi_k25": f"{__package__}.deepseek_v3.kimi_k25"}
+"""Maps the ``model_type`` of a model with images, of which only the language model is implemented, to its module.
+
+These are not among `built_in_modules`.
+"""
+
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Maps further values of ``model_type`` in released files to that of the family that reads them."""
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from liger_models import AutoLigerModel
+from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import get_arch
+from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import wide_parameters
 
-from .families import LIMIT, error, hf_model, make_folder
+from .families import LIMIT, error, hf_model, make_folder, tiny
 
 V2 = {
     "vocab_size": 102400, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "num_experts_per_tok": 6,
@@ -108,3 +110,95 @@ def test_the_scale_of_mistral_small_4_is_that_of_its_published_parameters(tmp_pa
     for layer in theirs.model.layers:
         layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5
     assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+
+
+def kimi_k25(root):
+    """A folder of Kimi K2.5, made of a tiny DeepSeek V3 and of some tensors of a tower."""
+    from safetensors.torch import load_file, save_file
+
+    source, folder = make_folder("deepseek_v3", "yarn", root), root / "kimi_k25"
+    folder.mkdir()
+    text = json.loads((source / "config.json").read_text())
+    tensors = {f"language_model.{name}": x for name, x in load_file(source / "model.safetensors").items()}
+    tower = {"vision_tower.encoder.blocks.0.wqkv.weight": torch.randn(6, 2), "mm_projector.proj.0.bias": torch.ones(3)}
+    save_file(tensors | tower, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text,
+        "media_placeholder_token_id": 90, "vision_config": {"vt_hidden_size": 1152}, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return source, folder, tensors | tower
+
+
+def test_the_language_model_of_kimi_k25(tmp_path):
+    source, folder, _ = kimi_k25(tmp_path)
+    model = AutoLigerModel.from_pretrained(folder, progress=False, strict=True)
+    ids = torch.arange(3, 20)[None]
+    assert error(model(ids).logits, hf_model(source)(ids).logits) <= LIMIT
+    with pytest.raises(ValueError, match="pixel_values must be None, because LigerKimiK25 has no vision tower"):
+        model(ids, pixel_values=torch.zeros(1))
+
+
+def test_kimi_k25_is_saved_with_its_tower(tmp_path):
+    from safetensors.torch import load_file
+
+    _, folder, tensors = kimi_k25(tmp_path)
+    AutoLigerModel.from_pretrained(folder, progress=False).save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in tensors.items())
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "saved"))
+    assert after["vision_config"] == before["vision_config"]
+    assert {key: after["text_config"][key] for key in ("model_type", "kv_lora_rank")} == {
+        "model_type": "deepseek_v3", "kv_lora_rank": 32
+    }  # fmt: skip
+    again = AutoLigerModel.from_pretrained(tmp_path / "saved", progress=False)
+    assert again.config == AutoLigerModel.from_pretrained(folder, progress=False).config
+
+
+def test_names_that_transformers_writes_for_kimi_k25_are_read(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    _, folder, _ = kimi_k25(tmp_path)
+    want = AutoLigerModel.from_pretrained(folder, progress=False)
+    file = folder / "model.safetensors"
+    tensors = {name.replace("model.layers.", "model.blocks."): x for name, x in load_file(file).items()}
+    assert "language_model.model.blocks.0.input_layernorm.weight" in tensors
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = AutoLigerModel.from_pretrained(folder, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
+
+
+def test_experts_in_int4_are_refused(tmp_path):
+    _, folder, _ = kimi_k25(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantization_config \(compressed-tensors\)\. Decompress the checkpoint"):
+        AutoLigerModel.from_pretrained(folder, progress=False)
+
+
+@pytest.mark.parametrize("adapters", [None, {}, {"use_dora": True}], ids=["plain", "lora", "dora"])
+def test_a_reused_cache_of_latents_gives_the_tokens_of_whole_forwards(adapters):
+    """Few tokens after cached ones attend to latents, and many to keys and values that are computed again."""
+    torch.manual_seed(0)
+    model = AutoLigerModel.from_config({"model_type": "deepseek_v3", **tiny("deepseek_v3")["yarn"]}).eval()
+    if adapters is not None:
+        apply_lora(model, LoRAConfig(r=4, **adapters))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    cache = DecodeCache()
+    options = {"max_new_tokens": 4, "eos_token_id": []}
+    ids = model.generate(torch.randint(3, 90, (1, 12)), cache=cache, **options)
+    for count in (3, 40):
+        ids = torch.cat([ids, torch.randint(3, 90, (1, count))], 1)
+        want = ids
+        with torch.no_grad():
+            for _ in range(4):
+                want = torch.cat([want, model(want).logits[:, -1:].argmax(-1)], 1)
+        ids = model.generate(ids, cache=cache, **options)
+        assert torch.equal(ids, want)
+    rows, nothing = cache._layers[0]
+    assert rows.shape[2:] == (1, 32 + 8)
+    assert nothing.numel() == 0

@@ -1,0 +1,3 @@
+"""DeepSeek V3, and the language model of Kimi K2.5, which is one."""
+
+MODEL_TYPES = {"deepseek_v3": "model"}
