@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_models import AutoLigerModel, KernelOptions, LigerAdamW, LigerRMSNorm, LigerSwiGLUMLP, register
 from liger_models.base import CausalLM
-from liger_models.kernels.moe import load_balancing_loss
+from liger_models.kernels.moe import Routing, load_balancing_loss
 from liger_models.layers import BatchLayout, LigerMoE, LigerQKNormAttention, RMSNormDecoderConfig
 
 
@@ -45,8 +45,8 @@ class SideBySideBlock(nn.Module):
         if layer % 2 == 0:
             self.mlp: nn.Module = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
-            sizes = config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok
-            self.mlp = LigerMoE(C, *sizes, normalize=True, kernel=kernels.swiglu)
+            routing = Routing(config.num_experts_per_tok, normalize=True)
+            self.mlp = LigerMoE(C, config.moe_intermediate_size, config.num_experts, routing, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Take and return x [B, T, C], which is not yet added to residual [B, T, C]; also return router logits."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from liger_models.arch.registry import MODEL_CLASSES, built_in, built_in_modules
+from liger_models.arch.registry import ALIASES, MODEL_CLASSES, built_in, built_in_modules
 from liger_models.base.causal_lm import CausalLM, check_config
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
@@ -39,6 +39,8 @@ def get_arch(model_type: str) -> type[CausalLM]:
         ValueError: the architecture does not exist, or the module of its entry point does not register it.
     """
     # Built-in families and plugins are imported on first use.
+    if model_type not in MODEL_CLASSES:
+        model_type = ALIASES.get(model_type, model_type)
     if model_type not in MODEL_CLASSES and model_type in built_in():
         importlib.import_module(built_in_modules()[model_type])
     if model_type not in MODEL_CLASSES:

@@ -22,6 +22,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.mxfp4 import Mxfp4
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map
 from liger_models.distributed.collectives import Group
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
@@ -122,9 +123,7 @@ class GptOssBlock(nn.Module):
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            config.num_experts_per_tok,
-            normalize=True,
-            round_weights=True,
+            Routing(config.num_experts_per_tok, normalize=True, round_weights=True),
             act="clamped_swiglu",
             limit=config.swiglu_limit,
             bias=True,

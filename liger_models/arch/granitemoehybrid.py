@@ -34,6 +34,7 @@ from liger_models.convert.weight_map import (
     fused_gate_up_rows,
     qkv_rows,
 )
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
@@ -100,9 +101,7 @@ class GraniteMoeHybridBlock(nn.Module):
                 config.hidden_size,
                 config.intermediate_size,
                 config.num_local_experts,
-                config.num_experts_per_tok,
-                normalize=True,
-                round_weights=True,
+                Routing(config.num_experts_per_tok, normalize=True, round_weights=True),
                 kernel=kernels.swiglu,
             )
         self.shared_mlp = LigerSwiGLUMLP(config, config.shared_intermediate_size, kernel=kernels.swiglu)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
@@ -55,8 +56,7 @@ class MixtralBlock(nn.Module):
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            config.num_experts_per_tok,
-            normalize=True,
+            Routing(config.num_experts_per_tok, normalize=True),
             router_jitter=config.router_jitter_noise,
             kernel=kernels.swiglu,
         )

@@ -15,25 +15,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from liger_models.arch._mamba import limits_of, mixer_entries, read_limits
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Expression, Stack, WeightMap, qkv_rows
 from liger_models.distributed.collectives import Group
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import BaseConfig, check_multiple, check_values
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import ReplicatedLinear, local, replicated
+from liger_models.layers.linear import ReplicatedLinear
 from liger_models.layers.mamba2 import LigerMamba2
 from liger_models.layers.mlp import LigerMLP
-from liger_models.layers.moe import LigerMoE
+from liger_models.layers.moe import LigerMoE, WideRouter
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -105,12 +104,8 @@ class NemotronHConfig(BaseConfig):
             )
         if self.num_key_value_heads is not None:
             check_multiple(self, num_attention_heads="num_key_value_heads")
-        check_multiple(self, n_routed_experts="n_group")
-        if not 1 <= self.topk_group <= self.n_group:
-            raise ValueError(
-                f"NemotronHConfig: topk_group must be 1 to n_group ({self.n_group}), got {self.topk_group}. Check "
-                "config.json."
-            )
+        if pattern.count(MOE):
+            self.routing.check("NemotronHConfig", self.n_routed_experts)
 
     @property
     def kv_heads(self) -> int:
@@ -127,6 +122,20 @@ class NemotronHConfig(BaseConfig):
         """Number of heads of the state-space mixer, their dimension, number of groups, and size of the state."""
         return self.mamba_num_heads, self.mamba_head_dim, self.n_groups, self.ssm_state_size
 
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen: by sigmoids plus a bias, from the best groups."""
+        return Routing(
+            self.num_experts_per_tok,
+            normalize=self.norm_topk_prob,
+            score="sigmoid",
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score="top2",
+            scale=self.routed_scaling_factor,
+            epsilon=1e-20,
+        )
+
     def layers_of(self, *kinds: str) -> list[int]:
         """The indices of the layers of some kinds."""
         return [layer for layer, kind in enumerate(self.hybrid_override_pattern) if kind in kinds]
@@ -137,63 +146,8 @@ def build_norm(config: NemotronHConfig, kernels: KernelOptions) -> LigerRMSNorm:
     return LigerRMSNorm(config.hidden_size, config.layer_norm_epsilon, casting_mode="gemma", kernel=kernels.rms_norm)
 
 
-class Router(Layer):
-    """The product of the router in fp32: [N, C] -> [N, X].
-
-    Args:
-        hidden_size: C.
-        num_experts: X.
-    """
-
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.group: Group | None = None
-
-    def draw(self, std: float) -> bool:
-        """Draw the weight from a normal distribution."""
-        nn.init.normal_(self.weight, std=std)
-        return True
-
-    def shard(self, group: Group) -> dict[str, int]:
-        """Keep the whole router on every rank."""
-        self.group = group
-        return {}
-
-    def sum_gradients(self, group: Group) -> bool:
-        """Return True, because `forward` makes sure that the gradient is summed."""
-        return True
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [N, C] to logits [N, X] in fp32."""
-        return F.linear(x.float(), replicated(self.weight, self.group).float())
-
-
-class ScoreBias(Layer):
-    """A bias of the scores by which experts are chosen. It is not trained by gradients, and stays in fp32."""
-
-    wide = ("e_score_correction_bias",)
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
-
-    def draw(self, std: float) -> bool:
-        """Set the bias to 0."""
-        nn.init.zeros_(self.e_score_correction_bias)
-        return True
-
-    def sum_gradients(self, group: Group) -> bool:
-        """Return True, because there is no gradient."""
-        return True
-
-    def forward(self, scores: Tensor) -> Tensor:
-        """Add the bias to scores [N, X]."""
-        return scores + local(self.e_score_correction_bias)
-
-
-class SigmoidMoE(LigerMoE):
-    """Experts that are chosen by the sigmoid of each logit plus a bias, from the best groups of experts.
+class LatentExperts(LigerMoE):
+    """Experts whose input may be narrower than that of their router.
 
     Args:
         config: sizes and constants.
@@ -201,15 +155,16 @@ class SigmoidMoE(LigerMoE):
     """
 
     def __init__(self, config: NemotronHConfig, kernels: KernelOptions) -> None:
-        width = config.hidden_size if config.moe_latent_size is None else config.moe_latent_size
         super().__init__(
-            width, config.moe_intermediate_size, config.n_routed_experts, config.num_experts_per_tok,
-            normalize=config.norm_topk_prob, act="relu2", kernel=kernels.swiglu,
-        )  # fmt: skip
-        self.gate = Router(config.hidden_size, config.n_routed_experts)
-        self.bias = ScoreBias(config.n_routed_experts)
-        self.score_groups, self.top_groups = config.n_group, config.topk_group
-        self.scale = config.routed_scaling_factor
+            config.hidden_size if config.moe_latent_size is None else config.moe_latent_size,
+            config.moe_intermediate_size,
+            config.n_routed_experts,
+            config.routing,
+            correction_bias=True,
+            act="relu2",
+            kernel=kernels.swiglu,
+        )
+        self.gate = WideRouter(config.hidden_size, config.n_routed_experts)
 
     def forward(
         self, x: Tensor, experts: Tensor | None = None, *, router_input: Tensor | None = None
@@ -217,23 +172,6 @@ class SigmoidMoE(LigerMoE):
         """See `LigerMoE.forward`. ``router_input`` is the input of the router, if that is not x."""
         rows = x if router_input is None else router_input
         return self._mix(x, *self._route(self.gate(rows.reshape(-1, rows.shape[-1])), experts))
-
-    def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        scores = logits.float().sigmoid()
-        choice = self.bias(scores.detach())
-        if self.score_groups > 1:
-            members = choice.unflatten(-1, (self.score_groups, -1))
-            best = members.topk(2).values.sum(-1).topk(self.top_groups).indices
-            wins = torch.zeros_like(members[..., 0], dtype=torch.bool).scatter(-1, best, True)
-            choice = members.masked_fill(~wins[..., None], float("-inf")).flatten(-2)
-        chosen = choice.topk(self.top_k).indices
-        if experts is not None:
-            given = experts.flatten(0, -2)
-            chosen = torch.where(given[:, :1] < 0, chosen, given.long())
-        weights = scores.gather(-1, chosen)
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.scale, chosen, logits
 
 
 class NemotronHMoE(Layer):
@@ -250,7 +188,7 @@ class NemotronHMoE(Layer):
 
     def __init__(self, config: NemotronHConfig, kernels: KernelOptions) -> None:
         super().__init__()
-        self.experts = SigmoidMoE(config, kernels)
+        self.experts = LatentExperts(config, kernels)
         self.shared_experts = LigerMLP(
             config.hidden_size, config.moe_shared_expert_intermediate_size, act="relu2", bias=config.mlp_bias,
             kernel=kernels.swiglu,
@@ -411,7 +349,7 @@ def nemotron_map(config: NemotronHConfig, prefix: str, *, fused: bool) -> Weight
         entries[f"{ours}.{matrix}"] = f"{experts}.{name}" if fused else Stack(each, dim=0)
     gate = f"{theirs('moe')}.mixer.gate"
     entries[f"{ours}.gate.weight"] = f"{gate}.weight"
-    entries[f"{ours}.bias.e_score_correction_bias"] = f"{gate}.e_score_correction_bias"
+    entries[f"{ours}.correction.bias"] = f"{gate}.e_score_correction_bias"
     entries |= {"norm.weight": f"{prefix}.norm_f.weight", "lm_head.weight": "lm_head.weight"}
     over = {
         "i": range(config.num_hidden_layers),

@@ -24,6 +24,7 @@ from liger_models.convert.weight_map import (
     fused_expert_rows,
     sparse_mlps,
 )
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig
@@ -89,9 +90,7 @@ class Qwen3MoeBlock(nn.Module):
                 config.hidden_size,
                 config.moe_intermediate_size,
                 config.num_experts,
-                config.num_experts_per_tok,
-                normalize=config.norm_topk_prob,
-                round_weights=True,
+                Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
                 kernel=kernels.swiglu,
             )
 

@@ -26,6 +26,9 @@ A family's file is named after its ``model_type``. The ``__init__.py`` of a fami
 which maps each ``model_type`` to the file that registers it.
 """
 
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Maps further values of ``model_type`` in released files to that of the family that reads them."""
+
 _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
 """Fields that `CausalLM` reads and `save_pretrained` writes."""
 

@@ -51,7 +51,7 @@ not read, keys that transformers writes into every config, and generation settin
 
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
-    **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
 }
 """Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors than this number.
 
@@ -95,7 +95,7 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
                 counts[key] = max(value, counts[key])
 
     # In the worst case, every layer has all experts.
-    experts = max(counts["num_experts"], counts["num_local_experts"]) * counts["num_hidden_layers"]
+    experts = max(count for name, count in counts.items() if "experts" in name) * counts["num_hidden_layers"]
     if not experts <= max(MOST_EXPERTS, tensors):
         raise ValueError(
             f"config.json: num_hidden_layers times the number of experts must be at most {max(MOST_EXPERTS, tensors)}, "

@@ -13,6 +13,7 @@ class CheckpointFormat:
 
     Attributes:
         model_type: ``model_type`` in config.json.
+        aliases: further values of ``model_type`` in released files. Such files are read, but not written.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
         weight_map: function that takes a config and returns the `WeightMap` of the layout that is written, and
             preferred in reading.
@@ -35,6 +36,7 @@ class CheckpointFormat:
     from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     ignored_keys: Collection[str] = ()
+    aliases: Collection[str] = ()
     module: str = "model.language_model.norm"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:

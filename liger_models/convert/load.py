@@ -393,7 +393,7 @@ def _fill_codes(
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if the ``model_type`` of config.json differs from the ``model_type`` of the class."""
     model_type = format_of(model_class).model_type
-    if hf_config.get("model_type", model_type) != model_type:
+    if hf_config.get("model_type", model_type) not in (model_type, *format_of(model_class).aliases):
         raise ValueError(
             f"{model_class.__name__}: model_type in config.json must be {model_type!r}, "
             f"got {hf_config['model_type']!r}. AutoLigerModel picks the right class."

@@ -27,7 +27,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.config import DecoderConfig, LatentDecoderConfig
 
 
 class Expression(ABC):
@@ -294,6 +294,31 @@ def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Exp
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
+def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[str, Expression | str | None]:
+    """Return the entries of a `LigerLatentAttention`, for the argument ``instead`` of `decoder_map`.
+
+    Args:
+        config: config of the model.
+        theirs: prefix of the checkpoint's names of a layer, such as ``model.layers.{i}``.
+    """
+    name = f"{theirs}.self_attn"
+    biased = _parameters(config.attention_bias)
+    unchanged = ["kv_a_layernorm.weight", "kv_b_proj.weight", *(f"o_proj.{parameter}" for parameter in biased)]
+    entries: dict[str, Expression | str | None] = {"self_attn.qkv_proj.weight": None}
+    if config.q_lora_rank is None:
+        unchanged.append("q_proj.weight")
+        for parameter in biased:
+            entries[f"self_attn.kv_a_proj.{parameter}"] = f"{name}.kv_a_proj_with_mqa.{parameter}"
+    else:
+        # One projection to all latents: those of queries, then those of keys and values with the shared part of keys.
+        unchanged += ["q_a_layernorm.weight", "q_b_proj.weight"]
+        sizes = [config.q_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim]
+        for parameter in biased:
+            parts = [f"{name}.q_a_proj.{parameter}", f"{name}.kv_a_proj_with_mqa.{parameter}"]
+            entries[f"self_attn.qkv_a_proj.{parameter}"] = Cat(parts, dim=0, sizes=sizes)
+    return entries | {f"self_attn.{own}": f"{name}.{own}" for own in unchanged}
+
+
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
     """Return `qkv_rows` of a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
@@ -436,6 +461,50 @@ def decoder_map(
     else:
         entries["lm_head.weight"] = head
     return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip, kept=kept)
+
+
+def latent_moe_map(
+    config: Any,
+    *,
+    fused: bool = False,
+    correction: bool = True,
+    mlp_bias: bool = False,
+    prefix: str = "model",
+    **more: Any,
+) -> WeightMap:
+    """Return the weight map of a decoder with `LigerLatentAttention`, and with `LigerSharedExpertMoE` without a gate.
+
+    Args:
+        config: a `LatentDecoderConfig` with ``n_routed_experts`` and a method ``is_sparse(layer)``.
+        fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
+        correction: whether routers have a bias for the choice of experts.
+        mlp_bias: whether dense MLPs and shared experts have biases.
+        prefix: prefix of all names in the checkpoint except that of the head.
+        more: further arguments of `decoder_map`.
+    """
+    layers = range(config.num_hidden_layers)
+    theirs, ours = f"{prefix}.layers.{{sparse}}.mlp", "layers.{sparse}.mlp"
+    if fused:
+        stacked = fused_expert_rows(f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj")
+    else:
+        gate, up, down = (f"{theirs}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        stacked = expert_rows(gate, up, down, config.n_routed_experts)
+    arguments = sparse_mlps([i for i in layers if config.is_sparse(i)], len(layers), prefix, *stacked)
+
+    # The routed experts are a layer of their own, and the shared experts are one MLP.
+    also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
+    if correction:
+        also[f"{ours}.experts.correction.bias"] = f"{theirs}.gate.e_score_correction_bias"
+    dense = f"{prefix}.layers.{{dense}}.mlp"
+    for mlp, names, parameters in (
+        (f"{ours}.shared_expert", f"{theirs}.shared_experts", _parameters(mlp_bias)),
+        ("layers.{dense}.mlp", dense, _parameters(mlp_bias)[1:]),
+    ):
+        for parameter in parameters:
+            gate, up, down = (f"{names}.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
+            also |= {f"{mlp}.gate_up_proj.{parameter}": gate_up_rows(gate, up), f"{mlp}.down_proj.{parameter}": down}
+    instead = arguments["instead"] | latent_attention_entries(config, f"{prefix}.layers.{{i}}")
+    return decoder_map(config, prefix=prefix, instead=instead, also=also, over=arguments["over"], **more)
 
 
 def _parameters(bias: bool) -> tuple[str, ...]:

@@ -142,9 +142,8 @@ class DecodeStep:
             The logits of the last tokens, [B, V].
         """
         (B, T), length = ids.shape, padded_length(ids.shape[1])
-        is_plain = attention_mask is None and not inputs
-        if is_plain and B * length <= self.most_prompt_tokens and length <= self.cache.capacity:
-            logits = self._prefill_padded(model, PromptBatch(ids, position_ids, length), repeats)
+        if not inputs and B * length <= self.most_prompt_tokens and length <= self.cache.capacity:
+            logits = self._prefill_padded(model, PromptBatch(ids, position_ids, length, attention_mask), repeats)
             self.cache.length = T
         else:
             self.cache.start(B, T, attention_mask, repeats)

@@ -2,14 +2,14 @@
 
 The host takes longer to launch the kernels of a short prompt than a GPU takes to run them. A graph needs one launch.
 Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. No token attends to the
-padding, which comes after it, and the cache does not store the padding. Batches that are padded on the left are not
-captured, because building their attention mask waits for the GPU.
+padding, which comes after it, and the cache does not store the padding. Padding on the left is moved to the right, so
+that prompts of different lengths need no attention mask either, for which the host would wait for the GPU.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
@@ -33,15 +33,24 @@ class PromptBatch:
         ids: [B, T] int64.
         positions: [..., 1 or B, T] int64.
         length: number of tokens per row to which the prompts are padded on the right.
+        attention_mask: [B, T], which is 0 for padding on the left; None for no padding.
     """
 
-    def __init__(self, ids: Tensor, positions: Tensor, length: int) -> None:
-        T = ids.shape[1]
-        more = torch.arange(1, length - T + 1, device=ids.device)
-        self.ids = nn.functional.pad(ids, (0, length - T))
-        self.positions = torch.cat([positions, positions[..., -1:] + more], -1)
-        self.last = torch.full((1,), T - 1, dtype=torch.int64, device=ids.device)
-        """The column of each row's last token, [1] int64."""
+    def __init__(self, ids: Tensor, positions: Tensor, length: int, attention_mask: Tensor | None = None) -> None:
+        B, T = ids.shape
+        column = torch.arange(length, device=ids.device)
+        lengths = ids.new_full((B,), T) if attention_mask is None else (attention_mask != 0).sum(1)
+        self.last = lengths - 1
+        """The column of each row's last token, [B] int64."""
+        # The column of each token before padding was moved; for padding on the right, that of the last token.
+        before = (column + T - lengths[:, None]).clamp_max(T - 1)  # [B, length]
+        self.ids = ids.gather(1, before).masked_fill(column > self.last[:, None], 0)
+
+        # Positions go on from the last token. Rows have the same positions only if they have no padding.
+        R = positions.shape[-2] if attention_mask is None else B
+        shape = *positions.shape[:-2], R
+        after = (column - self.last[:R, None]).clamp_min(0)  # [R, length]
+        self.positions = positions.expand(*shape, T).gather(-1, before[:R].expand(*shape, length)) + after
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -56,14 +65,14 @@ class PromptBatch:
     @property
     def mask(self) -> Tensor:
         """[B, length] int64, which is 0 for the padding."""
-        B, length = self.ids.shape
-        return (torch.arange(length, device=self.ids.device) <= self.last).long().expand(B, length)
+        return (torch.arange(self.ids.shape[1], device=self.ids.device) <= self.last[:, None]).long()
 
     def logits(self, model: Decoder, cache: PagedCache) -> Tensor:
         """Run the forward, and return the logits [B, V] of each row's last token."""
         # Without the mask: causal attention does not see the padding.
         out = model(self.ids, position_ids=self.positions, cache=cache, return_logits=False)
-        hidden: Tensor = out.hidden_states[-1].index_select(1, self.last)  # [B, 1, C]
+        hidden: Tensor = out.hidden_states[-1]
+        hidden = hidden.gather(1, self.last[:, None, None].expand(-1, 1, hidden.shape[2]))  # [B, 1, C]
         logits: Tensor = model.lm_head(hidden)
         return logits[:, 0]
 

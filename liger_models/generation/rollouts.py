@@ -114,9 +114,9 @@ def rollout(
     check_features(model, record_routing=record_routing, deterministic=deterministic)
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
-    # A forward of one token shows what the layers cache.
+    # A forward of one token shows what the layers cache, which depends on the mode.
     derived = DerivedTensors()
-    with derived.used():
+    with derived.used(), batch_invariant(deterministic):
         cache = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
     if isinstance(cache, str):
         raise ValueError(f"rollout: {cache}. Use generate.")

@@ -96,7 +96,8 @@ class LigerCache(Cache):
     def layers(self) -> list[Any]:
         """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
 
-        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``.
+        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``. A layer of latent
+        attention has one key for each token, which is its row of latents, and values of width 0.
         """
         layers: list[Any] = []
         for i in range(len(self)):

@@ -26,6 +26,7 @@ from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_o
 from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
 from liger_models.hf.generate import EngineGenerationMixin, with_stored_signature
+from liger_models.hf.trl import fused_forward
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer, layers_of
 from liger_models.layers.lm_head import LigerLMHead
@@ -265,9 +266,10 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     @property
     def caches_only_keys(self) -> bool:
-        """Whether decoding caches only keys and values, and neither linear-attention states nor data about images."""
-        recurrent = any(layer.recurrent for layer in layers_of(self.decoder))
-        return not recurrent and not self.decoder.prompt_inputs
+        """Whether decoding caches only keys and values: no latents, linear-attention states or data about images."""
+        layers = [*layers_of(self.decoder)]
+        latent = any(layer.attention is not None and layer.attention.caches_latents for layer in layers)
+        return not (latent or any(layer.recurrent for layer in layers) or self.decoder.prompt_inputs)
 
     def apply_edits(self) -> None:
         """Apply edits of the configuration to the layers, and changes of the model to the configuration."""
@@ -285,6 +287,11 @@ class LigerModel(Loading, LigerPreTrainedModel):
     def __getattr__(self, name: str) -> Any:
         # The parts come first: a part that is missing, such as a tower, is then an error of the decoder.
         if name in PARTS and name not in self._modules:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("liger_kernel."):
+                raise ValueError(
+                    f"{type(self).__name__}: use_liger_kernel must be False, got True. It patches layers of "
+                    "transformers, which this model has not. Leave it out: the layers run on fused kernels already."
+                )
             return getattr(self.decoder, name)
         try:
             return super().__getattr__(name)
@@ -515,6 +522,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         # The body has the same configuration, whose edits it applies.
         if name == "config" and "model" in self._modules:
             self.model.config = value
+        if name == "forward":
+            value = fused_forward(self, value)
         if name != "lm_head" or self.tree is not None:
             super().__setattr__(name, value)
             return

@@ -1,6 +1,8 @@
+from liger_models.layers.attention import BaseAttention as BaseAttention
 from liger_models.layers.attention import LigerAttention as LigerAttention
 from liger_models.layers.batch import BatchLayout as BatchLayout
 from liger_models.layers.config import DecoderConfig as DecoderConfig
+from liger_models.layers.config import LatentDecoderConfig as LatentDecoderConfig
 from liger_models.layers.config import RMSNormDecoderConfig as RMSNormDecoderConfig
 from liger_models.layers.decoder import CausalLMOutput as CausalLMOutput
 from liger_models.layers.decoder import Decoder as Decoder
@@ -8,6 +10,7 @@ from liger_models.layers.embedding import LigerEmbedding as LigerEmbedding
 from liger_models.layers.gated_conv import LigerGatedConv as LigerGatedConv
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet as LigerGatedDeltaNet
 from liger_models.layers.kv_cache import DecodeCache as DecodeCache
+from liger_models.layers.latent_attention import LigerLatentAttention as LigerLatentAttention
 from liger_models.layers.layer import AttentionSpec as AttentionSpec
 from liger_models.layers.layer import Layer as Layer
 from liger_models.layers.lm_head import LigerLMHead as LigerLMHead

@@ -1,7 +1,9 @@
-"""Grouped-query attention on the packed QKV projection.
+"""Attention layers: `BaseAttention`, and `LigerAttention` on the packed QKV projection.
 
-The code of `LigerAttention` has three parts: its parameters; the path of a batch from `add_norm` to `_mix`; and the
-interface of `Layer`. `qk_norm_attention.py` has variants with norms of queries and keys, and with gated outputs.
+`BaseAttention` has everything that does not depend on how queries, keys and values are computed. Its code has three
+parts: its constants; the path of a batch from `add_norm` to `_mix`; and the interface of `Layer`. `LigerAttention` has
+grouped-query attention. `qk_norm_attention.py` has variants of it with norms of queries and keys, and with gated
+outputs, and `latent_attention.py` has attention whose keys and values are computed from latents.
 """
 
 from dataclasses import replace
@@ -30,7 +32,147 @@ def check_heads(where: str, kv_heads: int, group: Group) -> None:
     check_divisible(where, "num_key_value_heads", kv_heads, group, advice)
 
 
-class LigerAttention(Layer):
+class BaseAttention(Layer):
+    """Attention without the projections that compute queries, keys and values. A derived class adds them.
+
+    A derived class creates the projections and ``o_proj``, and defines `forward`, `_add_norm`, `_to_heads`, `_qkv` and
+    `attention`. For tensor and context parallelism, it also defines `can_shard`, `shard` and `shard_tokens`.
+
+    Args:
+        num_heads: H.
+        layer: index of the layer, which is also its slot in the decode cache.
+        scale: multiplier of q·k.
+        window: number of tokens that a token attends to, including itself; None for all.
+        softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
+        dropout: probability of dropping an attention weight in training.
+        rotary: name of the rotary embedding; None for no rotation.
+        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
+        rope_kernel: False for plain torch.
+    """
+
+    o_proj: nn.Linear
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        rotary: str | None = "default",
+        interleaved: bool = False,
+        rope_kernel: bool = True,
+    ) -> None:
+        super().__init__()
+        # Tensor and context parallelism divide the numbers of heads by the number of ranks.
+        self.num_heads, self.layer, self.scale = num_heads, layer, scale
+        self.window, self.softcap, self.dropout = window, softcap, dropout
+        self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
+        self.recompute = False
+        """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+
+    # The path of a batch: `add_norm` or `forward`, then `_attend`, then `_mix`.
+
+    def add_norm(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
+
+        Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
+        ``recompute`` is True, it recomputes everything except the output projection.
+        """
+        if norm is None:
+            # Only the sum is saved, and neither of its terms.
+            _, residual = add_norm(None, x, residual)
+            x = None
+        if not recomputes(self) or layout.cache is not None:  # recomputation would append to the cache again
+            return self._add_norm(norm, x, residual, layout)
+        random = draws(self, self.dropout)
+        outputs: tuple[Tensor, Tensor] = run_twice(self._add_norm, norm, x, residual, layout, preserve_rng_state=random)
+        return outputs
+
+    def _add_norm(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `add_norm` without recomputation."""
+        raise NotImplementedError
+
+    def _attend(self, projected: Any, layout: BatchLayout) -> Tensor:
+        """Map what the projections return for this rank's tokens to the output of the layer, [B, T, C]."""
+        # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
+        context = self.groups.context
+        out = self._mix(projected if context is None else self._to_heads(projected, context), layout)  # [B, T, H · V]
+        out = out if context is None else to_tokens(out, context)
+        return call_linear(self.o_proj, out)
+
+    def _to_heads(self, projected: Any, context: Group) -> Any:
+        """Return the projections of all T tokens for this rank's heads, from those of this rank's tokens."""
+        raise NotImplementedError
+
+    def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:
+        """Compute the outputs of the heads, [B, T, H · V], from the projections of all tokens."""
+        return self._weigh(*self._qkv(projected, layout), layout).flatten(2)
+
+    def _qkv(self, projected: Any, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """Store the new tokens in the cache, if there is one, and return what attention is computed from.
+
+        Returns:
+            q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all tokens, or all pages of the
+            layer.
+        """
+        raise NotImplementedError
+
+    def _weigh(self, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout) -> Tensor:
+        """Compute attention, [B, T, H, V]; the mask or the bounds of documents are in the layout."""
+        return attention(
+            q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
+        )  # fmt: skip
+
+    def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return cos and sin of the layer's rotary embedding, or None and None without rotation."""
+        return (None, None) if self.rotary is None else layout.tables[self.rotary]
+
+    def _local_sinks(self) -> Tensor | None:
+        """Return the attention sinks of this rank's query heads; None for attention without sinks."""
+        return None
+
+    # The interface of layers.
+
+    def set_attention_dropout(self, probability: float) -> None:
+        """Set the probability of dropping an attention weight in training."""
+        self.dropout = probability
+
+    def set_policy(self, policy: str) -> None:
+        """Recompute in the backward if the policy is "full"."""
+        self.recompute = policy == "full"
+
+    def recomputed_share(self, policy: str) -> float:
+        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
+        return float(policy == "full")
+
+    def can_shard(self, size: int) -> bool:
+        """Return False, because only a derived class knows how its projections can be sharded."""
+        return False
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Raise ValueError, because only a derived class knows how its projections can be sharded."""
+        raise ValueError(
+            f"apply_tp: {type(self).__name__} must define shard, got an attention layer that does not. Define it, or "
+            "use apply_fsdp."
+        )
+
+    def shard_tokens(self, group: Group) -> None:
+        """Raise ValueError, because only a derived class knows what its ranks must exchange."""
+        raise ValueError(
+            f"apply_cp: {type(self).__name__} must define shard_tokens, got an attention layer that does not. Define "
+            "it, or use apply_fsdp."
+        )
+
+
+class LigerAttention(BaseAttention):
     """Causal grouped-query attention with rotary embedding and one packed projection for q, k and v.
 
     The rows of ``qkv_proj`` are grouped by KV head. A group has the rows of the KV head's H / G query heads, then those
@@ -74,18 +216,15 @@ class LigerAttention(Layer):
         interleaved: bool = False,
         rope_kernel: bool = True,
     ) -> None:
-        super().__init__()
         if num_heads % num_kv_heads != 0:
             raise ValueError(
                 f"LigerAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})."
             )
-        # Tensor and context parallelism divide the numbers of heads by the number of ranks.
-        self.num_heads, self.num_kv_heads, self.head_dim, self.layer = num_heads, num_kv_heads, head_dim, layer
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.window, self.softcap, self.dropout = window, softcap, dropout
-        self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
-        self.recompute = False
-        """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        super().__init__(
+            num_heads, layer=layer, scale=head_dim**-0.5 if scale is None else scale, window=window, softcap=softcap,
+            dropout=dropout, rotary=rotary, interleaved=interleaved, rope_kernel=rope_kernel,
+        )  # fmt: skip
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         # One projection, whose rows are grouped by KV head: its queries, its key, its value.
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
@@ -109,73 +248,31 @@ class LigerAttention(Layer):
             **{"dropout": config.attention_dropout, "rope_kernel": kernels.rope, **options},
         )
 
-    # The path of a batch: `add_norm` or `forward`, then `_attend`, then `_mix`.
-
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
         """Map x [B, T, C] to [B, T, C]."""
         return self._attend(self.qkv_proj(x), layout)
 
-    def add_norm(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
-    ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
-
-        Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
-        ``recompute`` is True, it recomputes everything except the output projection.
-        """
-        if norm is None:
-            # Only the sum is saved, and neither of its terms.
-            _, residual = add_norm(None, x, residual)
-            x = None
-        if not recomputes(self) or layout.cache is not None:  # recomputation would append to the cache again
-            return self._add_norm(norm, x, residual, layout)
-        random = draws(self, self.dropout)
-        outputs: tuple[Tensor, Tensor] = run_twice(self._add_norm, norm, x, residual, layout, preserve_rng_state=random)
-        return outputs
-
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """Compute `add_norm` without recomputation."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)  # [B, T, (H + 2 G) · D]
         return self._attend(qkv, layout), residual
 
-    def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        """Map the output of ``qkv_proj``, [B, T, (H + 2 G) · D], to the output of the layer, [B, T, C]."""
-        # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
-        context = self.groups.context
-        out = self._mix(qkv if context is None else to_heads(qkv, context), layout)  # [B, T, H · D]
-        out = out if context is None else to_tokens(out, context)
-        return call_linear(self.o_proj, out)
+    def _to_heads(self, projected: Tensor, context: Group) -> Tensor:
+        return to_heads(projected, context)
 
-    def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute the outputs of the heads, [B, T, H · D], from the output of ``qkv_proj`` for all tokens."""
-        q, k, v = self._split(qkv, layout)
+    def _qkv(self, projected: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._split(projected, layout)
         if layout.cache is not None:
             # All keys and values so far, [B, S, G, D], or all pages of the layer.
             k, v = layout.cache.extend(self.layer, k, v)
-        # [B, T, H, D]; the mask or the bounds of documents are in the layout.
-        out = attention(
-            q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
-        )  # fmt: skip
-        return out.flatten(2)
+        return q, k, v
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         """Split the output of ``qkv_proj`` into q [B, T, H, D] and k, v [B, T, G, D], and rotate q and k."""
         split = rope_qkv if self.rope_kernel else rope_qkv_reference
         cos, sin = self._tables(layout)
         return split(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, interleaved=self.interleaved)
-
-    def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return cos and sin of the layer's rotary embedding, or None and None without rotation."""
-        return (None, None) if self.rotary is None else layout.tables[self.rotary]
-
-    def _local_sinks(self) -> Tensor | None:
-        """Return the attention sinks of this rank's query heads; None for attention without sinks."""
-        return None
-
-    # The interface of layers.
 
     @property
     def attention(self) -> AttentionSpec:
@@ -184,18 +281,6 @@ class LigerAttention(Layer):
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,
         )  # fmt: skip
-
-    def set_attention_dropout(self, probability: float) -> None:
-        """Set the probability of dropping an attention weight in training."""
-        self.dropout = probability
-
-    def set_policy(self, policy: str) -> None:
-        """Recompute in the backward if the policy is "full"."""
-        self.recompute = policy == "full"
-
-    def recomputed_share(self, policy: str) -> float:
-        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
-        return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the number of KV heads."""

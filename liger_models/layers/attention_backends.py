@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,7 +71,7 @@ class AttentionCall:
 
     Attributes:
         q: [B, T, H, D].
-        k, v: [B, S, G, D], or the pages [pages, P, G, D] of ``layout.pages``.
+        k, v: [B, S, G, D] and [B, S, G, V], or the pages [pages, P, G, D] and [pages, P, G, V] of ``layout.pages``.
         layout, scale, window, softcap, dropout, sinks: as in `attention`.
         mask: the mask for this window, in a form that suits the call. It is empty for backends of `WITHOUT_MASK`.
     """
@@ -99,6 +99,11 @@ class AttentionCall:
         G = self.k.shape[2]
         return self.q.transpose(1, 2).reshape(B, G, H // G, D)
 
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The shape of the result, [B, T, H, V]."""
+        return (*self.q.shape[:3], self.v.shape[3])
+
 
 def attention(
     q: Tensor,
@@ -119,7 +124,8 @@ def attention(
 
     Args:
         q: [B, T, H, D].
-        k, v: [B, S, G, D], S = cached + T; H is a multiple of G. With ``layout.pages`` they are pages [pages, P, G, D].
+        k, v: [B, S, G, D] and [B, S, G, V], S = cached + T; H is a multiple of G. With ``layout.pages`` they are pages
+            [pages, P, G, D] and [pages, P, G, V]. v may be a view of the first V columns of k.
         layout: the layout of the batch, with a mask for ``window``.
         scale: multiplier of q·k.
         window: number of tokens that a token attends to, including itself; None for all.
@@ -128,7 +134,7 @@ def attention(
         sinks: [H], one extra score per head, which takes part in the softmax but has no key; None for no sinks.
 
     Returns:
-        [B, T, H, D].
+        [B, T, H, V].
 
     Raises:
         ValueError: ``dropout`` is positive, but the kernel for this batch does not support it; or attention is not
@@ -190,7 +196,8 @@ class _InvariantAttention(torch.autograd.Function):
             k, v, table = flat(k), flat(v), None
         else:
             table = layout.pages.table
-        return invariant_attention(flat(q), k, v, *layout.spans, sinks=sinks, table=table, **options).view(q.shape)
+        out = invariant_attention(flat(q), k, v, *layout.spans, sinks=sinks, table=table, **options)
+        return out.view(*q.shape[:3], v.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -216,13 +223,27 @@ def _paged(call: AttentionCall) -> Tensor:
 
 
 def _counted(call: AttentionCall) -> Tensor:
-    q, D = call.q, call.q.shape[3]
-    heads = [q, call.k, call.v]
-    # Flash attention saves padded heads, so the estimate counts them padded.
-    if call.sinks is None and takes_flash(q.dtype, D):
-        heads = _padded(*heads)
+    heads, V = [call.q, call.k, call.v], call.v.shape[3]
+    if _pads_values(call):
+        heads = [*_of_one_width(call.q, call.k, call.v)]
+    # Flash attention saves heads padded to a multiple of 8, so the estimate counts them padded.
+    if call.sinks is None and takes_flash(call.q.dtype, call.q.shape[3]):
+        heads = [_padded(x, x.shape[3] + -x.shape[3] % 8) for x in heads]
     y: Tensor = _CountedAttention.apply(*heads)  # type: ignore[no-untyped-call]
-    return y[..., :D]
+    return y if y.shape[3] == V else y[..., :V]
+
+
+def _pads_values(call: AttentionCall) -> bool:
+    """Whether attention pads values that are not as wide as keys. In half precision, only cuDNN takes them as they are.
+
+    See `_takes_narrow_values`. cuDNN computes plainly causal attention of certain lengths.
+    """
+    q = call.q
+    if q.shape[3] == call.v.shape[3]:
+        return False
+    if q.device.type not in ACCELERATORS or call.sinks is not None:
+        return True
+    return takes_flash(q.dtype, q.shape[3]) and (call.layout.documents is not None or q.shape[1] % CUDNN_STEP != 0)
 
 
 class _CountedAttention(torch.autograd.Function):
@@ -230,7 +251,7 @@ class _CountedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
         return out
 
@@ -260,10 +281,11 @@ def _sinks_in_segments(call: AttentionCall) -> Tensor:
     segments = call.mask.segments
     assert segments is not None
     assert call.sinks is not None
-    return sink_attention(
-        call.q, call.k, call.v, call.sinks, scale=call.scale, window=call.window,
+    y = sink_attention(
+        *_of_one_width(call.q, call.k, call.v), call.sinks, scale=call.scale, window=call.window,
         cu_seqlens=segments.cu_seqlens, max_seqlen=segments.max_seqlen,
     )  # fmt: skip
+    return y[..., : call.v.shape[3]]
 
 
 def _has_causal_sinks(call: AttentionCall) -> bool:
@@ -272,7 +294,8 @@ def _has_causal_sinks(call: AttentionCall) -> bool:
 
 def _causal_sinks(call: AttentionCall) -> Tensor:
     assert call.sinks is not None
-    return sink_attention(call.q, call.k, call.v, call.sinks, scale=call.scale)
+    y = sink_attention(*_of_one_width(call.q, call.k, call.v), call.sinks, scale=call.scale)
+    return y[..., : call.v.shape[3]]
 
 
 def _segments(call: AttentionCall) -> Tensor:
@@ -284,7 +307,7 @@ def _segments(call: AttentionCall) -> Tensor:
     heads = [
         x.flatten(0, 1) if part.at is None else x.flatten(0, 1).index_select(0, part.at)
         for x, part in ((q, segments), (call.k, seen), (call.v, seen))
-    ]  # [tokens, H or G, D], segment after segment
+    ]  # [tokens, H or G, D or V], segment after segment
 
     varlen = takes_segments(q.device, q.dtype, D)
     # Lengths of queries and keys of each segment. One graph must serve all lengths, so it does not read them.
@@ -300,7 +323,7 @@ def _segments(call: AttentionCall) -> Tensor:
     # Back to the order of the batch.
     if segments.at is not None:
         y = torch.empty_like(y).index_copy(0, segments.at, y)
-    return y.view(q.shape)
+    return y.view(call.result_shape)
 
 
 def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: Segments) -> Tensor:
@@ -314,9 +337,10 @@ def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: 
     if "enable_gqa" in VARLEN_OPTIONS:  # versions without the option always allow it
         options["enable_gqa"] = call.q.shape[2] != call.k.shape[2]
     bounds = segments.cu_seqlens, seen.cu_seqlens, segments.max_seqlen, seen.max_seqlen
-    queries, keys, values = _padded(*heads)
+    # Flash attention takes queries, keys and values of one width, which is a multiple of 8.
+    queries, keys, values = _of_one_width(heads[0], heads[1], heads[2], step=8)
     y: Any = varlen_attn(queries, keys, values, *bounds, **options)
-    narrow: Tensor = y[..., : call.q.shape[3]]
+    narrow: Tensor = y[..., : call.v.shape[3]]
     return narrow
 
 
@@ -330,7 +354,7 @@ def _by_length(
     )
     results = []
     for ((n, m), _), *run in zip(runs, queries, keys, values, strict=True):
-        # [segments, H, n, D] and twice [segments, G, m, D]
+        # [segments, H, n, D], [segments, G, m, D] and [segments, G, m, V]
         part_q, part_k, part_v = (
             x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in zip(run, (n, m, m), strict=True)
         )
@@ -343,10 +367,17 @@ def _by_length(
     return torch.cat(results)
 
 
-def _padded(*heads: Tensor) -> list[Tensor]:
-    """Pad dimension D of heads [..., D] with zeros to a multiple of 8, which flash attention requires."""
-    padding = -heads[0].shape[-1] % 8
-    return [F.pad(x, (0, padding)) if padding else x for x in heads]
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Pad the last dimension of x with zeros to ``width``."""
+    padding = width - x.shape[-1]
+    return F.pad(x, (0, padding)) if padding else x
+
+
+def _of_one_width(q: Tensor, k: Tensor, v: Tensor, step: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad heads [..., D] and [..., V] with zeros to their largest width, rounded up to a multiple of ``step``."""
+    width = max(q.shape[-1], v.shape[-1])
+    width += -width % step
+    return _padded(q, width), _padded(k, width), _padded(v, width)
 
 
 def _flex(call: AttentionCall) -> Tensor:
@@ -363,7 +394,7 @@ def _single_with_sinks(call: AttentionCall) -> Tensor:
     assert call.sinks is not None
     sinks = call.sinks.view(rows.shape[1:3])
     y = attention_reference(rows, k, v, call.mask.dense, call.scale, call.softcap, call.dropout, sinks)
-    return y.reshape(call.q.shape)
+    return y.reshape(call.result_shape)
 
 
 def _formula(call: AttentionCall) -> Tensor:
@@ -376,7 +407,7 @@ def _single(call: AttentionCall) -> Tensor:
     _, k, v = call.heads_first
     with _sdpa_order(MASKED_BACKENDS, call.q):
         y = F.scaled_dot_product_attention(call.grouped_query, k, v, attn_mask=call.mask.dense, scale=call.scale)
-    return y.reshape(call.q.shape)
+    return y.reshape(call.result_shape)
 
 
 def _plain(call: AttentionCall) -> Tensor:
@@ -428,7 +459,13 @@ def _few_scores(q: Tensor, k: Tensor) -> bool:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run PyTorch's SDPA on [B, heads, T, D]. If k and v have fewer heads than q, query heads share keys and values."""
+    """Run PyTorch's SDPA on q and k [B, heads, T, D] and v [B, heads, T, V].
+
+    If k and v have fewer heads than q, query heads share keys and values.
+    """
+    V = v.shape[3]
+    if q.shape[3] != V and not _takes_narrow_values(q, k, v, options):
+        q, k, v = _of_one_width(q, k, v)
     shared = q.shape[1] != k.shape[1]
     by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
     if by_formula and not _few_scores(q, k):
@@ -436,7 +473,23 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         shared = False
     if shared:  # not enable_gqa=shared: in a graph with symbolic numbers of heads that is no bool
         options["enable_gqa"] = True
-    return F.scaled_dot_product_attention(q, k, v, **options)
+    y: Tensor = F.scaled_dot_product_attention(q, k, v, **options)
+    return y if y.shape[3] == V else y[..., :V]
+
+
+def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> bool:
+    """Whether SDPA's fastest kernel for q and k supports values of another width.
+
+    Of the fused kernels in half precision, only cuDNN does, for some widths and versions. The kernel that takes all
+    widths is slower than flash attention on padded values. On the CPU, only the unfused form supports other widths.
+    """
+    if q.device.type not in ACCELERATORS or not takes_flash(q.dtype, q.shape[3]):
+        return q.device.type in ACCELERATORS
+    if torch.compiler.is_compiling() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    dropout, causal, shared = options.get("dropout_p", 0.0), options.get("is_causal", False), q.shape[1] != k.shape[1]
+    arguments = q, k, v, None, dropout, causal, shared
+    return bool(torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(*arguments)))
 
 
 def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

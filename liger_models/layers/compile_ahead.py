@@ -8,10 +8,13 @@ Python's lock.
 
 If the step cannot run on tensors without values, Triton compiles the kernels at their launch. The results are the same.
 
+`compile_early` does the same before the model has weights, for a caller who knows the shape of the batches.
+
 Triton keeps compiled kernels on the disk. A file beside them says that the kernels of such a model are there, so that
 later processes do not record the step again.
 """
 
+import copy
 import hashlib
 import logging
 import os
@@ -24,7 +27,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +42,9 @@ LOG = logging.getLogger(__name__)
 
 _done: WeakSet[nn.Module] = WeakSet()
 """The models whose kernels were compiled ahead, or never will be."""
+
+_early: WeakKeyDictionary[nn.Module, threading.Thread] = WeakKeyDictionary()
+"""The threads that record the first steps of models that are being loaded."""
 
 
 class Launch(NamedTuple):
@@ -69,12 +75,14 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
         model: the `Decoder`.
         embeds, layout, options: the arguments of `Decoder.run`.
     """
-    if not embeds.is_cuda or is_traced() or not torch.is_grad_enabled() or model in _done:
+    if not embeds.is_cuda or is_traced() or not torch.is_grad_enabled():
         return
-    if not _has_kernels(embeds) or not _runs_on_fakes(model, embeds, options):
+    if model in _early:
+        _early.pop(model).join()
+    if model in _done or not _has_kernels() or not _runs_on_fakes(model, embeds, options):
         return
     _done.add(model)
-    marker = marker_of(model, embeds)
+    marker = marker_of(model, embeds.dtype, embeds.device)
     if marker.exists():
         return
     kernels: Kernels = {}
@@ -88,16 +96,68 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
         start_compilation(kernels, marker)
 
 
-def marker_of(model: Any, embeds: Tensor) -> Path:
+def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> None:
+    """Start to compile the kernels of a training step on packed text, while the weights of the model are being read.
+
+    A thread records the step. If that fails, `compile_ahead` records the first step. The function has no effect if a
+    layer has dropout, because a thread must not set the states of random number generators.
+
+    Args:
+        model: the `Decoder` on the meta device, with the dtypes, adapters and policies of the training.
+        shape: number of rows and number of tokens per row.
+        device: the device of the training.
+    """
+    dropout = [x for module in model.modules() for x in (getattr(module, "dropout", 0), getattr(module, "p", 0))]
+    if device.type != "cuda" or not _has_kernels() or any(isinstance(x, float) and x > 0 for x in dropout):
+        return
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    twin = copy.deepcopy(model)  # of the same layers, whose parameters stay without values
+
+    def record() -> None:
+        kernels: Kernels = {}
+        try:
+            with torch.cuda.device(device):
+                embeds, layout, options = _step_of_text(twin, shape, device)
+                marker = marker_of(twin, embeds.dtype, device)
+                if not _runs_on_fakes(twin, embeds, options):
+                    return
+                if not marker.exists():
+                    record_step(twin, embeds, layout, options, kernels, device)
+                    start_compilation(kernels, marker)
+                _done.add(model)
+        except Exception:
+            LOG.debug("The step of a model that is being loaded can't be recorded.", exc_info=True)
+
+    _early[model] = threading.Thread(target=record, name="compile_early")
+    _early[model].start()
+
+
+def _step_of_text(model: Any, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Any, dict[str, Any]]:
+    """Return the arguments of `Decoder.run` for a model on the meta device: the embeddings, the layout and options."""
+    B, T = shape
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    embeds, _ = model.embed(ids.to("meta"), None)
+    on_device = torch.empty(0, dtype=embeds.dtype, device=device)
+    layout = model.layout(
+        shape, on_device, cu_seqlens=torch.arange(B + 1, device=device) * T, **model.layout_inputs(ids, on_device, T)
+    )
+    return embeds, layout, {"labels": ids, "num_items_in_batch": torch.ones((), device=device)}
+
+
+def marker_of(model: Any, dtype: torch.dtype, device: torch.device) -> Path:
     """Return the path of the file that says that the kernels of such a model are in Triton's cache on the disk.
 
     The number of tokens does not count, because it changes few kernels.
+
+    Args:
+        model: the `Decoder`.
+        dtype, device: dtype and device of the embeddings.
     """
     import triton
 
     version = sys.modules[__name__.partition(".")[0]].__version__  # of this package
     trained = [(name, tensor.dtype) for name, tensor in model.named_parameters() if tensor.requires_grad]
-    about = version, triton.__version__, cuda_capability(embeds.device), model.config, embeds.dtype, trained
+    about = version, triton.__version__, cuda_capability(device), model.config, dtype, trained
     digest = hashlib.sha256(repr(about).encode()).hexdigest()
     return Path(triton.knobs.cache.dir, f"liger_models-{digest[:32]}")
 
@@ -107,7 +167,7 @@ def never_ahead(model: nn.Module) -> None:
     _done.update(model.modules())
 
 
-def _has_kernels(embeds: Tensor) -> bool:
+def _has_kernels() -> bool:
     capturing = torch.cuda.is_current_stream_capturing()
     return HAS_TRITON and not INTERPRET and torch.version.hip is None and not capturing
 
@@ -124,10 +184,20 @@ def _runs_on_fakes(model: Any, embeds: Tensor, options: Mapping[str, Any]) -> bo
     )
 
 
-def record_step(model: Any, embeds: Tensor, layout: Any, options: Mapping[str, Any], kernels: Kernels) -> None:
+def record_step(
+    model: Any,
+    embeds: Tensor,
+    layout: Any,
+    options: Mapping[str, Any],
+    kernels: Kernels,
+    device: torch.device | None = None,
+) -> None:
     """Add the kernels that ``model.run(embeds, layout, **options)`` and its backward launch to ``kernels``.
 
     The step runs on tensors without values. Neither the model nor its gradients change.
+
+    Args:
+        device: the device of parameters and embeddings that are on the meta device.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports torch's compiler, which takes a second
     from torch.nn.utils.stateless import _reparametrize_module
@@ -135,7 +205,10 @@ def record_step(model: Any, embeds: Tensor, layout: Any, options: Mapping[str, A
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:
-        leaf: Tensor = mode.from_tensor(tensor.detach())
+        if tensor.is_meta:
+            leaf = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            leaf = mode.from_tensor(tensor.detach())
         return leaf.requires_grad_(tensor.requires_grad)
 
     with mode, _Implementations(), recording(kernels), torch.enable_grad():

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
-from liger_models.layers.rope import RopeScaling
+from liger_models.layers.rope import RopeScaling, YarnScaling, yarn_mscale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -16,10 +16,11 @@ _SIZES = """
     linear_num_value_heads no_rope_layer_interval depth embed_dim num_heads mlp_ratio in_channels num_channels
     patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
     num_position_embeddings attention_heads max_num_tiles
-    global_head_dim num_global_key_value_heads top_k_experts
+    global_head_dim num_global_key_value_heads top_k_experts q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim
+    qk_nope_head_dim n_group topk_group
     state_size n_groups conv_kernel expand conv_L_cache block_multiple_of mamba_d_ssm mamba_n_heads mamba_d_head
     mamba_n_groups mamba_d_state mamba_d_conv mamba_expand ssm_state_size mamba_num_heads mamba_head_dim
-    n_routed_experts moe_shared_expert_intermediate_size moe_latent_size n_group topk_group
+    moe_shared_expert_intermediate_size moe_latent_size
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
@@ -31,9 +32,11 @@ _POSITIVE = """
     swiglu_limit attention_multiplier alpha time_step_min time_step_max time_step_floor
 """
 _NOT_NEGATIVE = """
-    rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon initializer_range attention_dropout
-    residual_dropout embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
-    hidden_size_per_layer_input num_kv_shared_layers time_step_limit
+    rms_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
+    embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
+    hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
+    n_routed_experts layer_norm_epsilon
+    time_step_limit
 """
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),
@@ -170,6 +173,48 @@ class RMSNormDecoderConfig(DecoderConfig):
     """`DecoderConfig` of a decoder whose norms are RMSNorms."""
 
     rms_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentDecoderConfig(RMSNormDecoderConfig):
+    """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
+
+    ``head_dim`` is not read, but computed as transformers computes it: it is the number of rotated dimensions.
+    """
+
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+        super().__post_init__()
+        if self.qk_rope_head_dim % 2 != 0:
+            raise ValueError(
+                f"{type(self).__name__}: qk_rope_head_dim must be even, got {self.qk_rope_head_dim}. Check config.json."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Dimension of a head's queries and keys, of which ``qk_rope_head_dim`` dimensions are rotated."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of rotated dimensions of a head."""
+        return self.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Multiplier of q·k: with YaRN, ``mscale_all_dim`` increases it, for all dimensions of a head."""
+        scale: float = self.head_size**-0.5
+        if not isinstance(self.rope_scaling, YarnScaling):
+            return scale
+        mscale = yarn_mscale(self.rope_scaling.factor, self.rope_scaling.mscale_all_dim or 0.0)
+        return scale * mscale * mscale
 
 
 def _let_use_cache_be_set(cls: Any) -> None:

@@ -65,13 +65,13 @@ def flex_by_blocks(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of q, k and v [B, heads, T, D] by flex_attention; ``sinks`` is [heads] or None."""
-    D = q.shape[-1]
-    if D < LEAST_HEAD_DIM:
-        q, k, v = (F.pad(x, (0, LEAST_HEAD_DIM - D)) for x in (q, k, v))
+    """Compute attention of q and k [B, heads, T, D] and v [B, heads, T, V]; ``sinks`` is [heads] or None."""
+    D, V = q.shape[-1], v.shape[-1]
+    q, k, v = (F.pad(x, (0, max(LEAST_HEAD_DIM - x.shape[-1], 0))) for x in (q, k, v))
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if hasattr(q, "fake_mode") and not torch.compiler.is_compiling():
-        return (q + k.sum() + v.sum())[..., :D]  # without values, only the graph of autograd matters
+        # Without values, only the shape of the result and the graph of autograd matter.
+        return (F.pad(q, (0, v.shape[-1] - q.shape[-1])) + k.sum() + v.sum())[..., :V]
     # The separate kernel for few queries is avoided, because it does not support all head dimensions.
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if 128 < D <= 256 and takes_flash(q.dtype, D) and q.is_cuda and _on_hopper():
@@ -87,4 +87,4 @@ def flex_by_blocks(
     y: Tensor = out if sinks is None else out[0]
     if sinks is not None:  # scale by the probability of the keys, see `kernels.sink_attention`
         y = (y * (out[1].lse - sinks[:, None].float()).sigmoid()[..., None]).to(q.dtype)
-    return y[..., :D]
+    return y[..., :V]

@@ -47,7 +47,10 @@ class DecodeCache:
         """
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [B, T, G, D] of a layer, and return all its keys and values, each [B, length + T, G, D].
+        """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all its keys and all its values.
+
+        The results are [B, length + T, G, D] and [B, length + T, G, V]. V is 0 for latent attention, which caches one
+        row for each token, from which keys and values are computed.
 
         This does not change ``length``; `advance` changes it after all layers have run.
 

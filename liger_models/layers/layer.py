@@ -24,6 +24,7 @@ class AttentionSpec(NamedTuple):
         pair_flops: floating-point operations of the forward per pair of a query and a visible key.
         needs_flash: whether plainly causal attention on accelerators needs a mask except in half precision (sinks).
         takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step.
+        caches_latents: whether the decode cache has one row for each token, from which keys and values are computed.
     """
 
     cache_slot: int | None
@@ -33,6 +34,7 @@ class AttentionSpec(NamedTuple):
     pair_flops: int
     needs_flash: bool = False
     takes_pages: bool = False
+    caches_latents: bool = False
 
 
 class Layer(nn.Module):

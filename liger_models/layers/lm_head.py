@@ -57,6 +57,8 @@ class LabeledRows:
         self.target = target
         self.ignored = (target == -100).flatten()
         self.count = (~self.ignored).sum()
+        self.rows: Tensor | None = None
+        """Indices of the rows that `select` returned; None for all rows."""
         self.copied: torch.Event | None = None
         if target.device.type in ACCELERATORS:
             # The copy runs on its own stream after the count is computed. `select` waits for the event.
@@ -78,8 +80,16 @@ class LabeledRows:
         count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
         if count >= len(self.ignored):
             return x, self.target
-        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:count]  # rows with a target come first
-        return _Rows.apply(x.flatten(0, -2), rows), self.target.flatten()[rows]  # type: ignore[no-untyped-call]
+        self.rows = self.ignored.to(torch.uint8).argsort(stable=True)[:count]  # rows with a target come first
+        selected: Tensor = _Rows.apply(x.flatten(0, -2), self.rows)  # type: ignore[no-untyped-call]
+        return selected, self.target.flatten()[self.rows]
+
+    def spread(self, results: Tensor) -> Tensor:
+        """Return results of the rows that `select` returned in the shape of the targets, with zeros for other rows."""
+        if self.rows is None:
+            return results
+        whole = results.new_zeros(self.target.numel()).index_copy(0, self.rows, results)
+        return whole.view(self.target.shape)
 
 
 class LigerLMHead(nn.Linear, Layer):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from liger_models.distributed.collectives import (
     Group,
@@ -20,16 +21,87 @@ from liger_models.kernels.frozen.products import Weight, dense
 from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
-from liger_models.kernels.moe.routing import route, route_reference
+from liger_models.kernels.moe.routing import Routing, route, route_reference
 from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
+from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none, replicated
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.layers.recompute import run_twice
 
 MATRICES = ("gate_up_weight", "down_weight")
 """The parameters of `LigerMoE` that hold the experts' matrices."""
+
+
+class CorrectionBias(Layer):
+    """A number for each expert, which the router adds to the scores of experts for the choice alone.
+
+    The numbers balance the load of the experts. They are in fp32 whatever the dtype of the model, and get no gradient,
+    so training does not change them.
+
+    Args:
+        num_experts: X.
+
+    Source: https://arxiv.org/abs/2408.15664.
+    """
+
+    wide = ("bias",)
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
+
+    def draw(self, std: float) -> bool:
+        """Set the bias to 0."""
+        nn.init.zeros_(self.bias)
+        return True
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True, because the bias has no gradient."""
+        return True
+
+    def forward(self) -> Tensor:
+        """Return the bias [X] of all experts, in fp32."""
+        # FSDP frees the gathered parameter, so the result must not be the parameter.
+        return local(self.bias).detach().clone()
+
+
+class WideRouter(Layer):
+    """A linear layer without bias that computes its results in fp32 from weights and inputs of any dtype.
+
+    Args:
+        hidden_size: C.
+        num_experts: X.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.draw(0.02)
+
+    def draw(self, std: float) -> bool:
+        """Initialize the weight from a normal distribution with ``std``."""
+        nn.init.normal_(self.weight, std=std)
+        return True
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate the weight."""
+        self.groups = replace(self.groups, tensor=group)
+        return {}
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True, because the forward already sums the gradient of the weight."""
+        return True
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``print(model)``."""
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [N, C] to logits [N, X] in fp32."""
+        weight, wide = replicated(self.weight, self.groups.tensor), torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(wide), weight.to(wide))
 
 
 class LigerMoE(Layer):
@@ -39,10 +111,11 @@ class LigerMoE(Layer):
         hidden_size: C.
         intermediate_size: F, the width of one expert.
         num_experts: X.
-        top_k: K.
-        normalize: whether to divide the K routing weights of a token by their sum.
-        round_weights: whether to round the routing weights to the dtype of the router logits instead of keeping them in
-            fp32.
+        routing: how the router chooses the K experts of a token, and how it weights them.
+        correction_bias: whether the router has a `CorrectionBias`.
+        fp32_router: whether the router computes its logits in fp32, whatever the dtype of the model.
+        weights_input: whether the routing weight multiplies the input of an expert instead of its output. This is
+            possible only with one expert for each token.
         act: "silu", "gelu", "gelu_tanh", "clamped_swiglu" or "relu2", as in `liger_models.kernels.moe.moe_mlp`. With
             "relu2", experts have no gate.
         limit: the limit to which "clamped_swiglu" clamps gate and up.
@@ -52,7 +125,8 @@ class LigerMoE(Layer):
         kernel: False for plain torch.
 
     Raises:
-        ValueError: ``top_k`` is below 1 or above ``num_experts``, or the activation is unknown.
+        ValueError: ``routing`` does not fit ``num_experts``, ``weights_input`` is set for several experts, or the
+            activation is unknown.
 
     Source: https://arxiv.org/abs/2401.04088.
     """
@@ -62,10 +136,11 @@ class LigerMoE(Layer):
         hidden_size: int,
         intermediate_size: int,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         *,
-        normalize: bool,
-        round_weights: bool = False,
+        correction_bias: bool = False,
+        fp32_router: bool = False,
+        weights_input: bool = False,
         act: str = "silu",
         limit: float = 0.0,
         bias: bool = False,
@@ -74,17 +149,25 @@ class LigerMoE(Layer):
     ) -> None:
         super().__init__()
         check_expert_act("LigerMoE", act, limit)
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.")
+        routing.check("LigerMoE", num_experts)
+        if weights_input and routing.top_k != 1:
+            raise ValueError(
+                f"LigerMoE: top_k must be 1 if routing weights multiply the input of experts, got {routing.top_k}."
+            )
         # The router maps [N, C] to logits [N, X].
-        self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
+        self.gate: nn.Module
+        if fp32_router:
+            self.gate = WideRouter(hidden_size, num_experts)
+        else:
+            self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
+        self.correction = CorrectionBias(num_experts) if correction_bias else None
         # The matrices of all experts are stacked, so that one grouped product computes them.
         rows = inputs_of(act) * intermediate_size
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
-        self.top_k, self.normalize, self.round_weights = top_k, normalize, round_weights
+        self.routing, self.top_k, self.weights_input = routing, routing.top_k, weights_input
         self.act, self.limit, self.router_jitter, self.kernel = act, limit, router_jitter, kernel
         self.replayable = False  # a second forward could select other experts
         self.recompute = False
@@ -194,7 +277,7 @@ class LigerMoE(Layer):
     def extra_repr(self) -> str:
         """Return sizes and constants for ``print(model)``."""
         X, C, F = self.shape_of("down_weight")
-        return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
+        return f"{C}, {F}, num_experts={X}, {self.routing}, act={self.act}"
 
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
@@ -225,7 +308,8 @@ class LigerMoE(Layer):
         """
         experts = None if experts is None else experts.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
-        return *choose(logits, self.top_k, self.normalize, self.round_weights, experts), logits
+        bias = None if self.correction is None else self.correction()
+        return *choose(logits, self.routing, bias, experts), logits
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the experts' outputs for x, [..., C], and all tokens' router logits [N, X]."""
@@ -255,6 +339,9 @@ class LigerMoE(Layer):
             # rows and routing weights are multiplied by the same number. These tensors have fewer bytes than the
             # experts' weights.
             rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
+
+        if self.weights_input:
+            rows, weights = rows * weights.to(rows.dtype), torch.ones_like(weights)
 
         # Run the experts distributed over ranks, on fused kernels, or in plain torch.
         gate_up_weight, down_weight, *biases = matrices
@@ -298,11 +385,15 @@ class LigerMoE(Layer):
 class LigerSharedExpertMoE(Layer):
     """`LigerMoE` plus a shared expert for all tokens: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
 
+    Without a gate, the result is ``experts(x) + shared_expert(x)``.
+
     The routed experts are a separate layer, because expert parallelism distributes only them.
 
     Args:
-        hidden_size, intermediate_size, num_experts, top_k: as in `LigerMoE`.
+        hidden_size, intermediate_size, num_experts, routing: as in `LigerMoE`.
         shared_size: width of the shared expert.
+        shared_bias: whether the projections of the shared expert have biases.
+        gated: whether the shared expert has a gate.
         act, kernel: as in `LigerMoE`; they apply to all experts.
         options: further options of `LigerMoE`.
     """
@@ -312,23 +403,26 @@ class LigerSharedExpertMoE(Layer):
         hidden_size: int,
         intermediate_size: int,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         *,
         shared_size: int,
+        shared_bias: bool = False,
+        gated: bool = True,
         act: str = "silu",
         kernel: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
         self.experts = LigerMoE(
-            hidden_size, intermediate_size, num_experts, top_k, act=act, kernel=kernel, **options
+            hidden_size, intermediate_size, num_experts, routing, act=act, kernel=kernel, **options
         )  # fmt: skip
-        self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, kernel=kernel)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+        self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, bias=shared_bias, kernel=kernel)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if gated else None
 
     def shard(self, group: Group) -> dict[str, int]:
         """Replicate the gate of the shared expert. The routed experts and the shared expert shard themselves."""
-        self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
+        if self.shared_expert_gate is not None:
+            self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
         return {}
 
     def add_norm(
@@ -343,4 +437,6 @@ class LigerSharedExpertMoE(Layer):
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
         y, router_logits = self.experts(x, experts)
         shared, _ = self.shared_expert.add_norm(None, None, x)
-        return y + self.shared_expert_gate(x).sigmoid() * shared, router_logits
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x).sigmoid() * shared
+        return y + shared, router_logits

@@ -144,11 +144,11 @@ class PagePool(PagedCache):
         self.pages, self.length = Pages(self._table, self.lengths), 1
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, T, G, D] of one layer.
+        """Store k [B, T, G, D] and v [B, T, G, V] of one layer.
 
         Returns:
-            In a step, all pages of the layer [pages, P, G, D]; otherwise all keys and values of the row, [1, cached +
-            T, G, D].
+            In a step, all pages of the layer, [pages, P, G, D] and [pages, P, G, V]; otherwise all keys and values of
+            the row, [1, cached + T, G, D] and [1, cached + T, G, V].
         """
         keys, values = self._layers[layer]
         write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self._slots)

@@ -15,10 +15,11 @@ PAGE = 64
 class PagedCache(DecodeCache):
     """A decode cache that stores prompts without padding, and then one token per row in each step.
 
-    Keys and values of a layer are [pages, P, G, D], where P is the number of tokens per page, and a table lists the
-    pages of each row. Tensors on the device determine where new tokens are stored and which tokens they attend to. All
-    tensors that the forward of a step reads or writes stay at the same addresses: pages, table, lengths, states of
-    linear attention and ``extra``. A captured forward can therefore be replayed for later tokens and for other prompts.
+    Keys of a layer are [pages, P, G, D], and values [pages, P, G, V], where P is the number of tokens per page. A
+    table lists the pages of each row. Tensors on the device determine where new tokens are stored and which tokens
+    they attend to. All tensors that the forward of a step reads or writes stay at the same addresses: pages, table,
+    lengths, states of linear attention and ``extra``. A captured forward can therefore be replayed for later tokens
+    and for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
     ``length`` is the number of tokens, including padding, that the host has counted; replayed steps are not counted. In
@@ -155,10 +156,10 @@ class PagedCache(DecodeCache):
         self.pages = Pages(self._table, self.lengths)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, T, G, D] of one layer.
+        """Store k [B, T, G, D] and v [B, T, G, V] of one layer.
 
         Returns:
-            In a step, all pages of the layer [pages, P, G, D]; for prompts, k and v.
+            In a step, all pages of the layer, [pages, P, G, D] and [pages, P, G, V]; for prompts, k and v.
 
         Raises:
             ValueError: the number of tokens is not the one that `start` or `step` prepared.
@@ -169,8 +170,8 @@ class PagedCache(DecodeCache):
                 f"{k.shape[0]} x {k.shape[1]}. Call start or step before the forward."
             )
         if layer not in self._layers:
-            room = (self._own.numel(), self.page, *k.shape[2:])
-            self._layers[layer] = k.new_empty(room), v.new_empty(room)
+            room = (self._own.numel(), self.page)
+            self._layers[layer] = k.new_empty(*room, *k.shape[2:]), v.new_empty(*room, *v.shape[2:])
         keys, values = self._layers[layer]
         write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self.slots)
         return (k, v) if self.pages is None else (keys, values)

@@ -92,18 +92,20 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
 """Maps ``rope_type`` in config.json to its dataclass. The type ``default`` means no scaling, represented by None."""
 
 
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return ``0.1 · mscale · ln(factor) + 1``, or 1 for factors up to 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def yarn_attention_factor(scaling: YarnScaling) -> float:
     """Return the number that cos and sin are multiplied by to compensate YaRN's effect on attention entropy."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def mscale(m: float) -> float:
-        return 0.1 * m * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     # If both constants are given, the result is the ratio of their factors.
     if scaling.mscale and scaling.mscale_all_dim:
-        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return yarn_mscale(scaling.factor, 1.0)
 
 
 def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:

@@ -7,7 +7,6 @@
 
 import dataclasses
 import json
-import random
 import shutil
 import warnings
 import zlib
@@ -30,6 +29,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from liger_models.adapters.lora_layers import adapter_config
+from liger_models.common.device import available_device
+from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank, wait_for_ranks, world_size
 from liger_models.parallel.checksum import frozen_checksum
 from liger_models.parallel.fsdp import reshard
@@ -125,7 +126,10 @@ def save_state(
             "model": described,
             "settings": {name: str(value) for name, value in (settings or {}).items()},
         }
-        of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
+        of_rank = {
+            "random": random_state(available_device("save_state")),
+            "data": None if data is None else data.state_dict(),
+        }
         with _write_errors(folder):
             if rank() == 0:
                 _remove_stale(folder)
@@ -374,7 +378,7 @@ def load_state(
     if scaler is not None and shared.get("scaler"):
         scaler.load_state_dict(shared["scaler"])
     if "random" in of_rank:
-        _restore_random_state(of_rank["random"])
+        restore_random_state(of_rank["random"], available_device("load_state"))
     return int(shared["step"])
 
 
@@ -627,22 +631,6 @@ def _load(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise _incomplete(path.parent, rank(), error, path.name) from error
     return content
-
-
-def _random_state() -> dict[str, Any]:
-    """Return the states of this rank's random number generators."""
-    state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
-    if torch.accelerator.is_available():
-        state["accelerator"] = torch.get_device_module().get_rng_state()
-    return state
-
-
-def _restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states that `_random_state` has returned. A state of an accelerator that is absent now is ignored."""
-    torch.set_rng_state(state["cpu"])
-    random.setstate(state["python"])
-    if "accelerator" in state and torch.accelerator.is_available():
-        torch.get_device_module().set_rng_state(state["accelerator"])
 
 
 def _cpu_group() -> Any:

@@ -37,6 +37,7 @@ from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.loader import PackedLoader
 from liger_models.data.sources import find_files
+from liger_models.layers.compile_ahead import compile_early
 from liger_models.layers.layer import layers_of
 from liger_models.memory.plan import MemoryPlan, parse_memory
 from liger_models.parallel.context import apply_cp
@@ -542,6 +543,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
 
         # Shards. Tensor parallelism shards layers first; FSDP shards what each rank has then.
         if not needs_fsdp(options, dtype):
+            start_kernels(options, model, device)
             return model
         if options.tensor_parallel > 1:
             model = apply_tp(model, mesh["shared"], sequence_parallel=True)
@@ -557,6 +559,13 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         shard=adapt_and_shard,
         keep_float8=options.lora_keep_float8,
     )
+
+
+def start_kernels(options: TrainOptions, model: CausalLM, device: torch.device) -> None:
+    """Start to compile the kernels of the first step of a run on text, while the weights are being read."""
+    if options.objective == "sft" and not options.compile and model.visual is None:
+        model.set_checkpointing(options.checkpointing or "none")  # what the plan will be is not known yet
+        compile_early(model, (options.batch_size, options.length), device)
 
 
 def needs_fsdp(options: TrainOptions, dtype: torch.dtype) -> bool:

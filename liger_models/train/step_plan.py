@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.distributed.ranks import rank, run_on_rank_zero, world_size
 from liger_models.generation.rollouts import free_memory
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -198,7 +198,7 @@ class StepPlan:
         if not self._automatic or self.plan is None or self.plan.in_backward:
             return work()
         while True:
-            state, before = _random_state(self._model.device), [dict(batch) for batch in batches]
+            state, before = random_state(self._model.device), [dict(batch) for batch in batches]
             try:
                 return work()
             except torch.OutOfMemoryError as error:
@@ -214,7 +214,7 @@ class StepPlan:
             for batch, content in zip(batches, before, strict=True):
                 batch.clear()
                 batch.update(content)
-            _set_random_state(self._model.device, state)
+            restore_random_state(state, self._model.device)
 
     def _start_again(self, step: int, message: str) -> None:
         """Let all ranks start again with a smaller plan, because the others are inside collectives.
@@ -394,17 +394,3 @@ def _least(size: int | None) -> int | None:
 def _allocated(device: torch.device) -> int:
     """Return the bytes of this process's tensors on an accelerator; 0 for other devices."""
     return torch.accelerator.memory_allocated(device) if device.type in ACCELERATORS else 0
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that a step may draw from, which are on the host."""
-    states = [torch.get_rng_state()]
-    if device.type in ACCELERATORS:
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type in ACCELERATORS:
-        torch.get_device_module(device).set_rng_state(states[1], device)

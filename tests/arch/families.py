@@ -191,6 +191,8 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
         for name, buffer in model.named_buffers():
             if name in saved:  # such as Gemma 4's factor of the stream
                 buffer.mul_(0.8)
+            if name.endswith("e_score_correction_bias"):  # zeros in a new model
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return folder
 

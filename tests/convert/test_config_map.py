@@ -56,7 +56,7 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
 
     whole, theirs = theirs, theirs.get_text_config()
     theirs.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ in size
-    sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
+    sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim or config.head_size}
     for field in dataclasses.fields(config):
         if field.name == "vision_config":
             assert_same_tower(config.vision_config, whole.vision_config)

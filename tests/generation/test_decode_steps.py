@@ -26,7 +26,7 @@ from liger_models.generation.graphs import (
 from liger_models.generation.logits import takes_pages
 from liger_models.generation.loop import generate, steps_ahead, stream
 from liger_models.generation.options import resolve
-from liger_models.generation.prefill import MOST_GRAPHS, PromptGraph, most_tokens, padded_length
+from liger_models.generation.prefill import MOST_GRAPHS, PromptBatch, PromptGraph, most_tokens, padded_length
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers import paged_cache
 from liger_models.layers.attention import LigerAttention
@@ -287,7 +287,7 @@ def test_adapters_and_weights_of_4_bits_have_a_state():
 
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
-FAMILIES = ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "phi3"]
+FAMILIES = ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "phi3", "deepseek_v2"]
 
 
 class StandIn:
@@ -386,7 +386,7 @@ def test_a_graph_serves_all_lengths_and_batches_of_its_size(device, captures):
 
 
 def test_a_graph_of_prompts_serves_similar_lengths(device, monkeypatch):
-    """Also after weights change and for rows that share a prompt, but not for prompts that are padded on the left."""
+    """Also after weights change, for rows that share a prompt, and for prompts that are padded on the left."""
     model = llama(device)
     replays = []
     original = PromptGraph.replay
@@ -405,21 +405,39 @@ def test_a_graph_of_prompts_serves_similar_lengths(device, monkeypatch):
     assert len(replays) == 3
     for lengths in ((9, 3, 12), (16, 5, 1), (10, 10, 2)):
         check(of_length(*lengths))
-    assert len(replays) == 3
+    assert len(replays) == 5
     for T in (10, 16, 2):
         check(torch.randint(0, VOCAB, (3, T)))
-    assert len(replays) == 5
+    assert len(replays) == 7
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     check(of_length(25))
-    assert len(replays) == 6
+    check(of_length(11, 4, 13))
+    assert len(replays) == 9
     sampled = {"num_return_sequences": 2, "do_sample": True, "seed": 0}
     check(of_length(18), **sampled)
     check(of_length(24), **sampled)
     (step,) = (step for step in graphs._kept[model] if step.cache.rows == 2)
     assert len(step._prompts) == 1
-    assert len(replays) == 7
+    assert len(replays) == 10
+
+
+def test_padding_of_prompts_moves_to_the_right():
+    """Positions move with their tokens and go on after the last one; without a mask they stay as they are."""
+    ids, mask = torch.tensor([[0, 0, 7, 8], [3, 4, 5, 6]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    positions = torch.tensor([[0, 0, 4, 9], [0, 1, 2, 3]])
+    batch = PromptBatch(ids, torch.stack([positions, 10 * positions]), 6, mask)
+    assert batch.ids.tolist() == [[7, 8, 0, 0, 0, 0], [3, 4, 5, 6, 0, 0]]
+    assert batch.last.tolist() == [1, 3]
+    assert batch.mask.tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    moved = [[4, 9, 10, 11, 12, 13], [0, 1, 2, 3, 4, 5]]
+    assert batch.positions.tolist() == [moved, [[40, 90, 91, 92, 93, 94], [0, 10, 20, 30, 31, 32]]]
+    for given in (None, torch.ones_like(mask)):
+        plain = PromptBatch(ids, torch.arange(4)[None], 5, given)
+        assert plain.ids.tolist() == [[0, 0, 7, 8, 0], [3, 4, 5, 6, 0]]
+        assert plain.positions.tolist() == [[*range(5)]] * (1 if given is None else 2)
+        assert plain.last.tolist() == [3, 3]
 
 
 def test_graphs_of_prompts_are_few(device):

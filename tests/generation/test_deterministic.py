@@ -18,9 +18,11 @@ from liger_models.parallel import apply_fsdp, unsharded
 from .test_rollout import LENGTHS, NEW, PAGE_BYTES, family, llama, make_prompts
 
 FAMILIES = [
-    "llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "olmo2", "cohere2", "mixtral", "gemma4_text"
+    "llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "olmo2", "cohere2", "mixtral", "gemma4_text",
+    "deepseek_v2",
 ]  # fmt: skip
-"""Plain heads, norms of heads, softcaps, windows, experts, sinks and biases, norms of whole projections, LayerNorm."""
+"""Plain heads, norms of heads, softcaps, windows, experts, sinks and biases, norms of whole projections, LayerNorm,
+latents."""
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +90,7 @@ def test_families(arch, dtype):
 
 @pytest.mark.cases(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v2"])
 def test_the_kernels(arch, kernel_device):
     model = family(arch, device=kernel_device)
     prompts = make_prompts([9, 1, 4], vocab=model.config.vocab_size)

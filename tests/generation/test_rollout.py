@@ -108,7 +108,7 @@ def events(monkeypatch):
     "case",
     [
         ("llama",), ("gemma2",), ("mixtral",), ("gpt_oss",), ("gemma4_text",), ("qwen2_vl",), ("mllama",),
-        ("qwen3_next",),
+        ("qwen3_next",), ("deepseek_v2", "low_rank_queries"),
         # Windows and gated delta rules, as in those above.
         *(pytest.param((arch,), marks=pytest.mark.matrix) for arch in ("gemma3_text", "olmo3", "qwen3_5_text")),
     ],
@@ -458,7 +458,9 @@ def captured(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "deepseek_v2"]
+)
 def test_replayed_steps_find_what_generate_finds(arch, captured):
     """One graph for all rows that come and go, and one for the last of them."""
     model = family(arch, device="cuda")

@@ -173,3 +173,24 @@ def test_other_families(arch, name, targets, tmp_path):
     got = {key: each.grad for key, each in ours.named_parameters() if each.requires_grad}
     assert got.keys() == want.keys()
     assert all(error(got[key], want[key]) <= 2 * LIMIT for key in want)
+
+
+def test_base_weights_by_the_names_of_transformers(folder, theirs):
+    """PEFT reads and sets them; names of packed projections are an error, and a key that is missing otherwise."""
+    want = peft.get_base_model_state_dict(theirs)
+    packed = load(folder).state_dict()
+    ours = peft.get_peft_model(load(folder), peft.LoraConfig(target_modules=SEVEN, task_type="CAUSAL_LM"))
+    for changed in (False, True):
+        if changed:
+            with torch.no_grad():
+                for parameter in ours.get_base_model().parameters():
+                    parameter.add_(1.0)
+            peft.set_base_model_state_dict(ours, want)
+        got = peft.get_base_model_state_dict(ours)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    with torch.no_grad(), ours.disable_adapter(), theirs.disable_adapter():
+        assert error(ours(IDS).logits, theirs(IDS).logits) <= LIMIT
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        peft.set_base_model_state_dict(ours, packed)
+    assert peft.set_base_model_state_dict(ours, packed, strict=False).missing_keys

@@ -10,13 +10,16 @@ import liger_models.hf
 
 from .. import processes
 from ..arch.families import error, make_folder
-from ..late import transformers
+from ..late import Late, transformers
 from . import test_trainer
 
+trl = Late("trl", needs="TRL is not installed")
+datasets = Late("datasets", needs="datasets is not installed")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.distributed, pytest.mark.slow]  # transformers'
 CASES = {
     "tied": ("gemma2", "Gemma2ForCausalLM"),
     "classes": ("llama", "LlamaForSequenceClassification"),
+    "sft": ("llama", "LlamaForCausalLM"),
 }
 RANKS = """
 import json
@@ -45,12 +48,19 @@ def make(case: str, output: str, fsdp: bool = False) -> Any:
 
     model = getattr(liger_models.hf, CASES[case][1]).from_pretrained(f"{case}-model", dtype=torch.float32)
     options = {"fsdp": True, "fsdp_config": {"version": 2}} if fsdp else {}
-    arguments = transformers.TrainingArguments(
+    arguments = (trl.SFTConfig if case == "sft" else transformers.TrainingArguments)(
         output, per_device_train_batch_size=1 if fsdp else 2, gradient_accumulation_steps=2, max_steps=3, save_steps=2,
-        logging_steps=1, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True, **options,
+        logging_steps=1, learning_rate=1e-2, report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
+        **options,
     )  # fmt: skip
     if fsdp:  # Accelerate shards on accelerators alone
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    if case == "sft":
+        rows = [{"input_ids": row["input_ids"]} for row in test_trainer.ROWS]
+        return trl.SFTTrainer(
+            model, arguments, train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=test_trainer.words_tokenizer(),
+        )  # fmt: skip
     rows, collate = test_trainer.ROWS, test_trainer.collate
     if case == "classes":
         rows = [{"input_ids": row["input_ids"], "label": n % 3} for n, row in enumerate(rows)]
@@ -71,8 +81,9 @@ def test_two_ranks_are_as_one(tmp_path, monkeypatch):
         model = getattr(liger_models.hf, name).from_pretrained(folder, dtype=torch.float32, **options)
         model.save_pretrained(f"{case}-model")
     (tmp_path / "run.py").write_text(RANKS)
-    printed = processes.run("run.py", cwd=tmp_path, ranks=2).stdout
-    found = json.loads(printed.partition("found ")[2].splitlines()[0])
+    printed = processes.run("run.py", cwd=tmp_path, ranks=2)
+    found = json.loads(printed.stdout.partition("found ")[2].splitlines()[0])
+    assert "the head of TRL" not in printed.stderr  # the ranks use the fused loss
     for case, (whole, resumed, groups) in found.items():
         one = make(case, output=f"{case}-one")
         one.train()
@@ -80,6 +91,7 @@ def test_two_ranks_are_as_one(tmp_path, monkeypatch):
             for want, got in zip(one.state.log_history[:3], log[:3], strict=True):
                 assert got["loss"] == pytest.approx(want["loss"], rel=1e-4), case
                 assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3), case
+                assert got.keys() == want.keys()
         assert groups > 3, case
         auto = getattr(transformers, CASES[case][1])
         trained = auto.from_pretrained(f"{case}-trained", dtype=torch.float32)

@@ -519,7 +519,8 @@ def test_training_between_two_calls(hf, reasons):
 
 
 @llama
-def test_models_in_mixed_precision(hf, reasons, monkeypatch):
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy", "is_top1")], ids="-".join)
+def test_models_in_mixed_precision(hf, reasons, monkeypatch, outputs):
     """Trainers of TRL generate with a model whose forward has a loss of TRL and the casts of Accelerate around it."""
     accelerate = pytest.importorskip("accelerate")
     trl = pytest.importorskip("trl.trainer.utils")
@@ -528,7 +529,7 @@ def test_models_in_mixed_precision(hf, reasons, monkeypatch):
     ids = tokens("llama", "gqa", 2, T)
     options = {"max_new_tokens": 6, "do_sample": False}
     want = ours.generate(ids, **options)
-    trl.add_fused_lm_head(ours)
+    trl.add_fused_lm_head(ours, outputs=outputs)
     for state in (accelerate.state.AcceleratorState, accelerate.state.PartialState):  # not that of other tests
         monkeypatch.setattr(state, "_shared_state", {})
     prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(ours)

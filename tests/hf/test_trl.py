@@ -1,6 +1,8 @@
 """TRL's trainers on the models of `liger_models.hf`, beside the same trainers on the models of transformers."""
 
-from collections.abc import Callable, Collection
+import functools
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 import liger_models.hf
+from liger_models.kernels.options import KernelOptions
 
 from ..arch.families import (
     FIRST_CASES,
@@ -78,7 +81,7 @@ def lines(run: Any) -> list[dict[str, float]]:
     return [line for line in run.state.log_history if "loss" in line]
 
 
-def assert_trains_the_same(make: Callable[[bool], Any], falls: bool = True, lacks: Collection[str] = ()) -> Any:
+def assert_trains_the_same(make: Callable[[bool], Any], falls: bool = True) -> Any:
     """Steps with transformers' model and with ours: the first to rounding, the others close. Returns our run."""
     runs = []
     for ours in (False, True):
@@ -88,7 +91,7 @@ def assert_trains_the_same(make: Callable[[bool], Any], falls: bool = True, lack
     assert len(ours) == runs[1].args.max_steps
     for step, (want, got) in enumerate(zip(theirs, ours, strict=True)):
         rel = LIMIT if step == 0 else 1e-3
-        assert want.keys() - got.keys() == set(lacks)
+        assert want.keys() == got.keys()
         for name in got.keys() - {
             "step_time",
             "grad_norm",
@@ -121,8 +124,11 @@ def test_the_head_that_trl_gives_a_model(hf):
     ids = tokens(arch, variant, 2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, -3:], mask[1, -3:] = -100, 0
-    routed = {"output_router_logits": True} if "num_experts_per_tok" in text_sizes(arch, variant) else {}
-    routed = routed if arch != "nemotron_h" else {}  # its configuration does not have the names that TRL reads
+    # TRL reads the number of experts by the name `num_experts`, which the configuration of DeepSeek V3 does not have.
+    routes = "num_experts_per_tok" in text_sizes(arch, variant) and hasattr(
+        theirs.config.get_text_config(), "num_experts"
+    )
+    routed = {"output_router_logits": True} if routes else {}
     outs = []
     for model in (theirs, ours.train()):
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
@@ -137,6 +143,97 @@ def test_the_head_that_trl_gives_a_model(hf):
     assert_same_gradients(ours.model.decoder, theirs)
 
 
+@pytest.fixture
+def rows(monkeypatch) -> list[int]:
+    """The number of rows of each matrix product that writes logits of the fused loss."""
+    from liger_models.kernels.loss import row_chunks
+
+    seen, write = [], row_chunks.write_logits
+    monkeypatch.setattr(row_chunks, "write_logits", lambda x, *rest: seen.append(len(x)) or write(x, *rest))
+    return seen
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """The warnings of the head of SFT."""
+    found: list[str] = []
+    monkeypatch.setattr("liger_models.hf.trl.logger.warning_once", lambda text: text in found or found.append(text))
+    return found
+
+
+HEADS = [("cohere2", "released"), ("gemma2", "gqa"), ("granite", "tied"), ("mixtral", "aux"), ("llama", "tied")]
+
+
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
+@pytest.mark.parametrize("hf", HEADS, indirect=True, ids="-".join)
+def test_the_head_of_sft(hf, rows, monkeypatch, shifted):
+    """With a scale, a cap and experts: every output, and gradients of both losses. Logits are computed once."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    monkeypatch.setattr("liger_models.layers.lm_head.ROW_MULTIPLE", 4)
+    arch, variant, theirs, ours = hf
+    theirs.__dict__.pop("forward", None)
+    ids = tokens(arch, variant, 2, 12)
+    labels = torch.where(torch.arange(12) % 3 == 1, ids, -100)
+    given = {"shift_labels" if shifted else "labels": labels, "num_items_in_batch": torch.tensor(5)}
+    routed = {"output_router_logits": True} if variant == "aux" else {}
+    for uniform in (True, False):
+        outs = []
+        for model in (theirs, ours.train()):
+            add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+            out = model(ids, fused_lm_head=True, **given, **routed)
+            per_token = -out.log_probs if uniform else -out.log_probs * out.log_probs.exp().detach() - out.entropy
+            (out.loss + per_token.sum() / 3).backward()
+            outs.append(out)
+        want, got = outs
+        assert got.keys() == want.keys()
+        for name in ("loss", "log_probs", "entropy", *(["aux_loss"] if routed else [])):
+            assert got[name].shape == want[name].shape
+            assert error(got[name], want[name]) <= LIMIT, name
+        assert torch.equal(got.is_top1, want.is_top1)
+        assert torch.equal(got.label_mask, want.label_mask)
+        del theirs.forward, ours.forward
+        assert_same_gradients(ours.model.decoder, theirs)
+        assert rows == [8] * (1 if uniform else 3)
+
+
+OLDER = """
+def patch(model):
+    original_forward = model.forward
+    def _chunked_ce_forward(self, *args, **kwargs):
+        return original_forward(*args, **kwargs)
+    model.forward = types.MethodType(_chunked_ce_forward, model)
+"""
+"""What `SFTTrainer` of TRL before 1.15 does with a model, without the loss."""
+
+
+@pytest.mark.parametrize("hf", [("mixtral", "aux")], indirect=True, ids="-".join)
+def test_the_head_of_sft_before_trl_1_15(hf, rows, said):
+    arch, variant, theirs, ours = hf
+    scope = {"__name__": "trl.trainer.sft_trainer", "types": types, "_ChunkedCELMHeadOutput": types.SimpleNamespace}
+    exec(OLDER, scope)
+    scope["patch"](ours.train())
+    ids = tokens(arch, variant, 2, 12)
+    labels = torch.where(torch.arange(12) % 3 == 1, ids, -100)
+    out = ours(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5), output_router_logits=True)
+    out.loss.backward()
+    assert (rows, said) == ([24], [])
+    want = theirs(ids, labels=labels, num_items_in_batch=torch.tensor(5), output_router_logits=True)
+    want.loss.backward()
+    log_probs, valid = want.logits[:, :-1].log_softmax(-1), labels[:, 1:] != -100
+    assert error(out.loss, want.loss) <= LIMIT
+    assert error(out.aux_loss, want.aux_loss) <= LIMIT
+    assert error(out.entropy_sum, torch.special.entr(log_probs.exp()).sum(-1)[valid].sum()) <= LIMIT
+    assert out.num_correct_tokens == (log_probs.argmax(-1) == labels[:, 1:]).sum()
+    assert out.num_valid_tokens == valid.sum() == 8
+    assert_same_gradients(ours.model.decoder, theirs)
+    # Without labels, and where the fused loss is off, the function of TRL runs.
+    assert error(ours(input_ids=ids).logits, want.logits) <= LIMIT
+    ours.model.decoder.kernels = KernelOptions(fused_linear_cross_entropy=False)
+    assert not hasattr(ours(input_ids=ids, labels=labels), "entropy_sum")
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,20 +241,91 @@ def test_the_head_that_trl_gives_a_model(hf):
         {"packing": True, "max_length": 16},
         {"packing": True, "max_length": 16, "packing_strategy": "wrapped"},
         {"padding_free": True, "max_length": None},
-        {"loss_type": "dft"},
+        {"loss_type": "chunked_nll", "average_tokens_across_devices": False},
+        {"label_smoothing_factor": 0.1},
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_sft(folder, options):
+def test_sft(folder, options, rows):
     run = assert_trains_the_same(
         lambda ours: trl.SFTTrainer(
             load(folder, ours), trl.SFTConfig("sft", **SHARED | options), train_dataset=texts(),
             processing_class=words_tokenizer(),
         ),
-        falls=options.get("loss_type") != "dft",
     )  # fmt: skip
     assert_saves_a_checkpoint(run)
+    assert len(rows) == 10 * options.get("gradient_accumulation_steps", 1)
+
+
+def test_the_loss_of_dft(folder, rows):
+    """Its gradients differ between targets: from the second step on, the forward computes none."""
+
+    def make(ours: bool) -> Any:
+        arguments = trl.SFTConfig("sft", **SHARED, loss_type="dft")
+        return trl.SFTTrainer(load(folder, ours), arguments, train_dataset=texts(), processing_class=words_tokenizer())
+
+    assert_trains_the_same(make, falls=False)
+    assert len(rows) == 20
+
+
+def test_a_head_without_the_loss(folder, rows, said):
+    """A model whose kernels are switched off, or whose head the user has replaced: TRL computes the loss."""
+
+    class Head(torch.nn.Linear):
+        pass
+
+    def make(ours: bool, replaced: bool) -> Any:
+        model = load(folder, ours)
+        if replaced:
+            head = Head(*reversed(model.lm_head.weight.shape), bias=False)
+            head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+            model.set_output_embeddings(head)
+        elif ours:
+            model.model.decoder.kernels = KernelOptions(fused_linear_cross_entropy=False)
+        arguments = trl.SFTConfig("sft", **SHARED | {"max_steps": 2})
+        return trl.SFTTrainer(
+            model, arguments, train_dataset=texts(), processing_class=words_tokenizer()
+        )  # fmt: skip
+
+    for replaced in (True, False):
+        assert_trains_the_same(functools.partial(make, replaced=replaced), falls=False)
+    assert rows == []
+    assert [text.partition("because ")[2] for text in said] == [
+        "the model has another head.",
+        "fused_linear_cross_entropy is off.",
+    ]
+
+
+def test_liger_kernel_is_an_error(folder):
+    """It would patch the layers when training starts."""
+    scope: dict[str, Any] = {"__name__": "liger_kernel.transformers.monkey_patch"}
+    exec("def norm(model): return getattr(model, model.base_model_prefix).norm", scope)
+    with pytest.raises(ValueError, match="use_liger_kernel must be False"):
+        scope["norm"](load(folder))
+
+
+def test_sft_evaluates(folder, rows):
+    """Losses and metrics of TRL, also with the logits that a user's metrics need."""
+
+    def make(ours: bool, metrics: Any) -> Any:
+        options = SHARED | {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+        return trl.SFTTrainer(
+            load(folder, ours), trl.SFTConfig("sft", **options), train_dataset=texts(), eval_dataset=texts(),
+            processing_class=words_tokenizer(), compute_metrics=metrics,
+        )  # fmt: skip
+
+    for metrics in (None, lambda out: {"sum": float(out.predictions[out.label_ids != -100].sum())}):
+        logs = []
+        for ours in (False, True):
+            run = make(ours, metrics)
+            run.train()
+            logs.append([line for line in run.state.log_history if "eval_loss" in line])
+        for want, got in zip(*logs, strict=True):
+            assert {"eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"} <= got.keys()
+            for name in want.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+                assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-4), name
+    assert len(rows) == 2 * 2 * 3
 
 
 def test_sft_of_the_turns_of_the_assistant(folder):
@@ -174,7 +342,7 @@ def test_sft_of_the_turns_of_the_assistant(folder):
     assert 0.3 < (labels == -100).float().mean() < 0.7
 
 
-def test_sft_of_experts(root, tmp_path, monkeypatch):
+def test_sft_of_experts(root, tmp_path, monkeypatch, rows):
     """The auxiliary loss is TRL's, from the logits of the routers."""
     monkeypatch.chdir(tmp_path)
     folder = make_folder("mixtral", "aux", root)
@@ -185,6 +353,7 @@ def test_sft_of_experts(root, tmp_path, monkeypatch):
         )
     )  # fmt: skip
     assert lines(run)[0]["aux_loss"] > 0
+    assert len(rows) == 10
     assert_saves_a_checkpoint(run)
 
 
@@ -388,35 +557,46 @@ def test_adapters_by_the_names_of_transformers(folder, kind, reasons):
     assert error(theirs(ids).logits, run.model.eval()(ids).logits) <= LIMIT
 
 
-def own_loss() -> Any:
-    """The subclass on the page: labels go to the model."""
-
-    class WithOwnLoss(trl.SFTTrainer):
-        def compute_loss(self, *args: Any, **options: Any) -> Any:
-            return transformers.Trainer.compute_loss(self, *args, **options)
-
-    return WithOwnLoss
-
-
-def test_the_loss_of_this_package_in_sft(folder):
-    """The same steps, and the model returns no logits."""
-    returned = []
+@pytest.mark.parametrize("kind", ["prompts", "head"])
+def test_adapters_around_the_head_of_sft(folder, rows, kind):
+    """Learned prompts, for which PEFT fills up the labels, and a copy of the head that is trained."""
+    peft = pytest.importorskip("peft")
 
     def make(ours: bool) -> Any:
-        model = load(folder, ours)
-        if ours:
-            model.register_forward_hook(lambda *given: returned.append(given[-1].logits))
-        return (own_loss() if ours else trl.SFTTrainer)(
-            model, trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer()
-        )
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        if kind == "prompts":
+            config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+        torch.manual_seed(0)
+        return trl.SFTTrainer(
+            load(folder, ours), trl.SFTConfig("sft", **SHARED | {"max_steps": 4}), train_dataset=texts(),
+            processing_class=words_tokenizer(), peft_config=config,
+        )  # fmt: skip
 
-    assert_trains_the_same(make, lacks={"entropy", "mean_token_accuracy", "num_tokens"})
-    assert returned == [None] * 10
+    run = assert_trains_the_same(make, falls=False)
+    first, *_, last = lines(run)
+    assert last["loss"] < first["loss"]
+    assert len(rows) == 4
+
+
+def test_sft_in_bfloat16(folder, rows):
+    """Under autocast, with weights in fp32."""
+    logs = []
+    for ours in (False, True):
+        run = trl.SFTTrainer(
+            load(folder, ours), trl.SFTConfig("sft", **SHARED | {"bf16": True, "max_steps": 3}), train_dataset=texts(),
+            processing_class=words_tokenizer(),
+        )  # fmt: skip
+        run.train()
+        logs.append(lines(run))
+    for want, got in zip(*logs, strict=True):
+        for name in ("loss", "entropy", "grad_norm"):
+            assert got[name] == pytest.approx(want[name], rel=0.03), name
+        assert got["mean_token_accuracy"] == pytest.approx(want["mean_token_accuracy"], abs=0.1)
+    assert len(rows) == 3
 
 
 @pytest.mark.gpu
 def test_sft_builds_no_logits(tmp_path, monkeypatch):
-    """Neither with the head that TRL gives a model nor with the loss of this package."""
     if torch.cuda.device_count() > 1:
         pytest.skip("TRL wants a launcher where several GPUs are visible: CUDA_VISIBLE_DEVICES=0")
     monkeypatch.chdir(tmp_path)
@@ -427,19 +607,18 @@ def test_sft_builds_no_logits(tmp_path, monkeypatch):
     )  # fmt: skip
     data = datasets.Dataset.from_list([{"input_ids": torch.randint(3, V, (T,)).tolist()} for _ in range(4)])
     options = {**SHARED, "use_cpu": False, "bf16": True, "max_steps": steps, "max_length": T, "optim": "sgd"}
-    for trainer in (trl.SFTTrainer, own_loss()):
-        model = liger_models.hf.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
-        run = trainer(model, trl.SFTConfig("sft", **options), train_dataset=data, processing_class=words_tokenizer())
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run.train()
-        assert len(lines(run)) == steps
-        logits = 4 * T * V * 2  # 4.2 GB
-        assert torch.cuda.max_memory_allocated() - before < logits / 2, trainer
+    model = liger_models.hf.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    run = trl.SFTTrainer(model, trl.SFTConfig("sft", **options), train_dataset=data, processing_class=words_tokenizer())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run.train()
+    assert len(lines(run)) == steps
+    logits = 4 * T * V * 2  # 4.2 GB
+    assert torch.cuda.max_memory_allocated() - before < logits / 2
 
 
-def test_sft_of_images(tmp_path, monkeypatch):
+def test_sft_of_images(tmp_path, monkeypatch, rows):
     """A conversation about pictures, by the processor of transformers."""
     from ..base import test_processor_gemma3 as test_gemma3
     from ..base.conftest import picture
@@ -455,7 +634,7 @@ def test_sft_of_images(tmp_path, monkeypatch):
     processor = transformers.Gemma3Processor(
         images, tokenizer, image_seq_length=4, chat_template=test_gemma3.TEMPLATE.replace("<bos>", "")
     )
-    rows = [
+    chats = [
         {
             "image": picture(20 + 4 * n, 24),
             "prompt": [{"role": "user", "content": f"What is {n}?"}],
@@ -463,13 +642,14 @@ def test_sft_of_images(tmp_path, monkeypatch):
         }
         for n in range(4)
     ]
-    data = datasets.Dataset.from_list(rows)
+    data = datasets.Dataset.from_list(chats)
     run = assert_trains_the_same(
         lambda ours: trl.SFTTrainer(
             load(Path("model"), ours, vision=True), trl.SFTConfig("sft", **SHARED), train_dataset=data,
             processing_class=processor,
         )
     )  # fmt: skip
+    assert len(rows) == 10
     batch = next(iter(run.get_train_dataloader()))
     assert batch["pixel_values"].shape == (4, 3, 16, 16)
     run.save_model("saved")

@@ -47,12 +47,12 @@ from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS
 from liger_models.kernels.loss.divergence import KINDS, linear_divergence
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.loss.linear_kl_div import linear_kl_div
-from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, log_probs_of_sum
 from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
-from liger_models.kernels.moe import moe_mlp, route
+from liger_models.kernels.moe import Routing, moe_mlp, route
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.gated_norm import gated_norm
 from liger_models.kernels.norm.layer_norm import add_layer_norm, layer_norm
@@ -60,6 +60,7 @@ from liger_models.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import Hyper, Update, adamw_
 from liger_models.kernels.optimizer.newton_schulz import newton_schulz
 from liger_models.kernels.overlap import overlapping
+from liger_models.kernels.rope.latent_heads import latent_heads
 from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope
 from liger_models.kernels.rope.rope import rope, rope_qkv
@@ -177,6 +178,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target, reduction="none").loss)
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target).loss)
     differentiate(fused_linear_logprobs(draw_(3, 64), draw_(V, 64), target, softcap=30.0, return_entropy=True))
+    log_probs_of_sum(draw_(3, 64), draw_(V, 64), target)
     for divergence in KINDS:
         heads = draw_(3, 64), draw_(V, 64), draw_(3, 32), draw_(V, 32)
         differentiate(linear_divergence(*heads, target, divergence=divergence, hard_weight=0.5)[0])
@@ -241,9 +243,11 @@ def run_experts(X: int, K: int, F: int) -> None:
     for act, biases in acts:
         width = F if act == "relu2" else 2 * F
         x, logits = draw(5, 256), draw(5, X)
-        weights, experts = route(logits, K, normalize=True)
+        weights, experts = route(logits, Routing(K, normalize=True))
+        grouped = Routing(K, normalize=True, score="sigmoid", groups=2, top_groups=2, group_score="top2")
+        differentiate(route(logits, grouped, torch.zeros(X))[0])
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
-        route(logits, K, normalize=True, given=experts.short())
+        route(logits, Routing(K, normalize=True), given=experts.short())
         matrices = draw(X, width, 256), draw(X, 256, F)
         differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
         pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, width, 16))}
@@ -283,6 +287,24 @@ def run_decoding(dtype: torch.dtype) -> None:
         for rows in (1, 9) if dtype != torch.float32 else (1,):
             x, weight = draw(rows, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach()
             row_linear_forward(x, weight, None, "silu")
+
+
+def run_latents(dtype: torch.dtype) -> None:
+    table, lengths = torch.zeros(2, 40, dtype=torch.int32), torch.tensor([3, 2000], dtype=torch.int32)
+    for H, N, R, V, L in ((128, 128, 64, 128, 512), (20, 192, 64, 256, 512), (32, 64, 64, 128, 256)):
+        rows, q = draw(3, 64, 1, L + R, dtype=dtype).detach(), draw(2, H, L + R, dtype=dtype).detach()
+        decode_attention(q, rows, rows[..., :L], table, lengths, scale=0.1)
+        write_pages(rows, rows[..., :0], rows[0, :2], rows[0, :2, :, :0], torch.tensor([1, -1]))
+        for angles in (torch.randn(2, 1, 3, R // 2), (None, None)):
+            q, kv = draw(1, 3, H * (N + R), dtype=dtype), draw(1, 3, H * (N + V), dtype=dtype)
+            for interleaved in (False, True):
+                differentiate(latent_heads(q, kv, draw(1, 3, R, dtype=dtype), *angles, H, interleaved=interleaved))
+    heads = [draw(1, 3, *size, dtype=dtype) for size in ((4, 192), (4, 192), (4, 128))]
+    differentiate(causal_attention(*heads))
+    latents = draw(1, 3, 1, 576, dtype=dtype)
+    differentiate(causal_attention(draw(1, 3, 4, 576, dtype=dtype), latents, latents[..., :512]))
+    q, k, v = (x.detach()[0] for x in heads)
+    invariant_attention(q, k, v, lengths.new_zeros(3), lengths.new_zeros(3), scale=0.1)
 
 
 def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:
@@ -352,6 +374,10 @@ if __name__ == "__main__":
     wide_heads = importlib.import_module("liger_models.kernels.attention.causal_attention")
     large = lambda x: sys.argv[1] == "sm_90" and x.element_size() == 2
     wide_heads.choose_tiles = lambda x: wide_heads.LARGE if large(x) else wide_heads.SMALL
+    if sys.argv[1] == "sm_90":
+        importlib.import_module("liger_models.kernels.attention.decode_attention").fitting_stages = lambda x, most, _: (
+            most
+        )
     with overlapping():
         run(torch.bfloat16, 4096, 512, 128256)
     if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype
@@ -365,6 +391,9 @@ if __name__ == "__main__":
     for dtype in (torch.bfloat16, torch.float32):
         run_wide_heads(dtype, 512, None if dtype == torch.bfloat16 else 100)
     run_wide_heads(torch.bfloat16, 320, 100)
+    run_latents(torch.bfloat16)
+    if sys.argv[1] == "sm_90":
+        run_latents(torch.float32)
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
     run_sinks()

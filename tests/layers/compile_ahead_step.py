@@ -1,8 +1,9 @@
 """Record a step's kernels on fake tensors, and compare them with the launches of a step on tensors with values.
 
 Runs without a GPU and without Triton's interpreter: what a kernel would compute is left undefined. The arguments are
-the options of the model's configuration as JSON, and a policy of `set_checkpointing`. With a third argument, the
-recorded kernels are compiled, and the launches of the step must find all of them.
+the options of the model's configuration as JSON, and a policy of `set_checkpointing`. With the third argument
+"compile", the recorded kernels are compiled, and the launches of the step must find all of them. With "early", the
+step that is recorded is one of a model without weights.
 """
 
 import json
@@ -19,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from liger_models import AutoLigerModel
 from liger_models.kernels import dispatch
 from liger_models.kernels.loss import cross_entropy
-from liger_models.layers.compile_ahead import record_step, start_compilation
+from liger_models.layers.compile_ahead import _step_of_text, record_step, start_compilation
 
 
 class Compiler:
@@ -42,12 +43,21 @@ torch.manual_seed(0)
 model = AutoLigerModel.from_config(json.loads(sys.argv[1]), dtype=torch.bfloat16)
 model.train().set_checkpointing(sys.argv[2])
 weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+compiles, early = (name in sys.argv[3:] for name in ("compile", "early"))
 ids = torch.randint(256, (2, 128))
+batch = {"input_ids": ids, "labels": ids}
 embeds, layout = model.prepare(ids)
 
 random, run, hook = torch.get_rng_state(), JITFunction.run, knobs.runtime.jit_cache_hook
 kernels = {}
-record_step(model, embeds, layout, {"labels": ids}, kernels)
+if early:
+    batch |= {"cu_seqlens": torch.tensor([0, 100, 128, 256]), "num_items_in_batch": torch.tensor(250.0)}
+    twin = AutoLigerModel.from_config(json.loads(sys.argv[1]), dtype=torch.bfloat16, device="meta")
+    twin.train().set_checkpointing(sys.argv[2])
+    record_step(twin, *_step_of_text(twin, (2, 128), ids.device), kernels, ids.device)
+    assert all(parameter.is_meta and parameter.grad is None for parameter in twin.parameters())
+else:
+    record_step(model, embeds, layout, {"labels": ids}, kernels)
 assert JITFunction.run is run
 assert knobs.runtime.jit_cache_hook is hook
 assert torch.equal(torch.get_rng_state(), random)
@@ -56,7 +66,7 @@ assert all(torch.equal(value, weights[name]) for name, value in model.state_dict
 assert type(model.embed_tokens.weight) is torch.nn.Parameter
 assert {type(value) for tensors in layout.tables.values() for value in tensors} == {torch.Tensor}
 
-if len(sys.argv) > 3:
+if compiles:
     torch.cuda.device = lambda device: nullcontext()
     threads = []
     knobs.compilation.listener = lambda **_: threads.append(threading.current_thread().name)
@@ -73,8 +83,8 @@ def record(**about: object) -> bool:
 
 knobs.runtime.jit_cache_hook = record
 JITFunction.run = lambda kernel, *args, grid, warmup, **options: run(kernel, *args, grid=(1,), warmup=True, **options)
-model(input_ids=ids, labels=ids).loss.backward()
-if len(sys.argv) > 3:
+model(**batch).loss.backward()
+if compiles:
     assert not launched, launched
     assert len(threads) == len(kernels)
     assert threading.main_thread().name not in threads

@@ -3,13 +3,16 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from liger_models.layers.attention import LigerAttention
+from liger_models.distributed.collectives import Group
+from liger_models.layers.attention import BaseAttention, LigerAttention
 from liger_models.layers.attention_backends import MOST_SCORES, attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import Mask, Segments
+from liger_models.layers.norm import add_norm
 from liger_models.layers.rope import RotaryEmbedding
 
 from ..late import dynamo_testing
@@ -104,6 +107,30 @@ def test_sinks(window, packed, dropout):
     scores = (torch.einsum("bthd,bshd->bhts", q, keys) * 0.5).masked_fill(~visible, -math.inf)
     every = torch.cat([scores, sinks[:, None, None].expand(2, 4, 6, 1)], 3).softmax(-1)
     torch.testing.assert_close(got, torch.einsum("bhts,bshd->bthd", every[..., :-1], values))
+
+
+@pytest.mark.parametrize("V", [4, 12])
+@pytest.mark.parametrize("form", ["causal", "packed", "window", "softcap", "sinks", "packed sinks", "padding"])
+def test_values_of_another_width(form, V):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, V)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    window, softcap = 3 if form == "window" else None, 2.0 if form == "softcap" else None
+    sinks = torch.randn(4) if "sinks" in form else None
+    packed = {"cu_seqlens": torch.tensor([0, 5, 12])} if "packed" in form else {}
+    if form == "padding":
+        packed = {"attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])}
+    layout = sequence(2, 6, windows={window: softcap is not None}, **packed)
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    got = attention(q, k, v, layout, **options)
+    assert got.shape == (2, 6, 4, V)
+    # Values that are as wide as the keys, in parts: attention is linear in the values.
+    wide = F.pad(v, (0, 4)).split(8, -1)
+    layout = sequence(2, 6, windows={window: softcap is not None}, **packed)
+    want = torch.cat([attention(q, k, part, layout, **options) for part in wide], -1)[..., :V]
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(got, (q, k, v), dy), torch.autograd.grad(want, (q, k, v), dy))
 
 
 @pytest.mark.gpu
@@ -344,3 +371,40 @@ def test_segments_of_any_lengths_are_one_graph():
         out = compiled(q, q, q, s, scale=0.1)
         assert (out - attention(q, q, q, s, scale=0.1)).norm() <= 1e-2 * out.norm()
     assert counter.frame_count <= 2  # the second time sizes become variables
+
+
+class SharedProjection(BaseAttention):
+    """An attention layer that defines only what every derived class must define: one projection for q, k and v."""
+
+    def __init__(self):
+        super().__init__(2, layer=0, scale=0.3, rotary=None)
+        self.proj, self.o_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def _add_norm(self, norm, x, residual, layout):
+        normed, residual = add_norm(norm, x, residual)
+        return self._attend(self.proj(normed), layout), residual
+
+    def _qkv(self, projected, layout):
+        heads = projected.unflatten(-1, (2, 8))
+        return heads, heads, heads
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_an_attention_layer_with_its_own_projection(policy):
+    torch.manual_seed(0)
+    layer, x = SharedProjection(), torch.randn(2, 6, 8, requires_grad=True)
+    layer.set_policy(policy)
+    y, _ = layer.add_norm(None, None, x, sequence(2, 6))
+    heads = layer.proj(x).unflatten(-1, (2, 8))
+    want = layer.o_proj(naive(heads, heads, heads, torch.ones(6, 6, dtype=torch.bool).tril(), 0.3).flatten(2))
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(want.sum(), x))
+
+
+def test_a_projection_that_nothing_knows_how_to_shard_is_refused():
+    layer, group = SharedProjection(), Group("none", 2, 0)
+    assert not layer.can_shard(2)
+    with pytest.raises(ValueError, match="apply_tp: SharedProjection must define shard"):
+        layer.shard(group)
+    with pytest.raises(ValueError, match="apply_cp: SharedProjection must define shard_tokens"):
+        layer.shard_tokens(group)

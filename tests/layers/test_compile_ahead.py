@@ -14,6 +14,7 @@ from liger_models.layers import compile_ahead as module
 from liger_models.layers.compile_ahead import (
     Launch,
     compile_ahead,
+    compile_early,
     compile_threads,
     marker_of,
     never_ahead,
@@ -54,6 +55,12 @@ def run_step(folder, policy, *more, **sizes):
 )
 def test_the_recorded_kernels_are_those_of_the_step(family, more, policy, tmp_path):
     assert run_step(tmp_path, policy, model_type=family, **more) >= 12
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize(("family", "more"), [("llama", {}), ("qwen3_5_text", LINEAR)])
+def test_a_model_without_weights_has_the_kernels_of_the_step(family, more, tmp_path):
+    assert run_step(tmp_path, "none", "early", model_type=family, **more) >= 12
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -100,14 +107,14 @@ def recorded(monkeypatch, tmp_path):
     """The models whose steps are recorded, and what the recording raises."""
     models, errors, started = [], [], []
 
-    def record(model, embeds, layout, options, kernels):
+    def record(model, embeds, layout, options, kernels, device=None):
         models.append(model)
         kernels |= {index: Launch(None, 0, "") for index in range(2)}
         if errors:
             raise errors.pop()
 
     monkeypatch.setattr(module, "record_step", record)
-    monkeypatch.setattr(module, "_has_kernels", lambda embeds: True)
+    monkeypatch.setattr(module, "_has_kernels", lambda: True)
     monkeypatch.setattr(module, "_runs_on_fakes", lambda *_: True)
     monkeypatch.setattr(module, "start_compilation", lambda kernels, marker: started.append(len(kernels)))
     monkeypatch.setattr(module, "cuda_capability", lambda device: (9, 0))
@@ -128,6 +135,32 @@ def test_only_the_first_training_step_is_recorded(recorded, model):
     assert started == [2]
 
 
+@pytest.mark.parametrize("error", [None, ValueError("no values")])
+def test_a_model_that_is_being_loaded(recorded, model, monkeypatch, error):
+    """Its kernels are those of a copy without values; the first step waits for them, or records its own."""
+    models, errors, started = recorded
+    errors += [error] if error else []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(module, "_step_of_text", lambda twin, shape, device: (twin.embed_tokens.weight, None, {}))
+    loading = LigerLlama.from_config(LlamaConfig(**SIZES), device="meta")
+    compile_early(loading, (2, 8), torch.device("cpu"))
+    loading.set_attention_dropout(0.1)
+    compile_early(loading, (2, 8), torch.device("cuda"))
+    assert loading not in module._early
+    loading.set_attention_dropout(0.0)
+    compile_early(loading, (2, 8), torch.device("cuda"))
+    thread = module._early[loading]
+    compile_ahead(loading, OnCuda, None, {})
+    assert not thread.is_alive()
+    assert loading not in module._early
+    twin, *others = models
+    assert twin is not loading
+    assert next(twin.parameters()).is_meta
+    assert others == ([loading] if error else [])
+    assert started == [2]
+
+
 def test_a_step_that_does_not_run_on_fakes_keeps_its_first_kernels(recorded, model):
     _, errors, started = recorded
     errors.append(ValueError("no values"))
@@ -140,7 +173,7 @@ def test_later_processes_do_not_record_a_model_whose_kernels_are_on_the_disk(rec
     """The kernels of a frozen model, or of a model of another size, are others."""
     models, _, _ = recorded
     monkeypatch.setattr(module, "compile_all", lambda kernels, **options: options["submitted"].set())
-    start_compilation({}, marker_of(model, OnCuda)).join()
+    start_compilation({}, marker_of(model, OnCuda.dtype, OnCuda.device)).join()
     same = LigerLlama.from_config(LlamaConfig(**SIZES))
     compile_ahead(same, OnCuda, None, {})
     assert not models
@@ -240,6 +273,7 @@ import threading
 import torch
 from triton import knobs
 from liger_models import AutoLigerModel
+from liger_models.layers.compile_ahead import compile_early
 
 logging.getLogger("liger_models.layers.compile_ahead").setLevel(logging.DEBUG)
 logging.basicConfig()
@@ -252,9 +286,17 @@ def listen(*, src, **_):
 
 
 knobs.compilation.listener = listen
-model = AutoLigerModel.from_config({sizes}, device="cuda", dtype=torch.bfloat16)
+early, batch = {early}, {{}}
+model = AutoLigerModel.from_config({sizes}, device="meta" if early else "cuda", dtype=torch.bfloat16).train()
+if early:
+    compile_early(model, (2, 256), torch.device("cuda"))
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    batch = {{"cu_seqlens": torch.tensor([0, 100, 300, 512], device="cuda")}}
 ids = torch.randint(256, (2, 256), device="cuda")
-loss = model.train()(input_ids=ids, labels=ids).loss
+loss = model(input_ids=ids, labels=ids, **batch).loss
 loss.backward()
 print(threads, file=sys.stderr)
 assert threading.main_thread().name not in threads
@@ -264,6 +306,7 @@ print(loss.item())
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True], ids=["with weights", "before the weights"])
 @pytest.mark.parametrize(
     ("family", "more"),
     [
@@ -274,8 +317,8 @@ print(loss.item())
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     ],
 )
-def test_the_first_step_compiles_nothing_one_after_the_other(family, more, tmp_path):
+def test_the_first_step_compiles_nothing_one_after_the_other(family, more, early, tmp_path):
     program = tmp_path / "step.py"
-    program.write_text(PROGRAM.format(sizes=SIZES | more | {"model_type": family}))
+    program.write_text(PROGRAM.format(sizes=SIZES | more | {"model_type": family}, early=early))
     loss = run(program, cwd=ROOT, TRITON_CACHE_DIR=str(tmp_path)).stdout
     assert abs(float(loss) - torch.tensor(256.0).log()) < 0.5

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from liger_models.kernels.frozen.weight import FrozenWeight
-from liger_models.kernels.moe import route_reference
+from liger_models.kernels.moe import Routing, route_reference
 from liger_models.layers.frozen import FrozenParameters, freeze
 from liger_models.layers.moe import MATRICES, LigerMoE
 
@@ -19,25 +19,26 @@ def mixtral(**options):
     config = transformers.MixtralConfig(
         hidden_size=C, intermediate_size=F, num_local_experts=X, num_experts_per_tok=K, **options
     )
-    return mixtral_modeling.MixtralSparseMoeBlock, config, {"normalize": True}
+    return mixtral_modeling.MixtralSparseMoeBlock, config, Routing(K, normalize=True)
 
 
 def qwen3(norm_topk_prob):
     config = transformers.Qwen3MoeConfig(
         hidden_size=C, moe_intermediate_size=F, num_experts=X, num_experts_per_tok=K, norm_topk_prob=norm_topk_prob
     )
-    return qwen3_modeling.Qwen3MoeSparseMoeBlock, config, {"normalize": norm_topk_prob, "round_weights": True}
+    routing = Routing(K, normalize=norm_topk_prob, round_weights=True)
+    return qwen3_modeling.Qwen3MoeSparseMoeBlock, config, routing
 
 
 CASES = {"mixtral": mixtral, "qwen3": lambda: qwen3(True), "qwen3-plain": lambda: qwen3(False)}
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def pair(build, config, ours, **options):
+def pair(build, config, routing, **options):
     """transformers' block and ours, with the same weights."""
     config._experts_implementation = "eager"
     torch.manual_seed(0)
-    block, moe = build(config), LigerMoE(C, F, X, K, **ours, **options)
+    block, moe = build(config), LigerMoE(C, F, X, routing, **options)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(std=0.3)
@@ -81,8 +82,8 @@ def test_routing_weights_in_bf16_are_transformers(case):
     block, moe = pair(*case())
     x = torch.randn(9, C, dtype=torch.bfloat16)
     logits, want, experts = block.gate.to(torch.bfloat16)(x)
-    weights, chosen = route_reference(logits, K, moe.normalize, moe.round_weights)
-    assert want.dtype == (torch.bfloat16 if moe.round_weights else torch.float32)
+    weights, chosen = route_reference(logits, moe.routing)
+    assert want.dtype == (torch.bfloat16 if moe.routing.round_weights else torch.float32)
     assert torch.equal(weights, want.float())
     assert torch.equal(chosen, experts)
 
@@ -147,7 +148,7 @@ def test_the_plain_path_recomputes_the_experts_alone():
 
 
 def test_parameters_and_initialization():
-    moe = LigerMoE(40, 30, 5, 2, normalize=True)
+    moe = LigerMoE(40, 30, 5, Routing(2, normalize=True))
     shapes = {name: tuple(parameter.shape) for name, parameter in moe.named_parameters()}
     assert shapes == {"gate_up_weight": (5, 60, 40), "down_weight": (5, 40, 30), "gate.weight": (5, 40)}
     torch.manual_seed(0)
@@ -155,15 +156,15 @@ def test_parameters_and_initialization():
     for weight in (moe.gate_up_weight, moe.down_weight):
         assert 0.48 < weight.std().item() < 0.52
         assert abs(weight.mean().item()) < 0.02
-    assert "40, 30, num_experts=5, top_k=2" in repr(moe)
+    assert "40, 30, num_experts=5, Routing(top_k=2, normalize=True" in repr(moe)
 
 
 def test_printing_gathers_no_stored_matrices(monkeypatch):
-    moe = LigerMoE(40, 30, 5, 2, normalize=True)
+    moe = LigerMoE(40, 30, 5, Routing(2, normalize=True))
     for name in MATRICES:
         freeze(moe, name, FrozenWeight.quantize(getattr(moe, name).detach(), "float8"))
     monkeypatch.delattr(FrozenParameters, "join")
-    assert "40, 30, num_experts=5, top_k=2" in repr(moe)
+    assert "40, 30, num_experts=5, Routing(top_k=2, normalize=True" in repr(moe)
 
 
 def test_any_leading_shape_and_no_token(backend):
@@ -179,7 +180,55 @@ def test_any_leading_shape_and_no_token(backend):
 
 def test_bad_arguments():
     for top_k in (0, 5):
-        with pytest.raises(ValueError, match=rf"top_k \({top_k}\) must be 1 to num_experts \(4\)"):
-            LigerMoE(8, 8, 4, top_k, normalize=True)
+        with pytest.raises(ValueError, match=rf"LigerMoE: top_k must be in 1 to 4 .*, got {top_k}"):
+            LigerMoE(8, 8, 4, Routing(top_k))
     with pytest.raises(ValueError, match=r"LigerMoE: act must be one of"):
-        LigerMoE(8, 8, 4, 2, normalize=True, act="relu")
+        LigerMoE(8, 8, 4, Routing(2), act="relu")
+    with pytest.raises(ValueError, match=r"top_k must be 1 if routing weights multiply the input of experts, got 2"):
+        LigerMoE(8, 8, 4, Routing(2), weights_input=True)
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
+def test_a_correction_bias_changes_the_choice_alone_and_stays_in_fp32(backend, kernel):
+    torch.manual_seed(0)
+    moe = LigerMoE(C, F, X, Routing(K, score="sigmoid", normalize=True), correction_bias=True, kernel=kernel)
+    moe.reset_parameters()
+    bias = torch.randn(X) + 1e-4  # bf16 could not hold it
+    with torch.no_grad():
+        moe.correction.bias.copy_(bias)
+    moe = moe.to(backend).bfloat16()
+    assert moe.gate.weight.dtype == torch.bfloat16
+    assert torch.equal(moe.correction.bias.cpu(), bias)
+    x = torch.randn(5, C, device=backend, dtype=torch.bfloat16)
+    y, logits = moe(x)
+    scores = logits.float().sigmoid()
+    chosen = (scores + moe.correction.bias).topk(K).indices
+    assert torch.equal(moe.choose(logits).sort().values, chosen.sort().values)
+    assert not torch.equal(chosen.sort().values, scores.topk(K).indices.sort().values)
+    y.sum().backward()
+    assert moe.correction.bias.grad is None
+    assert moe.gate.weight.grad is not None
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
+def test_a_routing_weight_may_multiply_the_input(backend, kernel):
+    """One expert by hand, with gradients of the router through the input."""
+    torch.manual_seed(0)
+    moe = LigerMoE(C, F, X, Routing(1, score="sigmoid"), weights_input=True, kernel=kernel)
+    moe.reset_parameters(0.3)
+    moe.to(backend)
+    x = torch.randn(7, C, device=backend)
+    y, _ = moe(x)
+    y.square().sum().backward()
+    got = {name: parameter.grad.clone() for name, parameter in moe.named_parameters()}
+    moe.zero_grad()
+    weights, experts = moe.gate(x).sigmoid().max(-1, keepdim=True)
+    rows = []
+    for row, (e,) in zip(x * weights, experts.tolist(), strict=True):
+        gate, up = (moe.gate_up_weight[e] @ row).unflatten(0, (-1, 2)).unbind(-1)
+        rows.append(moe.down_weight[e] @ (torch.nn.functional.silu(gate) * up))
+    want = torch.stack(rows)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    want.square().sum().backward()
+    for name, parameter in moe.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-3, atol=1e-4)

@@ -118,6 +118,14 @@ RUNS = {
             "layer_norm_epsilon": 0.05, "pad_token_id": None,
         },
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+            "attention_bias": True, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
 }  # fmt: skip
 
 

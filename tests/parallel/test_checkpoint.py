@@ -23,8 +23,10 @@ from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama
 from liger_models.convert import files, hub, save
 from liger_models.distributed import ranks
+from liger_models.layers.layer import wide_parameters
 from liger_models.parallel import apply_fsdp
 
+from ..arch import families
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..late import transformers
 from .conftest import SECONDS
@@ -417,3 +419,25 @@ def test_ranks_have_the_same_checkpoint_and_open_what_they_need(two, tmp_path):
     two(load_another_checkpoint, [tmp_path / "one", tmp_path / "other"])
     (first, of_first), (second, _) = two(open_what_is_needed, tmp_path / "one")
     assert first - second == of_first == len([*(tmp_path / "one").glob("*.safetensors")]) > 2
+
+
+def read_in_bf16(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    model = load("deepseek_v3", folder, dtype=torch.bfloat16, shard=lambda model: apply_fsdp(model, param_dtype=None))
+    loss = model(**share(batch(0), dist.get_rank(), 2)).loss
+    loss.backward()
+    biases = {name: model.get_parameter(name).full_tensor().detach() for name in wide_parameters(model)}
+    return biases, gradients(model)["layers.1.mlp.experts.gate.weight"]
+
+
+def test_a_bias_of_the_router_stays_in_fp32_on_ranks(two, tmp_path):
+    """The bias for the choice of experts, in a model in bf16, of which FSDP2 shards everything else."""
+    sizes = families.tiny("deepseek_v3")["yarn"]
+    model = AutoLigerModel.from_config({"model_type": "deepseek_v3", **sizes})
+    names = wide_parameters(model)
+    for name in names:
+        model.get_parameter(name).data.normal_()
+    model.bfloat16().save_pretrained(tmp_path)
+    for biases, gradient in two(read_in_bf16, tmp_path):
+        assert [*biases] == names
+        assert all(torch.equal(bias, model.get_parameter(name)) for name, bias in biases.items())
+        assert gradient.abs().sum() > 0

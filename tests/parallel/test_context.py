@@ -117,8 +117,8 @@ def test_log_probs_of_compiled_blocks(two):
         assert_same(got["gradients"], expected["gradients"])
 
 
-def adapted() -> Any:
-    model = apply_lora(tiny(), LoRAConfig(r=4, target_modules="all-linear"))
+def adapted(name: str) -> Any:
+    model = apply_lora(build(*run_config(name)), LoRAConfig(r=4, target_modules="all-linear"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -130,14 +130,15 @@ def adapted_once(model: Any) -> dict[str, Any]:
     return results | {"logits": None}
 
 
-def adapted_spread() -> dict[str, Any]:
-    return averaged(adapted_once(spread(adapted())))
+def adapted_spread(name: str) -> dict[str, Any]:
+    return averaged(adapted_once(spread(adapted(name))))
 
 
-def test_adapters(two):
-    expected = adapted_once(adapted())
-    assert all("lora" in name for name in expected["gradients"])
-    for got in two(adapted_spread):
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_adapters(two, name):
+    expected = adapted_once(adapted(name))
+    assert all("lora" in parameter for parameter in expected["gradients"])
+    for got in two(adapted_spread, name):
         assert_close(got["loss"], expected["loss"])
         assert_same(got["gradients"], expected["gradients"])
 

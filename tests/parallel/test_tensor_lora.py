@@ -30,6 +30,7 @@ MATRICES = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"]
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     *(("llama, tied, biases", {"use_dora": True, "target_modules": MATRICES}, each) for each in (False, True)),
     ("phi3", {"use_dora": True}, False),  # a rank's rows of q, k and v do not follow each other in the file's matrix
+    ("deepseek_v2", {}, True),  # with projections to latents that every rank has
     ("gpt_oss", {"target_parameters": lora_layers.EXPERTS}, True),
     ("qwen2_5_vl", {"use_rslora": True}, False),  # with layers in the tower that the ranks do not divide
     ("mllama", {}, True),

@@ -1086,3 +1086,24 @@ def test_one_file_as_a_string():
         model="m", data="x.jsonl", eval_data=Path("y.jsonl"), output="o", lora_r=1, lora_targets="q_proj"
     )
     assert (given.data, given.eval_data, given.lora_targets) == (["x.jsonl"], ["y.jsonl"], ["q_proj"])
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_kernels_of_the_first_step_are_compiled_while_weights_are_read(folder, monkeypatch, tmp_path):
+    """The model has adapters and a policy, and no values yet. Compiled blocks compile by themselves."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    begun = []
+
+    def begin(model: Any, shape: tuple[int, int], device: torch.device) -> None:
+        begun.append([model.checkpointing, {parameter.device.type for parameter in model.parameters()}, shape])
+        begun[-1].append(any("lora" in name for name, _ in model.named_parameters()))
+
+    monkeypatch.setattr(loop, "compile_early", begin)
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "steps": 1, "workers": 0}
+    given |= {"length": 64, "batch_size": 3, "dtype": "bfloat16"}
+    for number, more in enumerate(({"lora_r": 2, "checkpointing": "full"}, {})):
+        train(TrainOptions(**given, **more, output=str(tmp_path / str(number))))
+    assert begun == [["full", {"meta"}, (3, 64), True], ["none", {"meta"}, (3, 64), False]]
+    options = TrainOptions(**given, compile=True, output=str(tmp_path / "compiled"))
+    loop.start_kernels(options, LigerLlama.from_config(LlamaConfig(), device="meta"), torch.device("cuda"))
+    assert len(begun) == 2

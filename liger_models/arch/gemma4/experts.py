@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.distributed.collectives import Group
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, replicated
@@ -71,7 +72,8 @@ class Gemma4Experts(LigerMoE):
         assert X is not None
         assert K is not None
         assert width is not None
-        super().__init__(config.hidden_size, width, X, K, normalize=True, act="gelu_tanh", kernel=kernels.swiglu)
+        routing = Routing(K, normalize=True)
+        super().__init__(config.hidden_size, width, X, routing, act="gelu_tanh", kernel=kernels.swiglu)
         self.gate = Gemma4Router(config, norm)
 
     def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:

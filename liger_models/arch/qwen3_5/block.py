@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_multiple
@@ -125,10 +126,8 @@ class HybridBlock(nn.Module):
                 config.hidden_size,
                 config.moe_intermediate_size,
                 config.num_experts,
-                config.num_experts_per_tok,
+                Routing(config.num_experts_per_tok, config.normalizes, round_weights=True),
                 shared_size=config.shared_expert_intermediate_size,
-                normalize=config.normalizes,
-                round_weights=True,
                 kernel=kernels.swiglu,
             )
         else:

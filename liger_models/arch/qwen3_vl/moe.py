@@ -14,6 +14,7 @@ from liger_models.arch._qwen_vl import names
 from liger_models.arch.qwen3_vl.dense import Qwen3VLBlock, Qwen3VLConfig, Qwen3VLModel
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, fused_expert_rows, sparse_mlps
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
@@ -55,9 +56,7 @@ class Qwen3VLMoeBlock(Qwen3VLBlock):
             config.hidden_size,
             config.moe_intermediate_size,
             config.num_experts,
-            config.num_experts_per_tok,
-            normalize=True,
-            round_weights=True,
+            Routing(config.num_experts_per_tok, normalize=True, round_weights=True),
             kernel=kernels.swiglu,
         )
 

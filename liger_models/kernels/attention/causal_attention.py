@@ -1,9 +1,9 @@
-"""Causal attention for head dimensions up to 512. Attention kernels of other libraries support at most 256.
+"""Causal attention for head dimensions up to 576. Attention kernels of other libraries support at most 256.
 
-There are T queries and S keys, and query i is token i + S − T. A query sees a key if the key belongs to the query's
-document, is not after the query, and is fewer than ``window`` tokens before it. Let s_ij = scale · log2 e · q_i · k_j,
-and let m_i be a number near the largest s_ij of query i. The forward computes in fp32, where Σ_j is a sum over the keys
-that query i sees::
+Queries and keys have D columns, and values have V. There are T queries and S keys, and query i is token i + S − T. A
+query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window`` tokens
+before it. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query i. The forward
+computes in fp32, where Σ_j is a sum over the keys that query i sees::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i
@@ -183,8 +183,7 @@ class Plan:
         documents, low, last: see `bounds`.
         score_constants: constants of the kernels that compute scores.
         sum_constants: constants of the kernel that adds the sums of tiles.
-        product_constants: constants of the kernels that multiply the tiles of the workspace.
-        columns, across: number of columns of a tile of o, dq, dk and dv, and number of such tiles in a head.
+        product_constants: constants of the kernels that multiply the tiles of the workspace, for heads of any width.
     """
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, window: int | None, *, backward: bool) -> None:
@@ -194,17 +193,13 @@ class Plan:
         self.room = max(launch.places for launch in self.launches)
         self.documents, self.low, self.last = bounds(documents, window, B, S, q)
         self.bounded = documents is not None or window is not None
-        self.columns = min(tiles.columns, max(next_power_of_2(D), 16))
-        self.across = cdiv(D, self.columns)
 
         common: dict[str, Any] = {"H": H, "GROUP": H // G, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-        heads = {**common, "D": D, "PRECISION": dot_precision(q)}
+        heads = {**common, "PRECISION": dot_precision(q)}
         masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
-        self.score_constants = {**heads, **masks, "BLOCK_D": tiles.block_d}
+        self.score_constants = {**heads, **masks, "D": D, "BLOCK_D": tiles.block_d}
         self.sum_constants = {**common, "BOUNDED": self.bounded, "PARTS": PARTS, "num_warps": 8}
-        self.product_constants = {
-            **heads, "BOUNDED": self.bounded, "BLOCK_D": self.columns, "STEP": tiles.step, **tiles.products
-        }  # fmt: skip
+        self.product_constants = {**heads, "BOUNDED": self.bounded, "STEP": tiles.step, **tiles.products}
 
     def programs(self, q: Tensor, launch: Launch, per_sm: int) -> int:
         """Return the number of programs that write the workspace in a launch.
@@ -212,6 +207,15 @@ class Plan:
         With documents or a window, each tile has its own program, because the tiles take unequal times.
         """
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
+
+    def columns(self, width: int) -> int:
+        """Return the number of columns of a tile of o, dq, dk or dv, whose heads have ``width`` columns."""
+        return min(self.tiles.columns, max(next_power_of_2(width), 16))
+
+    def product(self, width: int) -> tuple[int, dict[str, Any]]:
+        """Return the number of tiles across a head of ``width`` columns, and the constants of the product's kernel."""
+        columns = self.columns(width)
+        return cdiv(width, columns), {**self.product_constants, "D": width, "BLOCK_D": columns}
 
     def workspace(self, like: Tensor) -> Tensor:
         """Allocate an uninitialized workspace [places · BLOCK_M, BLOCK_N]."""
@@ -250,20 +254,21 @@ LIBRARY.define(
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute o [B, T, H, D], and m and 1 / Σ, [B, H, T] each."""
-    B, T, H, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    """Compute o [B, T, H, V], and m and 1 / Σ, [B, H, T] each."""
+    (B, T, H, _), V = q.shape, v.shape[3]
+    out = torch.empty(B, T, H, V, dtype=q.dtype, device=q.device)
     m, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
     if not out.numel():
         return out, m, inverse
     plan = Plan(q, k, documents, window, backward=False)
     tiles = plan.tiles
+    across, constants = plan.product(V)
 
     with on_device_of(q):
         # Tiles of q and k for the weights, and of v for the product with them.
         q, k, v = map(_aligned, (q, k, v))
         queries, keys = _heads(q, tiles.block_m, tiles.block_d), _heads(k, tiles.block_n, tiles.block_d)
-        values = _heads(v, tiles.step, plan.columns)
+        values = _heads(v, tiles.step, plan.columns(V))
 
         # The workspace, m and the sum of each row of its tiles, and strips of the weights for the product.
         weights = plan.workspace(q)
@@ -278,8 +283,8 @@ def _causal_attention(
             sums_kernel[(SUMS_PROGRAMS, launch.slots, launch.part.tiles)](
                 weights, tile_m, tile_sums, m, inverse, plan.low, *launch.part, **plan.sum_constants
             )
-            sum_over_keys_kernel[(plan.across, launch.slots, launch.part.tiles)](
-                strips, values, out, inverse, plan.low, *launch.part, HAS_INVERSE=True, **plan.product_constants
+            sum_over_keys_kernel[(across, launch.slots, launch.part.tiles)](
+                strips, values, out, inverse, plan.low, *launch.part, HAS_INVERSE=True, **constants
             )
     return out, m, inverse
 
@@ -294,7 +299,9 @@ def _causal_attention_backward(
     if not out.numel():
         return dq, dk.zero_(), dv.zero_()
     plan = Plan(q, k, documents, window, backward=True)
-    tiles, step, columns = plan.tiles, plan.tiles.step, plan.columns
+    tiles, step = plan.tiles, plan.tiles.step
+    D, V = q.shape[3], v.shape[3]
+    across, constants = plan.product(D)
 
     with on_device_of(q):
         # The workspace of p and of ds. If several launches add to dk and dv, their sums are in fp32 until the last one.
@@ -308,33 +315,33 @@ def _causal_attention_backward(
         # Tiles for p and ds; then both factors of dq = ds · k, of dk = dsᵀ · q and of dv = pᵀ · do.
         queries, d_queries = (_heads(x, tiles.block_m, tiles.block_d) for x in (q, d_out))
         keys, values = (_heads(x, tiles.block_n, tiles.block_d) for x in (k, v))
-        dq_factors = _strips(ds, tiles.block_m, step), _heads(k, step, columns)
-        dk_factors = _strips(ds, step, tiles.block_n), _heads(q, step, columns)
-        dv_factors = _strips(p, step, tiles.block_n), _heads(d_out, step, columns)
+        dq_factors = _strips(ds, tiles.block_m, step), _heads(k, step, plan.columns(D))
+        dk_factors = _strips(ds, step, tiles.block_n), _heads(q, step, plan.columns(D))
+        dv_factors = _strips(p, step, tiles.block_n), _heads(d_out, step, plan.columns(V))
 
         delta = _row_products(out.contiguous(), d_out, m)
         for launch in plan.launches:
             score_gradients_kernel[(plan.programs(q, launch, 1),)](
                 queries, keys, values, d_queries, p, ds, m, inverse, delta, plan.documents, plan.low, window or 0,
-                scale, *launch.part, launch.slots, **plan.score_constants, **tiles.scores,
+                scale, *launch.part, launch.slots, V=V, **plan.score_constants, **tiles.scores,
             )  # fmt: skip
-            sum_over_keys_kernel[(plan.across, launch.slots, launch.part.tiles)](
-                *dq_factors, dq, inverse, plan.low, *launch.part, HAS_INVERSE=False, **plan.product_constants
+            sum_over_keys_kernel[(across, launch.slots, launch.part.tiles)](
+                *dq_factors, dq, inverse, plan.low, *launch.part, HAS_INVERSE=False, **constants
             )
             for factors, gradient, total in ((dk_factors, dk, dk_sum), (dv_factors, dv, dv_sum)):
-                sum_over_queries_kernel[(plan.across, launch.kv_heads, launch.key_tiles)](
-                    *factors, gradient, total, plan.last, *launch.part, int(launch.later), launch.finished,
-                    **plan.product_constants,
-                )  # fmt: skip
+                tiles_across, product = plan.product(gradient.shape[3])
+                sum_over_queries_kernel[(tiles_across, launch.kv_heads, launch.key_tiles)](
+                    *factors, gradient, total, plan.last, *launch.part, int(launch.later), launch.finished, **product
+                )
     return dq, dk, dv
 
 
 def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
-    """Compute δ of all queries from o and do [B, T, H, D]. The result [B, H, T] is allocated like ``like``."""
-    B, T, H, D = out.shape
+    """Compute δ of all queries from o and do [B, T, H, V]. The result [B, H, T] is allocated like ``like``."""
+    B, T, H, V = out.shape
     delta, vectors = torch.empty_like(like), B * T * H
     row_products_kernel[(cdiv(vectors, 4),)](
-        out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=max(next_power_of_2(D), 16), ROWS=4
+        out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=V, BLOCK_D=max(next_power_of_2(V), 16), ROWS=4
     )
     return delta
 
@@ -342,7 +349,7 @@ def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
 @torch.library.register_fake("liger_models::causal_attention", lib=LIBRARY)
 def _causal_attention_fake(q, k, v, documents, scale, window):
     m, inverse = (q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) for _ in range(2))
-    return q.new_empty(q.shape), m, inverse
+    return q.new_empty(*q.shape[:3], v.shape[3]), m, inverse
 
 
 @torch.library.register_fake("liger_models::causal_attention_backward", lib=LIBRARY)
@@ -381,32 +388,34 @@ def causal_attention(
     The backward needs only q, k, v, the result, and two numbers per query and head.
 
     Args:
-        q: [B, T, H, D], float32, float16 or bfloat16, D at most 512.
-        k, v: [B, S, G, D] in the dtype of q, S at least T; H is a multiple of G. The queries are the last T tokens.
+        q: [B, T, H, D], float32, float16 or bfloat16, D at most 576.
+        k, v: [B, S, G, D] and [B, S, G, V] in the dtype of q, S at least T, V at most 576; H is a multiple of G. The
+            queries are the last T tokens.
         documents: [B, S] integers below S, the document of each token, −1 for padding. A token sees only its own
             document. If None, all tokens of a row are one document.
         scale: factor by which q·k is multiplied; None for D^-0.5.
         window: number of tokens that a token sees, including itself; None for no limit.
 
     Returns:
-        [B, T, H, D] in the dtype of q.
+        [B, T, H, V] in the dtype of q.
 
     Raises:
-        ValueError: shapes do not match, heads are wider than 512, or the window is below 1.
+        ValueError: shapes do not match, heads are wider than 576, or the window is below 1.
         TypeError: the tensors are not floating-point or differ in dtype, or the documents are not integers.
     """
     op = "causal_attention"
     check_floating(op, q=q, k=k, v=v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3]
+    fits = fits and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     if not (fits and q.shape[1] <= k.shape[1] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0):
         raise ValueError(
-            f"{op}: q must be [B, T, H, D], k and v [B, S, G, D] with S >= T and H a multiple of G, got "
+            f"{op}: q must be [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] with S >= T and H a multiple of G, got "
             f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     D, S = q.shape[3], k.shape[1]
-    check_heads(op, q.shape[2], D, window, None, "Wider ones need PyTorch's attention.")
+    check_heads(op, q.shape[2], max(D, v.shape[3]), window, None, "Wider ones need PyTorch's attention.")
     if documents is not None:
         if documents.dtype.is_floating_point or documents.dtype.is_complex:
             raise TypeError(f"{op}: documents must be integers, got {documents.dtype}.")

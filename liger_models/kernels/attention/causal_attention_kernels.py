@@ -159,7 +159,10 @@ def sum_over_keys_kernel(
     D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write o = weights · v / Σ or dq = ds · k, [B, T, H, D]. A program writes BLOCK_M queries and BLOCK_D columns."""
+    """Write o = weights · v / Σ or dq = ds · k, [B, T, H, D]. A program writes BLOCK_M queries and BLOCK_D columns.
+
+    D is the width of the result.
+    """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
     tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
@@ -201,7 +204,10 @@ def row_products_kernel(
     out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write δ [B, H, T] from o and do, [B, T, H, D] each. A program computes ROWS of the N = B · T · H numbers."""
+    """Write δ [B, H, T] from o and do, [B, T, H, D] each. A program computes ROWS of the N = B · T · H numbers.
+
+    D is the width of the values.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = row % H
     token = row // H
@@ -219,7 +225,7 @@ def row_products_kernel(
 def score_gradients_kernel(
     q, k, v, d_out, p_ptr, ds_ptr, m_ptr, inverse_ptr, delta_ptr, documents_ptr, low_ptr, window, scale,
     T, S, kv_head, query_head, query_heads, query, tiles, width, slots,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -239,9 +245,15 @@ def score_gradients_kernel(
                 q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
                 k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
                 scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
-                do_tile = _load_tile(d_out, batch, head, first_query, column, BLOCK_M, BLOCK_D)
-                v_tile = _load_tile(v, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
-                dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
+                if D == V:  # one loop over both, if they have the same columns
+                    do_tile = _load_tile(d_out, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                    v_tile = _load_tile(v, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                    dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
+            if D != V:
+                for column in range(0, V, BLOCK_D):
+                    do_tile = _load_tile(d_out, batch, head, first_query, column, BLOCK_M, BLOCK_D)
+                    v_tile = _load_tile(v, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
+                    dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
             scores = _scale_and_mask(
                 scores, scale, position, key, S, window, documents_ptr + batch * S, HAS_DOCUMENTS, HAS_WINDOW,
                 BLOCK_M, BLOCK_N,
@@ -269,6 +281,8 @@ def sum_over_queries_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a group, for BLOCK_N keys and BLOCK_D columns.
+
+    D is the width of the result.
 
     If several launches contribute to a tile, ``sum_ptr`` holds its sum between the launches. The tiles of keys from
     ``finished`` on are complete after this launch.

@@ -13,6 +13,9 @@ Program i writes o_i and lse_i for its keys, without the sink, and a second kern
 
     o = Σ_i exp(lse_i − lse) · o_i
 
+Keys have D columns and values V. In latent attention, the values are the first V columns of the keys. A program then
+reads the keys only, and multiplies the first V and the last D − V columns by the queries in two products.
+
 Heads that share keys are rows of the same matrix product, so that each key is read once. The number of programs depends
 only on the shapes. ``lengths`` determines which keys each program reads, so that a captured launch works for all
 lengths. There is no backward.
@@ -47,6 +50,10 @@ MOST_QUERIES = 2**13
 """Maximum number of elements in a program's queries. A larger group of heads is divided among several programs, which
 all read the keys."""
 
+MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
+"""Values of `MOST_QUERIES` and of the bytes of keys per step if values are columns of keys, for half precision on GPUs
+with enough shared memory (Hopper, Blackwell): 64 rows of 512 columns, and 32 keys of 576 columns."""
+
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""
 
@@ -69,10 +76,11 @@ def decode_attention_reference(
     On the CPU, only the pages up to the length of the longest row are read, because a table has room for the longest
     row that is allowed.
     """
-    (B, H, D), G = q.shape, keys.shape[2]
+    (B, H, D), G, V = q.shape, keys.shape[2], values.shape[3]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
         table = table[:, : max(-(-int(lengths.max()) // keys.shape[1]), 1)]
-    k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))  # [B, G, S, D]
+    # [B, G, S, D] and [B, G, S, V]
+    k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
     distance = lengths[:, None] - torch.arange(k.shape[2], device=q.device)
     visible = distance > 0 if window is None else (distance > 0) & (distance <= window)
     visible = visible[:, None, None]
@@ -85,29 +93,38 @@ def decode_attention_reference(
         scores = torch.cat([scores, sinks.to(compute).view(1, G, H // G, 1).expand(B, -1, -1, -1)], 3)
     weights = scores.softmax(3)[..., : k.shape[2]].to(q.dtype)
     v = v.masked_fill(~visible.transpose(2, 3), 0.0)  # slots that were never written may contain NaN
-    return (weights @ v).view(B, H, D)
+    return (weights @ v).view(B, H, V)
 
 
 @triton.jit
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr, table_b, q_b, q_h, window, scale, softcap,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    LATENT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute output and log-sum over one part of a row's keys, for a tile of the GROUP query heads of a KV head."""
+    """Compute output and log-sum over one part of a row's keys, for a tile of the GROUP query heads of a KV head.
+
+    With LATENT, the values are the first V columns of the keys, BLOCK_D is BLOCK_V, and BLOCK_REST is for the other
+    columns.
+    """
     await_previous(OVERLAPS)
     part = tl.program_id(0)
     tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     kv_head = tl.program_id(1) // tiles
     batch = tl.program_id(2).to(tl.int64)
 
-    # Load the queries [BLOCK_M, BLOCK_D].
+    # Load the queries [BLOCK_M, BLOCK_D] and, with LATENT, their other columns [BLOCK_M, BLOCK_REST].
+    FIRST: tl.constexpr = V if LATENT else D
     member = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + member
     column = tl.arange(0, BLOCK_D)
-    inside_q = (member < GROUP)[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + batch * q_b + head[:, None] * q_h + column[None, :], mask=inside_q, other=0.0)
+    heads = q_ptr + batch * q_b + head[:, None] * q_h
+    q = tl.load(heads + column[None, :], mask=(member < GROUP)[:, None] & (column < FIRST)[None, :], other=0.0)
+    if LATENT:
+        rest = V + tl.arange(0, BLOCK_REST)
+        q_rest = tl.load(heads + rest[None, :], mask=(member < GROUP)[:, None] & (rest < D)[None, :], other=0.0)
 
     # The keys that the token sees take some steps of BLOCK_N keys. This part has an equal share of these steps.
     length = tl.load(lengths_ptr + batch)
@@ -119,22 +136,29 @@ def _decode_kernel(
     begin = (lowest + part * share) * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, length)
 
-    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_V], and maximum and sum [BLOCK_M].
+    value_column = tl.arange(0, BLOCK_V)
+    total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        # Load keys and values of a step, [BLOCK_N, BLOCK_D] each, which are all in the same page.
+        # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_V] of a step, which are all in the same page.
         page = tl.load(table_ptr + batch * table_b + start // PAGE).to(tl.int64)
         key = start + tl.arange(0, BLOCK_N)
         slot = page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)
-        at = (slot * G + kv_head)[:, None] * D + column[None, :]
-        inside = (key < end)[:, None] & (column < D)[None, :]
-        k = tl.load(keys_ptr + at, mask=inside, other=0.0)
-        v = tl.load(values_ptr + at, mask=inside, other=0.0)
-
-        # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add the step's part of the output.
+        at = (slot * G + kv_head)[:, None]
+        exists = (key < end)[:, None]
+        k = tl.load(keys_ptr + at * D + column[None, :], mask=exists & (column < FIRST)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if LATENT:
+            k_rest = tl.load(keys_ptr + at * D + rest[None, :], mask=exists & (rest < D)[None, :], other=0.0)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
+            v = k
+        else:
+            inside_v = exists & (value_column < V)[None, :]
+            v = tl.load(values_ptr + at * V + value_column[None, :], mask=inside_v, other=0.0)
+
+        # Bring the scores to base 2, [BLOCK_M, BLOCK_N], and add the step's part of the output.
         scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         total, most, weight = softmax_step(scores, v, total, most, weight, True, PRECISION)
@@ -142,21 +166,22 @@ def _decode_kernel(
     # If a part has no keys, its log-sum is -inf, and it writes no output.
     row = (batch * G * GROUP + head) * PARTS + part
     if begin < end:
-        tl.store(out_ptr + row[:, None] * D + column[None, :], total / weight[:, None], mask=inside_q)
+        inside = (member < GROUP)[:, None] & (value_column < V)[None, :]
+        tl.store(out_ptr + row[:, None] * V + value_column[None, :], total / weight[:, None], mask=inside)
         most += tl.log2(weight)
     tl.store(lse_ptr + row, most, mask=member < GROUP)
 
 
 @triton.jit
 def _combine_kernel(
-    parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, D: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
+    parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, V: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weighted sum of the parts that have keys, for BLOCK_D columns of a head. Log-sums are in base 2."""
+    """Compute the weighted sum of the parts that have keys, for BLOCK_V columns of a head. Log-sums are in base 2."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     lse = tl.load(lse_ptr + row * PARTS + part)
     most = tl.max(lse, 0)
     if HAS_SINKS:
@@ -164,16 +189,16 @@ def _combine_kernel(
         most = tl.maximum(most, sink)
     most = tl.where(most == float("-inf"), 0.0, most)  # the maximum is -inf if the row has no tokens
 
-    # Compute the weight of each part [PARTS], and the weighted sum of the parts [PARTS, BLOCK_D].
+    # Compute the weight of each part [PARTS], and the weighted sum of the parts [PARTS, BLOCK_V].
     share = tl.exp2(lse - most)
     weight = tl.sum(share, 0)
     if HAS_SINKS:
         weight += tl.exp2(sink - most)
     weight = tl.where(weight == 0.0, 1.0, weight)
-    inside = (lse > float("-inf"))[:, None] & (column < D)[None, :]
-    out = tl.load(parts_ptr + (row * PARTS + part)[:, None] * D + column[None, :], mask=inside, other=0.0)
+    inside = (lse > float("-inf"))[:, None] & (column < V)[None, :]
+    out = tl.load(parts_ptr + (row * PARTS + part)[:, None] * V + column[None, :], mask=inside, other=0.0)
     out = tl.sum(out * share[:, None], 0) / weight
-    tl.store(out_ptr + row * D + column, out.to(out_ptr.dtype.element_ty), mask=column < D)
+    tl.store(out_ptr + row * V + column, out.to(out_ptr.dtype.element_ty), mask=column < V)
 
 
 def _power_below(x: int) -> int:
@@ -192,17 +217,28 @@ def _decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    q, keys, values = contiguous_rows(q), keys.contiguous(), values.contiguous()
+    (B, H, D), (_, page, G, _), V = q.shape, keys.shape, values.shape[3]
+    # Values that are the first columns of the keys are not read, and not copied either.
+    latent = (
+        V < D and keys.is_contiguous() and values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
+    )
+    q, keys, values = contiguous_rows(q), keys.contiguous(), keys if latent else values.contiguous()
     table, lengths = contiguous_rows(table), lengths.contiguous()
-    (B, H, D), (_, page, G, _) = q.shape, keys.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(B, H, V, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
 
     # Choose the query heads per program, and the keys per step, which must not be more than a page.
-    block_d = max(next_power_of_2(D), 16)
-    block_m = max(min(next_power_of_2(H // G), MOST_QUERIES // block_d), LEAST_ROWS)
-    block_n = min(max(_power_below(STEP_BYTES // (block_d * q.itemsize)), 16), page)
+    block_v = max(next_power_of_2(V), 16)
+    block_d = block_v if latent else max(next_power_of_2(D), 16)
+    block_rest = max(next_power_of_2(D - V), 16) if latent else 0
+    most_queries, step_bytes, read = MOST_QUERIES, STEP_BYTES, 2 * block_d  # columns of keys and values
+    if latent:
+        read = block_d + block_rest
+        if q.itemsize == 2 and fitting_stages(q, 2, 112 * 2**10) == 2:
+            most_queries, step_bytes = MOST_LATENT_QUERIES, LATENT_BYTES // 2
+    block_m = max(min(next_power_of_2(H // G), most_queries // max(block_d, block_v)), LEAST_ROWS)
+    block_n = min(max(_power_below(step_bytes // (max(block_d, block_v) * q.itemsize)), 16), page)
     tiles = G * cdiv(H // G, block_m)
 
     # Divide the keys into enough parts to occupy the device. The lengths are on the device, so the largest possible
@@ -211,27 +247,28 @@ def _decode_attention(
     seen = seen if window is None else min(window + block_n, seen)
     room = _power_below(max(num_programs(q, PROGRAMS_PER_SM) // (B * tiles), 2))
     parts = max(min(room, next_power_of_2(cdiv(seen, block_n)), MOST_PARTS), 2)
-    results = torch.empty(B, H, parts, D, dtype=torch.float32, device=q.device)
+    results = torch.empty(B, H, parts, V, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, H, parts, dtype=torch.float32, device=q.device)
-    columns = min(block_d, COMBINED_COLUMNS)
+    columns = min(block_v, COMBINED_COLUMNS)
     with on_device_of(q):
         _decode_kernel[(parts, tiles, B)](
             q, keys, values, table, lengths, results, lse, table.stride(0), *q.stride()[:2], window or 0, scale,
-            softcap or 0.0, G=G, GROUP=H // G, D=D, PAGE=page, PARTS=parts, HAS_WINDOW=window is not None,
-            HAS_SOFTCAP=softcap is not None, PRECISION=dot_precision(q), BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_D=block_d, **overlap(q), num_warps=4,
-            num_stages=fitting_stages(q, STAGES, 2 * block_n * block_d * q.itemsize),
+            softcap or 0.0, G=G, GROUP=H // G, D=D, V=V, PAGE=page, PARTS=parts, LATENT=latent,
+            HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, PRECISION=dot_precision(q), BLOCK_M=block_m,
+            BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v, BLOCK_REST=block_rest, **overlap(q),
+            num_warps=8 if block_m * block_v > MOST_QUERIES else 4,
+            num_stages=fitting_stages(q, STAGES, block_n * read * q.itemsize),
         )  # fmt: skip
-        _combine_kernel[(B * H, cdiv(D, columns))](
+        _combine_kernel[(B * H, cdiv(V, columns))](
             results, lse, lse if sinks is None else sinks.contiguous(), out, H,
-            D=D, PARTS=parts, HAS_SINKS=sinks is not None, BLOCK_D=columns, **overlap(q),
+            V=V, PARTS=parts, HAS_SINKS=sinks is not None, BLOCK_V=columns, **overlap(q),
         )  # fmt: skip
     return out
 
 
 @torch.library.register_fake("liger_models::decode_attention", lib=LIBRARY)
 def _decode_attention_fake(q, keys, values, table, lengths, scale, window, softcap, sinks):
-    return q.new_empty(q.shape)
+    return q.new_empty(*q.shape[:2], values.shape[3])
 
 
 def decode_attention(
@@ -251,9 +288,10 @@ def decode_attention(
     The op has no backward.
 
     Args:
-        q: [B, H, D], float32, float16 or bfloat16, where D is at most 512.
-        keys, values: [pages, P, G, D] in the dtype of q, where P is a power of two of at least 16, and H is a multiple
-            of G.
+        q: [B, H, D], float32, float16 or bfloat16, where D is at most 576.
+        keys, values: [pages, P, G, D] and [pages, P, G, V] in the dtype of q, where P is a power of two of at least 16,
+            V is at most 576, and H is a multiple of G. If the values are a view of the first V columns of contiguous
+            keys, the kernel reads only the keys.
         table: [B, N] int32, the indices of each row's pages in the order of its tokens. Entries after the page of the
             last token may be any valid index. N · P determines the number of programs.
         lengths: [B] int32, number of tokens of each row, from 0 to N · P. The result of a row without tokens is
@@ -265,10 +303,10 @@ def decode_attention(
             for no sinks.
 
     Returns:
-        [B, H, D] in the dtype of q.
+        [B, H, V] in the dtype of q.
 
     Raises:
-        ValueError: shapes do not match, heads are wider than 512, or the window is below 1.
+        ValueError: shapes do not match, heads are wider than 576, or the window is below 1.
         TypeError: the tensors are not floating-point or differ in dtype, or table and lengths are not int32.
     """
     op = "decode_attention"
@@ -277,15 +315,15 @@ def decode_attention(
         raise TypeError(f"{op}: q, keys and values must have one dtype, got {q.dtype}, {keys.dtype}, {values.dtype}.")
     if not table.dtype == lengths.dtype == torch.int32:
         raise TypeError(f"{op}: table and lengths must be int32, got {table.dtype} and {lengths.dtype}.")
-    fits = q.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and q.shape[2] == keys.shape[3]
-    if not (fits and keys.shape[2] > 0 and q.shape[1] % keys.shape[2] == 0):
+    fits = q.dim() == 3 and keys.dim() == values.dim() == 4 and keys.shape[:3] == values.shape[:3]
+    if not (fits and q.shape[2] == keys.shape[3] and keys.shape[2] > 0 and q.shape[1] % keys.shape[2] == 0):
         raise ValueError(
-            f"{op}: q must be [B, H, D], keys and values [pages, P, G, D] with H a multiple of G, got "
+            f"{op}: q must be [B, H, D], keys [pages, P, G, D] and values [pages, P, G, V] with H a multiple of G, got "
             f"{list(q.shape)}, {list(keys.shape)} and {list(values.shape)}."
         )
     B, H, D = q.shape
     page = keys.shape[1]
-    check_heads(op, H, D, window, sinks, "Decode without pages.")
+    check_heads(op, H, max(D, values.shape[3]), window, sinks, "Decode without pages.")
     if not (page >= 16 and page & (page - 1) == 0):
         raise ValueError(f"{op}: a page must have a power of two of tokens, at least 16, got {page}. Make other pages.")
     if not (table.dim() == 2 and table.shape[0] == B and lengths.shape == (B,)):

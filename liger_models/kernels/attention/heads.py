@@ -4,8 +4,8 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import tl, triton
 
-MOST_HEAD_DIM = 512
-"""Largest head dimension."""
+MOST_HEAD_DIM = 576
+"""Largest head dimension: 512 in Gemma 4, and 512 + 64 in the cached rows of latent attention."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

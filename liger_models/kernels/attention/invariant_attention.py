@@ -72,32 +72,32 @@ def invariant_attention_reference(
 
     For each token, the keys and values that it sees are copied.
     """
-    (N, H, D), G = q.shape, k.shape[-2]
+    (N, H, D), G, V = q.shape, k.shape[-2], v.shape[-1]
     compute = torch.promote_types(q.dtype, torch.float32)
     column = None if sinks is None else sinks.to(compute).view(G, H // G, 1)
-    keys, values = (x.reshape(-1, G, D) for x in (k, v))
-    out = torch.empty(N, H, D, dtype=q.dtype, device=q.device)
+    keys, values = k.reshape(-1, G, D), v.reshape(-1, G, V)
+    out = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
     for n, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
         index = torch.arange(start if window is None else max(start, end - window + 1), end + 1, device=q.device)
         if table is not None:
             index = table[n, index // k.shape[1]].long() * k.shape[1] + index % k.shape[1]
         rows = q[n].reshape(G, -1, D).clone()
-        token_keys, token_values = (x[index].transpose(0, 1) for x in (keys, values))  # [G, keys, D]
+        token_keys, token_values = (x[index].transpose(0, 1) for x in (keys, values))  # [G, keys, D or V]
         scores = (rows @ token_keys.transpose(1, 2).contiguous()).to(compute) * scale  # [G, H / G, keys]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores if column is None else torch.cat([scores, column], 2)
-        out[n] = (scores.softmax(2)[..., : len(index)].to(q.dtype) @ token_values.contiguous()).view(H, D)
+        out[n] = (scores.softmax(2)[..., : len(index)].to(q.dtype) @ token_values.contiguous()).view(H, V)
     return out
 
 
 @triton.jit(do_not_specialize=["N"])
 def _invariant_attention_kernel(
     q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, table_ptr, sinks_ptr, out_ptr, N, q_n, q_h, k_n, k_g, v_n, v_g, table_n,
-    window, scale, softcap, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    window, scale, softcap, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute HEADS query heads of a KV head for TOKENS tokens per program.
 
@@ -123,8 +123,9 @@ def _invariant_attention_kernel(
     if HAS_WINDOW:
         lowest = tl.maximum(first, last - window + 1)
 
-    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_D], and maximum and sum [BLOCK_M].
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_V], and maximum and sum [BLOCK_M].
+    value_column = tl.arange(0, BLOCK_V)
+    total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
 
@@ -137,16 +138,18 @@ def _invariant_attention_kernel(
         begin = document + (begin - document) // BLOCK_N * BLOCK_N
         end = tl.max(tl.where(in_document, last, -1), 0) + 1
         for start in range(begin, end, BLOCK_N):
-            # Load keys and values of a step, [BLOCK_N, BLOCK_D] each, from contiguous tensors or from pages.
+            # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_V], from contiguous tensors or from pages.
             key = start + tl.arange(0, BLOCK_N)
             if PAGE == 0:
                 slot = key.to(tl.int64)
             else:
                 page = tl.load(table_ptr + tl.program_id(0) * table_n + key // PAGE, mask=key < end, other=0)
                 slot = page.to(tl.int64) * PAGE + key % PAGE
-            exists = (key < end)[:, None] & (column < D)[None, :]
-            k = tl.load(k_ptr + slot[:, None] * k_n + kv_head * k_g + column[None, :], mask=exists, other=0.0)
-            v = tl.load(v_ptr + slot[:, None] * v_n + kv_head * v_g + column[None, :], mask=exists, other=0.0)
+            exists = (key < end)[:, None]
+            k = k_ptr + slot[:, None] * k_n + kv_head * k_g + column[None, :]
+            k = tl.load(k, mask=exists & (column < D)[None, :], other=0.0)
+            v = v_ptr + slot[:, None] * v_n + kv_head * v_g + value_column[None, :]
+            v = tl.load(v, mask=exists & (value_column < V)[None, :], other=0.0)
 
             # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add the step's part of the output.
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -163,8 +166,8 @@ def _invariant_attention_kernel(
         weight = weight * shrink + tl.exp2(sink - larger)
         total *= shrink[:, None]
     total /= tl.where(weight == 0.0, 1.0, weight)[:, None]
-    out = out_ptr + (token[:, None] * (G * GROUP) + head[:, None]) * D + column[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside_q)
+    out = out_ptr + (token[:, None] * (G * GROUP) + head[:, None]) * V + value_column[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (value_column < V)[None, :])
 
 
 LIBRARY.define(
@@ -180,14 +183,14 @@ def _invariant_attention(
 ) -> Tensor:  # fmt: skip
     q, first, last = contiguous_rows(q), first.contiguous(), last.contiguous()
     k, v = (contiguous_rows(x) if table is None else x.contiguous() for x in (k, v))
-    (N, H, D), G = q.shape, k.shape[-2]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    (N, H, D), G, V = q.shape, k.shape[-2], v.shape[-1]
+    out = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
     # The query heads of a KV head share its keys, so a tile has several heads of each token. With pages, a tile has
     # only one token, because different rows have different pages.
-    tile = TILES[q.itemsize][D > 128]
+    tile = TILES[q.itemsize][max(D, V) > 128]
     heads = min(next_power_of_2(H // G), tile.rows)
     tokens = tile.rows // heads if table is None else 1
-    block_d = max(next_power_of_2(D), 16)
+    block_d, block_v = (max(next_power_of_2(width), 16) for width in (D, V))
     if out.numel():
         with on_device_of(q):
             _invariant_attention_kernel[(cdiv(N, tokens), G * cdiv(H // G, heads))](
@@ -195,17 +198,18 @@ def _invariant_attention(
                 # Arguments that the kernel does not use must be tensors, too, and are set to q or first.
                 q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),
                 v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
-                G=G, GROUP=H // G, D=D, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
+                G=G, GROUP=H // G, D=D, V=V, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
                 HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-                PRECISION=dot_precision(q), BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps,
-                num_stages=fitting_stages(q, tile.stages, 2 * tile.keys * block_d * q.itemsize),
+                PRECISION=dot_precision(q), BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, BLOCK_V=block_v,
+                num_warps=tile.warps,
+                num_stages=fitting_stages(q, tile.stages, tile.keys * (block_d + block_v) * q.itemsize),
             )  # fmt: skip
     return out
 
 
 @torch.library.register_fake("liger_models::invariant_attention", lib=LIBRARY)
 def _invariant_attention_fake(q, k, v, first, last, scale, window, softcap, sinks, table):
-    return q.new_empty(q.shape)
+    return q.new_empty(*q.shape[:2], v.shape[-1])
 
 
 def invariant_attention(
@@ -227,9 +231,10 @@ def invariant_attention(
     backward.
 
     Args:
-        q: [N, H, D], float32, float16 or bfloat16, where D is at most 512.
-        k, v: [S, G, D] in the dtype of q, where H is a multiple of G. With ``table``, they are pages [pages, P, G, D],
-            and the keys of a row are numbered in the order of its pages.
+        q: [N, H, D], float32, float16 or bfloat16, where D is at most 576.
+        k, v: [S, G, D] and [S, G, V] in the dtype of q, where H is a multiple of G, and V is at most 576. With
+            ``table``, they are pages [pages, P, G, D] and [pages, P, G, V], and the keys of a row are numbered in the
+            order of its pages.
         first: [N] int32, index of the first key of each token's document.
         last: [N] int32, index of the last key that each token sees, which is the token's own key, and at least
             ``first``.
@@ -242,10 +247,10 @@ def invariant_attention(
             not in pages.
 
     Returns:
-        [N, H, D] in the dtype of q.
+        [N, H, V] in the dtype of q.
 
     Raises:
-        ValueError: shapes do not match, heads are wider than 512, or the window is below 1.
+        ValueError: shapes do not match, heads are wider than 576, or the window is below 1.
         TypeError: the tensors are not floating-point or differ in dtype, or first, last and table are not int32.
     """
     op = "invariant_attention"
@@ -254,14 +259,14 @@ def invariant_attention(
         raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     if not first.dtype == last.dtype == (first if table is None else table).dtype == torch.int32:
         raise TypeError(f"{op}: first, last and table must be int32, got {first.dtype} and {last.dtype}. Cast them.")
-    fits = q.dim() == 3 and k.dim() == (3 if table is None else 4) and k.shape == v.shape and q.shape[2] == k.shape[-1]
-    if not (fits and k.shape[-2] > 0 and q.shape[1] % k.shape[-2] == 0):
+    fits = q.dim() == 3 and k.dim() == v.dim() == (3 if table is None else 4) and k.shape[:-1] == v.shape[:-1]
+    if not (fits and q.shape[2] == k.shape[-1] and k.shape[-2] > 0 and q.shape[1] % k.shape[-2] == 0):
         raise ValueError(
-            f"{op}: q must be [N, H, D], k and v [S, G, D], or [pages, P, G, D] with a table, with H a multiple of G, "
-            f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
+            f"{op}: q must be [N, H, D], k [S, G, D] and v [S, G, V], or [pages, P, G, D] and [pages, P, G, V] with a "
+            f"table, with H a multiple of G, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     N, H, D = q.shape
-    check_heads(op, H, D, window, sinks, "Use ordinary attention.")
+    check_heads(op, H, max(D, v.shape[-1]), window, sinks, "Use ordinary attention.")
     if not (first.shape == last.shape == (N,) and (table is None or (table.dim() == 2 and len(table) == N))):
         raise ValueError(
             f"{op}: first and last must be [{N}] and table [{N}, M], got {list(first.shape)}, {list(last.shape)} and "

@@ -5,6 +5,9 @@ negative, the token is padding and is not written::
 
     keys[s // P, s % P] = k_n,   values[s // P, s % P] = v_n        with s = slots[n] >= 0
 
+Latent attention caches one row of numbers for each token, from which keys and values are computed. This row is the
+key, and the values have width 0.
+
 Source: https://arxiv.org/abs/2309.06180.
 """
 
@@ -24,26 +27,26 @@ def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, sl
     """Perform `write_pages` in plain PyTorch."""
     kept = slots >= 0
     for pages, new in ((keys, k), (values, v)):
-        pages.view(-1, *pages.shape[2:])[slots[kept]] = new[kept]
+        pages.flatten(0, 1)[slots[kept]] = new[kept]
 
 
 @triton.jit
 def _write_pages_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_n, k_g, v_n, v_g,
-    SIZE: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK of the SIZE = G · D elements of a token's keys, and the same elements of the token's values."""
+    """Write BLOCK of the G · D elements of a token's keys, and BLOCK of the G · V elements of the token's values."""
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    head = element // D
-    column = element % D
-    inside = (element < SIZE) & (slot >= 0)
-    k = tl.load(k_ptr + token * k_n + head * k_g + column, mask=inside, other=0.0)
-    tl.store(keys_ptr + slot * SIZE + element, k, mask=inside)
-    v = tl.load(v_ptr + token * v_n + head * v_g + column, mask=inside, other=0.0)
-    tl.store(values_ptr + slot * SIZE + element, v, mask=inside)
+    inside = (element < G * D) & (slot >= 0)
+    k = tl.load(k_ptr + token * k_n + element // D * k_g + element % D, mask=inside, other=0.0)
+    tl.store(keys_ptr + slot * (G * D) + element, k, mask=inside)
+    if V > 0:
+        inside = (element < G * V) & (slot >= 0)
+        v = tl.load(v_ptr + token * v_n + element // V * v_g + element % V, mask=inside, other=0.0)
+        tl.store(values_ptr + slot * (G * V) + element, v, mask=inside)
 
 
 LIBRARY.define("write_pages(Tensor(a!) keys, Tensor(b!) values, Tensor k, Tensor v, Tensor slots) -> ()")
@@ -52,14 +55,14 @@ LIBRARY.define("write_pages(Tensor(a!) keys, Tensor(b!) values, Tensor k, Tensor
 @torch.library.impl(LIBRARY, "write_pages", "CompositeExplicitAutograd")
 def _write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     k, v = contiguous_rows(k), contiguous_rows(v)
-    N, G, D = k.shape
+    (N, G, D), V = k.shape, v.shape[2]
     if not k.numel():
         return
-    block = min(next_power_of_2(G * D), BLOCK)
+    block = min(next_power_of_2(G * max(D, V)), BLOCK)
     with on_device_of(k):
-        _write_pages_kernel[(N, cdiv(G * D, block))](
+        _write_pages_kernel[(N, cdiv(G * max(D, V), block))](
             keys, values, k, v, slots.contiguous(), *k.stride()[:2], *v.stride()[:2],
-            SIZE=G * D, D=D, BLOCK=block, **overlap(k), num_warps=max(min(block // 256, 4), 1),
+            G=G, D=D, V=V, BLOCK=block, **overlap(k), num_warps=max(min(block // 256, 4), 1),
         )  # fmt: skip
 
 
@@ -74,8 +77,8 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
     If several tokens have the same slot, one of them is written, and it is not defined which one.
 
     Args:
-        keys, values: [pages, P, G, D], contiguous; the pages.
-        k, v: [N, G, D] in the dtype of the pages; the new tokens.
+        keys, values: [pages, P, G, D] and [pages, P, G, V], contiguous; the pages. V may be 0.
+        k, v: [N, G, D] and [N, G, V] in the dtype of the pages; the new tokens.
         slots: [N] int64, the slot of each token, less than pages · P. A token with a negative slot is not written.
 
     Raises:
@@ -88,11 +91,12 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
             f"{op}: keys, values, k and v must have one dtype and slots must be int64, got {keys.dtype}, "
             f"{values.dtype}, {k.dtype}, {v.dtype} and {slots.dtype}."
         )
-    fits = keys.dim() == 4 and keys.shape == values.shape and k.shape == v.shape == (len(slots), *keys.shape[2:])
-    if not (fits and slots.dim() == 1):
+    fits = keys.dim() == values.dim() == 4 and keys.shape[:3] == values.shape[:3] and slots.dim() == 1
+    if not (fits and all(x.shape == (len(slots), *pages.shape[2:]) for x, pages in ((k, keys), (v, values)))):
         raise ValueError(
-            f"{op}: keys and values must be [pages, P, G, D], k and v [N, G, D] and slots [N], got {list(keys.shape)}, "
-            f"{list(values.shape)}, {list(k.shape)}, {list(v.shape)} and {list(slots.shape)}."
+            f"{op}: keys and values must be [pages, P, G, D] and [pages, P, G, V], k and v [N, G, D] and [N, G, V] and "
+            f"slots [N], got {list(keys.shape)}, {list(values.shape)}, {list(k.shape)}, {list(v.shape)} and "
+            f"{list(slots.shape)}."
         )
     if not keys.is_contiguous() or not values.is_contiguous():
         raise ValueError(

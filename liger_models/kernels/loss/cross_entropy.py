@@ -120,11 +120,11 @@ def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
 @triton.jit
 def _cross_entropy_kernel(
     logits_ptr, gradient_ptr, target_ptr, class_weight_ptr, class_weight_sum_ptr, a_ptr, c_ptr,
-    lse_ptr, loss_ptr, z_loss_ptr, log_prob_ptr, predicted_ptr,
+    lse_ptr, loss_ptr, z_loss_ptr, log_prob_ptr, predicted_ptr, entropy_ptr,
     logits_stride, gradient_stride, V, vocabulary, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
     HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
-    LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, ENTROPY: tl.constexpr,
+    GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Process one row [V] of logits per program: with STATISTICS compute its losses, with GRADIENT its gradient."""
     GROUPS: tl.constexpr = BLOCK // VECTOR
@@ -145,6 +145,8 @@ def _cross_entropy_kernel(
             tl.store(log_prob_ptr + row, 0.0)
             if PREDICT:
                 tl.store(predicted_ptr + row, -1)
+            if ENTROPY:
+                tl.store(entropy_ptr + row, 0.0)
         if GRADIENT:
             write_zeros(gradient_ptr, columns, V, BLOCK)
         return
@@ -164,6 +166,7 @@ def _cross_entropy_kernel(
         maxima = tl.full([GROUPS], LOWEST, tl.float32)
         totals = tl.zeros([GROUPS], tl.float32)
         weighted = tl.zeros([GROUPS], tl.float32)  # Σ w · z, for label smoothing
+        mean = tl.zeros([GROUPS], tl.float32)  # Σ exp(z − maximum) · (z − maximum), for the entropy
         best = tl.full([GROUPS], LOWEST, tl.float32)
         predicted = tl.zeros([GROUPS], tl.int32)
         for last in tl.static_range(2):
@@ -182,6 +185,11 @@ def _cross_entropy_kernel(
                     z = tl.where(start + columns < V, z, float("-inf"))
                 highest = tl.max(z, 1)
                 new_maxima = tl.maximum(maxima, highest)
+                if ENTROPY:
+                    # A sum moves to the new maximum by z − m' = (z − m) + (m − m'). For z = −inf, its term must be 0.
+                    down = maxima - new_maxima
+                    below = tl.maximum(z - new_maxima[:, None], LOWEST)
+                    mean = exp(down) * (mean + down * totals) + tl.sum(exp(below) * below, 1)
                 totals = totals * exp(maxima - new_maxima) + tl.sum(exp(z - new_maxima[:, None]), 1)
                 maxima = new_maxima
                 if PREDICT:
@@ -206,6 +214,9 @@ def _cross_entropy_kernel(
         tl.store(log_prob_ptr + row, log_prob)
         if PREDICT:
             tl.store(predicted_ptr + row, tl.min(tl.where(best == tl.max(best, 0), predicted, V), 0))
+        if ENTROPY:
+            down = maxima - maximum
+            tl.store(entropy_ptr + row, tl.log(total) - tl.sum(exp(down) * (mean + down * totals), 0) / total)
     else:
         maximum = tl.load(lse_ptr + 2 * row)
         total = tl.load(lse_ptr + 2 * row + 1)
@@ -270,6 +281,7 @@ def _chunk_in_torch(
     c: Tensor | None,
     gradient: Tensor | None,
     predict: bool,
+    entropy: Tensor | None,
 ) -> TokenStatistics:
     """Compute what the kernel computes in plain PyTorch, without autograd, for devices without Triton."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
@@ -309,6 +321,9 @@ def _chunk_in_torch(
             dz *= 1 - (z / softcap).square()
         gradient.copy_((dz * logit_scale).where(valid[:, None], 0))
 
+    if entropy is not None:
+        entropy.copy_(torch.special.entr(all_log_probs.exp()).sum(-1).where(valid, 0))
+
     # Ignored rows get zeros, and their lse is saved as maximum 1 and sum 1.
     keep = lambda tensor: tensor.where(valid, 0)
     keep_lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
@@ -331,6 +346,7 @@ def token_statistics(
     c: Tensor | None = None,
     gradient: Tensor | None = None,
     predict: bool = False,
+    entropy: Tensor | None = None,
     vocabulary: int | None = None,
 ) -> TokenStatistics | None:
     """Compute the statistics of ``logits`` [N, V] unless ``lse`` is given, and the gradient if ``gradient`` is given.
@@ -342,6 +358,7 @@ def token_statistics(
         gradient: [N, V], to which the gradient is written. It may be ``logits`` itself, because each element is read
             before it is overwritten.
         predict: whether to find the most probable tokens.
+        entropy: [N], to which the entropies of the distributions are written, unless ``lse`` is given.
         vocabulary: size of the vocabulary of which the logits are a shard; None if the logits are not sharded. A target
             outside the shard belongs to another rank.
         Others: as in `cross_entropy`.
@@ -353,7 +370,9 @@ def token_statistics(
     vocabulary = V if vocabulary is None else vocabulary
     if not use_triton(logits):
         options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        results = _chunk_in_torch(logits, target, class_weight, options, vocabulary, lse, a, c, gradient, predict)
+        results = _chunk_in_torch(
+            logits, target, class_weight, options, vocabulary, lse, a, c, gradient, predict, entropy
+        )
         return results if lse is None else None
 
     # Arguments that the kernel does not use must be tensors, too, and are set to the logits.
@@ -372,13 +391,14 @@ def token_statistics(
                 logits if class_weight is None else class_weight,
                 logits if class_weight is None else class_weight.sum(dtype=torch.float32),
                 logits if a is None else a, logits if c is None else c,
-                out.lse, out.loss, out.z_loss, out.log_probs, out.predicted,
+                out.lse, out.loss, out.z_loss, out.log_probs, out.predicted, logits if entropy is None else entropy,
                 logits.stride(0), 0 if gradient is None else gradient.stride(0), V, vocabulary,
                 ignore_index, label_smoothing, z_loss, 0.0 if softcap is None else softcap, logit_scale,
                 HAS_CLASS_WEIGHT=class_weight is not None, HAS_SMOOTHING=label_smoothing != 0.0,
                 HAS_SOFTCAP=softcap is not None, HAS_A=a is not None, HAS_C=c is not None,
-                STATISTICS=statistics is not None, PREDICT=predict, GRADIENT=gradient is not None,
-                LOWEST=LOWEST, BLOCK=block, VECTOR=VECTOR, num_warps=num_warps(block, 32),
+                STATISTICS=statistics is not None, PREDICT=predict, ENTROPY=entropy is not None,
+                GRADIENT=gradient is not None, LOWEST=LOWEST, BLOCK=block, VECTOR=VECTOR,
+                num_warps=num_warps(block, 32),
             )  # fmt: skip
     return statistics
 

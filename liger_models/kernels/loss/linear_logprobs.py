@@ -17,7 +17,7 @@ and all gradients are 0.
 
 The rows are processed in chunks, as in `linear_cross_entropy`. Each token has its own upstream gradient, so the
 backward must recompute the logits, and four matrix products are needed in total. Saved for the backward: x, weight,
-max z, log Σ exp(z − max z), and H. Without the entropy, the per-token op of `linear_cross_entropy` runs instead.
+max z, Σ exp(z − max z), and H. Without the entropy, the per-token op of `linear_cross_entropy` runs instead.
 
 For a loss that is a sum over sequences or over pairs of sequences, the logits need not be recomputed
 (`loss_of_log_probs`). As soon as the log-probabilities of a sequence or pair are known, their gradient can be computed,
@@ -26,7 +26,7 @@ while the logits are still in memory.
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
@@ -98,134 +98,79 @@ def fused_linear_logprobs_reference(
 
 
 @triton.jit
-def _log_probs_kernel(
-    logits_ptr, gradient_ptr, target_ptr, c_ptr, h_ptr, lse_ptr, log_prob_ptr, entropy_ptr,
-    logits_stride, gradient_stride, V, ignore_index, softcap, logit_scale,
-    HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+def _gradient_kernel(
+    logits_ptr, target_ptr, c_ptr, h_ptr, lse_ptr, entropy_ptr, stride, V, ignore_index, softcap, logit_scale,
+    HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one row [V] of logits per program.
-
-    With GRADIENT, overwrite the logits with their gradient instead.
-    """
+    """Overwrite one row [V] of logits per program with their gradient."""
     row = tl.program_id(0)
-    logits_ptr += row.to(tl.int64) * logits_stride
-    gradient_ptr += row.to(tl.int64) * gradient_stride
+    logits_ptr += row.to(tl.int64) * stride
     y = tl.load(target_ptr + row)
     columns = tl.arange(0, BLOCK)
 
-    # An ignored row: all results are 0, and its logits are not read.
+    # The gradient of an ignored row is 0, and its logits are not read.
     if y == ignore_index:
-        if GRADIENT:
-            write_zeros(gradient_ptr, columns, V, BLOCK)
-        else:
-            tl.store(lse_ptr + 2 * row, 0.0)
-            tl.store(lse_ptr + 2 * row + 1, 0.0)
-            tl.store(log_prob_ptr + row, 0.0)
-            tl.store(entropy_ptr + row, 0.0)
+        write_zeros(logits_ptr, columns, V, BLOCK)
         return
 
-    if GRADIENT:
-        maximum = tl.load(lse_ptr + 2 * row)
-        log_total = tl.load(lse_ptr + 2 * row + 1)
-        entropy = tl.load(entropy_ptr + row)
-        c = tl.load(c_ptr + row)
-        h = tl.load(h_ptr + row)
+    maximum = tl.load(lse_ptr + 2 * row)
+    log_total = tl.log(tl.load(lse_ptr + 2 * row + 1))
+    entropy = tl.load(entropy_ptr + row)
+    c = tl.load(c_ptr + row)
+    h = tl.load(h_ptr + row)
 
-        # dz = c · ([column = y] − p) − h · p · (log p + H)
-        for start in range(0, V, BLOCK):
-            inside = start + columns < V
-            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
-            log_p = (z - maximum) - log_total
-            p = exp(log_p)
-            # For a logit of −inf, p · log p must be 0 and not NaN.
-            dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
-            dz = tl.where(start + columns == y, dz + c, dz)
-            if HAS_SOFTCAP:
-                dz *= 1.0 - (z / softcap) * (z / softcap)
-            tl.store(gradient_ptr + start + columns, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=inside)
-    else:
-        # The online softmax, with the sum that the entropy needs.
-        maximum = LOWEST
-        total = 0.0
-        weighted = 0.0  # Σ exp(z − maximum) · (z − maximum)
-        for start in range(0, V, BLOCK):
-            inside = start + columns < V
-            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = tl.where(inside, scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(z, 0))
-            # The sum moves to the new maximum: z − m' = (z − m) + (m − m').
-            down = maximum - new_maximum
-            weighted = exp(down) * (weighted + down * total)
-            total *= exp(down)
-            below = tl.maximum(z - new_maximum, LOWEST)
-            e = exp(below)
-            total += tl.sum(e, 0)
-            weighted += tl.sum(e * below, 0)
-            maximum = new_maximum
-        log_total = tl.log(total)
-
-        valid = (y >= 0) & (y < V)
-        z_y = scale_and_cap(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-        z_y = tl.where(valid, z_y, float("nan"))
-        tl.store(lse_ptr + 2 * row, maximum)
-        tl.store(lse_ptr + 2 * row + 1, log_total)
-        tl.store(log_prob_ptr + row, (z_y - maximum) - log_total)
-        tl.store(entropy_ptr + row, log_total - weighted / total)
+    # dz = c · ([column = y] − p) − h · p · (log p + H)
+    for start in range(0, V, BLOCK):
+        inside = start + columns < V
+        x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+        z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
+        log_p = (z - maximum) - log_total
+        p = exp(log_p)
+        # For a logit of −inf, p · log p must be 0 and not NaN.
+        dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
+        dz = tl.where(start + columns == y, dz + c, dz)
+        if HAS_SOFTCAP:
+            dz *= 1.0 - (z / softcap) * (z / softcap)
+        tl.store(logits_ptr + start + columns, (dz * logit_scale).to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def _rows_in_torch(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute z, log p, the target's log p, and the entropy of each row, in plain torch and without autograd."""
-    z = final_logits(logits, options.logit_scale, options.softcap)
-    log_p = z.log_softmax(-1)
-    valid = target != options.ignore_index
-    log_prob = log_p.gather(-1, target.where(valid, 0)[:, None])[:, 0].where(valid, 0)
-    return z, log_p, log_prob, torch.special.entr(log_p.exp()).sum(-1).where(valid, 0)
+def _statistics(
+    logits: Tensor, target: Tensor, options: LossOptions, *, predict: bool = False, gradient: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return the log-probability, the entropy, lse [N, 2] and, with ``predict``, the most probable token of each row.
 
-
-def _statistics(logits: Tensor, target: Tensor, options: LossOptions) -> Sequence[Tensor]:
-    """Return the log-probability, the entropy and the two summands of lse [N, 2] of each row."""
-    if not use_triton(logits):
-        z, _, log_prob, entropy = _rows_in_torch(logits, target, options)
-        # lse as two summands, because their rounded sum would lose digits of confident rows.
-        maximum = z.amax(-1)
-        lse = torch.stack([maximum, z.logsumexp(-1) - maximum], 1)
-        return log_prob, entropy, lse.where((target != options.ignore_index)[:, None], 0)
-    log_prob, entropy, *_ = outputs = torch.empty(2, len(logits), device=logits.device)
-    lse = torch.empty(len(logits), 2, device=logits.device)
-    _launch(logits, target, outputs, lse, log_prob, entropy, options, backward=False)
-    return log_prob, entropy, lse
+    Args:
+        gradient: [N, V], to which the gradient of minus the log-probabilities is written.
+    """
+    entropy = logits.new_empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    statistics = token_statistics(logits, target, None, *options, predict=predict, entropy=entropy, gradient=gradient)
+    assert statistics is not None
+    predicted = (statistics.predicted,) if predict else ()
+    return statistics.log_probs, entropy, statistics.lse, *predicted
 
 
 def _gradient(
     logits: Tensor, target: Tensor, c: Tensor, h: Tensor, lse: Tensor, entropy: Tensor, options: LossOptions
 ) -> None:
     """Overwrite the logits with their gradient, for the upstream gradients c and h."""
-    if use_triton(logits):
-        _launch(logits, target, (c, h), lse, c, entropy, options, backward=True)
-        return
-    z, log_p, _, entropy = _rows_in_torch(logits, target, options)
-    # As in the kernel: dz = c · ([column = y] − p) − h · p · (log p + H).
-    dz = -log_p.exp() * (c[:, None] + h[:, None] * (log_p.clamp_min(LOWEST) + entropy[:, None]))
-    valid = target != options.ignore_index
-    dz.scatter_add_(-1, target.where(valid, 0)[:, None], c[:, None].to(dz.dtype))
-    if options.softcap is not None:
-        dz *= 1 - (z / options.softcap).square()
-    logits.copy_((dz * options.logit_scale).where(valid[:, None], 0))
-
-
-def _launch(logits, target, upstream, lse, log_prob, entropy, options, *, backward):
-    """Run the kernel, which computes the statistics of each row, or overwrites the logits with their gradient."""
     (N, V), softcap = logits.shape, options.softcap
-    block = min(next_power_of_2(V), MAX_BLOCK)
-    if N:
+    if not use_triton(logits):
+        z = final_logits(logits, options.logit_scale, softcap)
+        log_p = z.log_softmax(-1)
+        # As in the kernel: dz = c · ([column = y] − p) − h · p · (log p + H).
+        dz = -log_p.exp() * (c[:, None] + h[:, None] * (log_p.clamp_min(LOWEST) + entropy[:, None]))
+        valid = target != options.ignore_index
+        dz.scatter_add_(-1, target.where(valid, 0)[:, None], c[:, None].to(dz.dtype))
+        if softcap is not None:
+            dz *= 1 - (z / softcap).square()
+        logits.copy_((dz * options.logit_scale).where(valid[:, None], 0))
+    elif N:
+        block = min(next_power_of_2(V), MAX_BLOCK)
         with on_device_of(logits):
-            _log_probs_kernel[(N,)](
-                logits, logits, target, upstream[0], upstream[1], lse, log_prob, entropy,
-                logits.stride(0), logits.stride(0), V, options.ignore_index, 0.0 if softcap is None else softcap,
-                options.logit_scale,
-                HAS_SOFTCAP=softcap is not None, GRADIENT=backward, LOWEST=LOWEST, BLOCK=block,
-                num_warps=num_warps(block, 32),
+            _gradient_kernel[(N,)](
+                logits, target, c, h, lse, entropy, logits.stride(0), V, options.ignore_index,
+                0.0 if softcap is None else softcap, options.logit_scale,
+                HAS_SOFTCAP=softcap is not None, LOWEST=LOWEST, BLOCK=block, num_warps=num_warps(block, 32),
             )  # fmt: skip
 
 
@@ -241,7 +186,7 @@ class LinearLogprobsInputs(NamedTuple):
 
 
 class LinearLogprobsOutputs(NamedTuple):
-    """Outputs of the op `linear_logprobs`. ``lse`` [N, 2] holds the summands max z and log Σ exp(z − max z)."""
+    """Outputs of the op `linear_logprobs`. ``lse`` [N, 2] holds max z and Σ exp(z − max z)."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -274,8 +219,12 @@ def _forward(inputs: LinearLogprobsInputs) -> LinearLogprobsOutputs:
         x, inputs.weight, inputs.bias, inputs.rows, HeadGradients(False, False, False),
         lambda logits, part, _: _statistics(logits, target[part], inputs.options),
     )  # fmt: skip
+    return LinearLogprobsOutputs(*(results or _no_rows(x)))
+
+
+def _no_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
-    return LinearLogprobsOutputs(*(results or (empty(), empty(), empty(2))))
+    return empty(), empty(), empty(2)
 
 
 def _fake(inputs: LinearLogprobsInputs) -> LinearLogprobsOutputs:
@@ -413,6 +362,125 @@ def fused_linear_logprobs(
     options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
     log_probs, entropy, _ = LINEAR_LOGPROBS(LinearLogprobsInputs(flat, weight, y, bias, options, rows))
     return log_probs.view(target.shape), entropy.view(target.shape)
+
+
+class LogProbsOfSum(torch.autograd.Function):
+    """Log-probabilities whose forward also computes the gradients of minus their sum; see `log_probs_of_sum`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: LossOptions,
+        rows: int,
+        needs: HeadGradients,
+        ahead: bool,
+        when_other: Callable[[], object] | None,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        x, target = x.contiguous(), target.contiguous()
+        needs_now = needs if ahead else HeadGradients(False, False, False)
+        results, *gradients = walk_chunks(
+            x, weight, bias, rows, needs_now,
+            lambda logits, part, gradient: _statistics(
+                logits, target[part], options, predict=True, gradient=gradient if any(needs_now) else None
+            ),
+        )  # fmt: skip
+        log_probs, entropy, lse, predicted = results or (*_no_rows(x), target.new_empty(0))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(predicted)
+        ctx.save_for_backward(x, weight, target, bias, lse, entropy)
+        ctx.options, ctx.rows, ctx.needs, ctx.when_other = options, rows, needs, when_other
+        ctx.gradients = gradients if ahead else None
+        return log_probs, entropy, predicted
+
+    @staticmethod
+    def backward(ctx: Any, c: Tensor | None, h: Tensor | None, *_: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph is True, but gradients that the forward computed have no graph
+            raise RuntimeError(
+                "backward: fused log-probabilities have no second derivative, got create_graph=True. Use a loss of the "
+                "logits."
+            )
+        if c is None and h is None:
+            return (None,) * 9
+        x, weight, target, bias, lse, entropy = ctx.saved_tensors
+
+        # The first backward uses up the gradients that the forward computed, unless they are those of another loss.
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = None
+        if gradients is not None:
+            factor = None if c is None or h is not None else _common_value(c, target != ctx.options.ignore_index)
+            if factor is None and ctx.when_other is not None:
+                ctx.when_other()
+        if factor is None:
+            inputs = LinearLogprobsInputs(x, weight, target, bias, ctx.options, ctx.rows)
+            result = _backward(LinearLogprobsUpstream(c, h, LinearLogprobsSaved(inputs, lse, entropy), ctx.needs))
+        else:
+            result = HeadGradients(*scaled(gradients, -factor, (x.dtype, weight.dtype, weight.dtype)))
+        dx, dweight, dbias = where_needed(result, ctx.needs)
+        return *(None,) * 5, dx, dweight, None, dbias
+
+
+def _common_value(c: Tensor, valid: Tensor) -> Tensor | None:
+    """Return the number [] that all elements of ``c`` [N] where ``valid`` is True are equal to, or None."""
+    if c.numel() == 0:
+        return c.new_zeros(())
+    bounds = torch.stack([c.where(valid, torch.inf).amin(), c.where(valid, -torch.inf).amax()])
+    low, high = bounds.tolist()
+    if low > high:  # no element is valid
+        return c.new_zeros(())
+    return bounds[1] if low == high else None
+
+
+def log_probs_of_sum(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    ahead: bool = True,
+    when_other: Callable[[], object] | None = None,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    workspace_mib: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log-probabilities for a caller whose loss probably is a multiple of their sum, such as a mean.
+
+    The forward computes the gradients of this sum, while the logits are in memory, so three matrix products are needed
+    instead of four. The backward waits for the device, to compare the upstream gradients of all targets. If they
+    differ, or if the loss depends on the entropies, the backward computes the gradients again, and six products are
+    needed. The function can't be compiled.
+
+    Args:
+        x: [..., C].
+        target: [...].
+        ahead: whether the forward computes the gradients. If the loss is known not to be a multiple of the sum, pass
+            False; then four products are needed.
+        when_other: function that the backward calls if the loss is not a multiple of the sum.
+        Others: as in `fused_linear_logprobs`.
+
+    Returns:
+        The log-probabilities [...] and the entropies [...] in fp32, both differentiable, and the most probable tokens
+        [...] int64, which are −1 for ignored targets.
+
+    Raises:
+        ValueError, TypeError: as in `fused_linear_logprobs`.
+    """
+    op = "log_probs_of_sum"
+    check_head(op, x, weight, bias, workspace_mib)
+    V = len(weight)
+    check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "none", None)
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
+    flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
+    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
+    needs = HeadGradients(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)))
+    outputs = LogProbsOfSum.apply(options, rows, needs, ahead, when_other, flat, weight, y, bias)
+    log_probs, entropy, predicted = (out.view(target.shape) for out in outputs)
+    return log_probs, entropy, predicted
 
 
 def loss_of_log_probs(

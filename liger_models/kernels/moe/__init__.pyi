@@ -5,5 +5,6 @@ from liger_models.kernels.moe.grouped_mm import library_runs as library_runs
 from liger_models.kernels.moe.load_balancing import load_balancing_loss as load_balancing_loss
 from liger_models.kernels.moe.permutation import MAX_COPIES as MAX_COPIES
 from liger_models.kernels.moe.permutation import MAX_EXPERTS as MAX_EXPERTS
+from liger_models.kernels.moe.routing import Routing as Routing
 from liger_models.kernels.moe.routing import route as route
 from liger_models.kernels.moe.routing import route_reference as route_reference

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.distributed.collectives import Group, sum_over
-from liger_models.kernels.moe.routing import route
+from liger_models.kernels.moe.routing import Routing, route
 
 
 def load_balancing_loss(
@@ -43,7 +43,7 @@ def load_balancing_loss(
     rows, X = logits.shape
     compute = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.softmax(-1, dtype=compute)
-    _, experts = route(logits.detach(), top_k, normalize=False)
+    _, experts = route(logits.detach(), Routing(top_k))
     if attention_mask is None:
         counted = probabilities.new_ones(rows)
     else:

@@ -1,21 +1,31 @@
-"""Top-K routing: the experts of each token and their weights, computed from the router's logits.
+"""Routing: the experts of each token and their weights, computed from the router's logits.
 
-For each token, T is the set of the K experts with the largest logits l. q is the softmax of l over all X experts or,
-with ``normalize``, over T only. The weights w are computed in fp32. With ``round_weights``, w is rounded to the dtype
-of the logits::
+For each token, `Routing` turns the logits l of X experts into scores s, chooses the set T of K experts, and computes
+their weights w in fp32::
 
-    w_k = q[T_k]
+    s = softmax(l)   or   sigmoid(l)
+    c = s + b                          the correction bias b takes part in the choice alone
+    T = the K largest c                among the experts of the best groups, if experts are in groups
+    w_k = scale · s[T_k]               or, with ``normalize``, scale · s[T_k] / (Σ_j s[T_j] + epsilon)
 
-The caller may also give T for some or all tokens, in order to use experts that were chosen earlier (routing replay).
+Without bias and groups, the K largest logits are chosen. The score of a group is its largest c, or the sum of its two
+largest. The caller may also give T for some or all tokens, in order to use experts that were chosen earlier (routing
+replay). With ``round_weights``, w is rounded to the dtype of the logits.
 
-In the backward, let d[T_k] = dw_k, and d = 0 elsewhere. q is the same as in the forward::
+In the backward, let d[T_k] = scale · dw_k, and d = 0 elsewhere. q is the softmax over all experts or, with
+``normalize``, over T only::
 
-    dl = q · (d − Σ_x q_x · d_x)
+    dl = q · (d − Σ_x q_x · d_x)                     softmax
+    dl = s · (1 − s) · d                             sigmoid
+    dl = s · (1 − s) / S · (d − Σ_x s_x · d_x / S)   sigmoid with normalize, over T, where S = Σ_j s[T_j] + epsilon
 
 The logits and T are saved.
 
-Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2510.11370 (routing replay).
+Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2412.19437 (groups and bias),
+https://arxiv.org/abs/2510.11370 (routing replay).
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,23 +45,91 @@ FEW_TOKENS = 64
 """Up to this number of tokens, each token has its own program. With up to 256 experts, that program has one warp."""
 
 
+class Routing(NamedTuple):
+    """How a router chooses the experts of a token, and how it weights them.
+
+    Attributes:
+        top_k: K, the number of experts of a token.
+        normalize: whether to divide the K weights of a token by their sum.
+        round_weights: whether to round the weights to the dtype of the logits instead of keeping them in fp32.
+        score: "softmax" or "sigmoid".
+        groups: number of groups of X / groups consecutive experts each.
+        top_groups: number of groups from which a token's experts are chosen.
+        group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest.
+        scale: factor of the weights.
+        epsilon: number added to the sum of sigmoids that ``normalize`` divides by.
+    """
+
+    top_k: int
+    normalize: bool = False
+    round_weights: bool = False
+    score: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    scale: float = 1.0
+    epsilon: float = 0.0
+
+    def check(self, where: str, num_experts: int) -> None:
+        """Raise ValueError unless the routing fits ``num_experts`` experts.
+
+        Args:
+            where: the caller, for the message.
+            num_experts: X.
+        """
+        X, (K, *_), G = num_experts, self, self.groups
+        if not 1 <= K <= X:  # the message is formatted only here, because Dynamo cannot format a symbolic top_k
+            raise ValueError(f"{where}: top_k must be in 1 to {X} (the number of experts), got {K}.")
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"{where}: score must be 'softmax' or 'sigmoid', got {self.score!r}.")
+        if self.group_score not in ("max", "top2"):
+            raise ValueError(f"{where}: group_score must be 'max' or 'top2', got {self.group_score!r}.")
+        if G == 1:
+            return
+        if G < 1 or X % G != 0 or not 1 <= self.top_groups <= G:
+            raise ValueError(
+                f"{where}: groups must divide the {X} experts, and top_groups must be in 1 to groups, got groups {G} "
+                f"and top_groups {self.top_groups}."
+            )
+        if self.top_groups * (X // G) < K or (self.group_score == "top2" and X // G < 2):
+            raise ValueError(
+                f"{where}: {self.top_groups} groups of {X // G} experts must hold top_k experts, and two each for the "
+                f"group score 'top2', got top_k {K}."
+            )
+
+
 def route_reference(
-    logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False, given: Tensor | None = None
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `route` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     compute = torch.promote_types(logits.dtype, torch.float32)
-    # Compute probabilities [N, X], and weights and experts [N, K] with the largest weight first.
-    shares = logits.softmax(-1, dtype=compute)
-    weights, experts = shares.topk(top_k, dim=-1)
+    # Compute scores [N, X], and the experts [N, K], the best first.
+    scores = logits.softmax(-1, dtype=compute) if routing.score == "softmax" else logits.to(compute).sigmoid()
+    choice = (logits.to(compute) if routing.score == "sigmoid" else scores) if bias is None else scores + bias
+    if routing.groups > 1:
+        best = scores if bias is None else choice
+        choice = _in_best_groups(best.detach(), routing)
+    experts = choice.detach().topk(routing.top_k, dim=-1).indices
     if given is not None:
-        _check_given(given, logits, top_k)
+        _check_given(given, logits, routing.top_k)
         experts = torch.where(given[:, :1] < 0, experts, given.long())
-        weights = shares.gather(-1, experts)
-    if normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    if round_weights:
+    weights = scores.gather(-1, experts)
+    if routing.normalize:
+        epsilon = routing.epsilon if routing.score == "sigmoid" else 0.0
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+    if routing.scale != 1.0:
+        weights = weights * routing.scale
+    if routing.round_weights:
         weights = weights.to(logits.dtype).to(compute)
     return weights, experts
+
+
+def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """Return the choice scores [N, X] with −inf for all experts outside of each token's best groups."""
+    grouped: Tensor = choice.unflatten(-1, (routing.groups, -1))
+    best = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(routing.top_groups).indices, True)
+    return grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
@@ -78,21 +156,64 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 
 @triton.jit
+def _ordered(numbers):
+    """Map numbers in fp32 to integers that have the same order, with NaN as the largest. All are above −2147483647."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    return tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2147483646)
+
+
+@triton.jit
+def _best_groups(
+    choice, lanes, X, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """Return which experts [ROWS, BLOCK_X] are in the best groups of their token."""
+    size = X // GROUPS
+    group = lanes // size
+    places = tl.arange(0, BLOCK_G)
+    scores = tl.full([choice.shape[0], BLOCK_G], float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        inside = tl.where((group == g)[None, :], choice, float("-inf"))
+        score = tl.max(inside, 1)
+        if TOP2:
+            # The second largest is the largest without the first expert that has the largest score.
+            first = tl.min(tl.where(inside == score[:, None], lanes[None, :], BLOCK_X), 1)
+            score += tl.max(tl.where(lanes[None, :] == first[:, None], float("-inf"), inside), 1)
+        scores = tl.where(places[None, :] == g, score[:, None], scores)
+    keys = tl.where(places[None, :] < GROUPS, _ordered(scores), -2147483647)
+    chosen = tl.zeros([choice.shape[0], BLOCK_X], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        pick = tl.min(tl.where(keys == tl.max(keys, 1)[:, None], places[None, :], BLOCK_G), 1)
+        keys = tl.where(places[None, :] == pick[:, None], -2147483647, keys)
+        chosen = tl.where(group[None, :] == pick[:, None], 1, chosen)
+    return chosen > 0
+
+
+@triton.jit
 def _route_kernel(
-    logits_ptr, given_ptr, weights_ptr, experts_ptr, N, X, K: tl.constexpr, NORMALIZE: tl.constexpr,
-    ROUND: tl.constexpr, GIVEN: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    logits_ptr, bias_ptr, given_ptr, weights_ptr, experts_ptr, N, X, scale, epsilon, K: tl.constexpr,
+    NORMALIZE: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, GIVEN: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     await_previous(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
-    e = tl.exp(logits - tl.max(logits, 1)[:, None])
-    # Map the logits to integers that have the same order, with NaN as the largest. The integers of experts that were
-    # already chosen are below all others, so K different experts are chosen even if logits are −inf or NaN.
-    bits = logits.to(tl.int32, bitcast=True)
-    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = tl.where(lanes[None, :] < X, tl.maximum(keys, -2147483646), -2147483647)
+    # ``e`` has the scores; those of a softmax are divided by their sum only at the end.
+    e = tl.sigmoid(logits) if SIGMOID else tl.exp(logits - tl.max(logits, 1)[:, None])
+    # Without bias and groups, logits have the order of the scores, and no two of them become equal by rounding.
+    choice = logits
+    if BIASED or GROUPS > 1:
+        choice = e if SIGMOID else e / tl.sum(e, 1)[:, None]
+    if BIASED:
+        choice += tl.load(bias_ptr + lanes, mask=lanes < X, other=0.0).to(tl.float32)[None, :]
+    # The keys of experts that were already chosen are below all others, so K different experts are chosen even if
+    # logits are −inf or NaN.
+    keys = tl.where(lanes[None, :] < X, _ordered(choice), -2147483647)
+    if GROUPS > 1:
+        best = _best_groups(choice, lanes, X, GROUPS, TOP_GROUPS, TOP2, BLOCK_G, BLOCK_X)
+        keys = tl.where(best, keys, -2147483647)
     picks = tl.arange(0, BLOCK_K)
     weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
     experts = tl.zeros([ROWS, BLOCK_K], tl.int32)
@@ -109,7 +230,12 @@ def _route_kernel(
         experts = tl.where(picks[None, :] == k, pick[:, None], experts)
         keys = tl.where(mine, -2147483647, keys)
     # Divide once at the end, by the sum over the chosen experts (NORMALIZE) or over all experts.
-    weights /= (tl.sum(weights, 1) if NORMALIZE else tl.sum(e, 1))[:, None]
+    if SIGMOID:
+        if NORMALIZE:
+            weights /= (tl.sum(weights, 1) + epsilon)[:, None]
+    else:
+        weights /= (tl.sum(weights, 1) if NORMALIZE else tl.sum(e, 1))[:, None]
+    weights *= scale
     if ROUND:
         weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
     inside = (rows < N)[:, None] & (picks < K)[None, :]
@@ -120,27 +246,34 @@ def _route_kernel(
 
 @triton.jit
 def _route_backward_kernel(
-    d_weights_ptr, logits_ptr, experts_ptr, d_logits_ptr, N, X, K: tl.constexpr, NORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
+    d_weights_ptr, logits_ptr, experts_ptr, d_logits_ptr, N, X, scale, epsilon, K: tl.constexpr,
+    NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
-    e = tl.exp(logits - tl.max(logits, 1)[:, None])
     # Scatter d and the mask of chosen experts to [ROWS, BLOCK_X], one expert at a time.
     d = tl.zeros([ROWS, BLOCK_X], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
     for k in tl.static_range(K):
         pick = tl.load(experts_ptr + rows * K + k, mask=rows < N, other=0)
-        dw = tl.load(d_weights_ptr + rows * K + k, mask=rows < N, other=0.0).to(tl.float32)
+        dw = tl.load(d_weights_ptr + rows * K + k, mask=rows < N, other=0.0).to(tl.float32) * scale
         mine = lanes[None, :] == pick[:, None]
         d = tl.where(mine, dw[:, None], d)
         chosen = tl.where(mine, 1.0, chosen)
-    if NORMALIZE:
-        e = tl.where(chosen > 0, e, 0.0)
-    q = e / tl.sum(e, 1)[:, None]
-    # Compute the backward of the softmax q over the chosen experts or over all experts.
-    d_logits = q * (d - tl.sum(q * d, 1)[:, None])
+    if SIGMOID:
+        s = tl.where(chosen > 0, tl.sigmoid(logits), 0.0)
+        if NORMALIZE:
+            total = (tl.sum(s, 1) + epsilon)[:, None]
+            d = (d - tl.sum(s * d, 1)[:, None] / total) / total
+        d_logits = s * (1 - s) * d
+    else:
+        e = tl.exp(logits - tl.max(logits, 1)[:, None])
+        if NORMALIZE:
+            e = tl.where(chosen > 0, e, 0.0)
+        q = e / tl.sum(e, 1)[:, None]
+        # Compute the backward of the softmax q over the chosen experts or over all experts.
+        d_logits = q * (d - tl.sum(q * d, 1)[:, None])
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     tl.store(d_logits_ptr + rows[:, None] * X + lanes[None, :], d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside)
 
@@ -160,30 +293,44 @@ def _route_tile(N: int, X: int) -> dict[str, int]:
     return {"ROWS": max(min(ROUTE_ROWS, ROUTE_TILE // block), 1), "BLOCK_X": block}
 
 
-LIBRARY.define("route(Tensor logits, int top_k, bool normalize, bool round_weights, Tensor? given) -> (Tensor, Tensor)")
-LIBRARY.define("route_backward(Tensor d_weights, Tensor logits, Tensor experts, bool normalize) -> Tensor")
+FIELDS = (
+    "int top_k, bool normalize, bool round_weights, str score, int groups, int top_groups, str group_score, "
+    "float scale, float epsilon"
+)
+"""The fields of `Routing` in the schema of the op."""
+
+LIBRARY.define(f"route(Tensor logits, Tensor? bias, Tensor? given, {FIELDS}) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "route_backward(Tensor d_weights, Tensor logits, Tensor experts, bool normalize, str score, float scale, "
+    "float epsilon) -> Tensor"
+)
 
 
 @torch.library.impl(LIBRARY, "route", "CompositeExplicitAutograd")
-def _route(
-    logits: Tensor, top_k: int, normalize: bool, round_weights: bool, given: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _route(logits: Tensor, bias: Tensor | None, given: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
+    routing = Routing(*fields)
     logits, given = logits.contiguous(), None if given is None else given.contiguous()
+    bias = None if bias is None else bias.contiguous()
     N, X = logits.shape
-    weights = torch.empty(N, top_k, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(N, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(N, routing.top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(N, routing.top_k, dtype=torch.int64, device=logits.device)
     if N:
         tile = _route_tile(N, X)
         with on_device_of(logits):
             _route_kernel[(cdiv(N, tile["ROWS"]),)](
-                logits, given, weights, experts, N, X, K=top_k, NORMALIZE=normalize, ROUND=round_weights,
-                GIVEN=given is not None, BLOCK_K=_block(top_k), **overlap(logits), **tile,
+                logits, bias, given, weights, experts, N, X, routing.scale, routing.epsilon, K=routing.top_k,
+                NORMALIZE=routing.normalize, ROUND=routing.round_weights, SIGMOID=routing.score == "sigmoid",
+                BIASED=bias is not None, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
+                TOP2=routing.group_score == "top2", GIVEN=given is not None, BLOCK_K=_block(routing.top_k),
+                BLOCK_G=_block(routing.groups), **overlap(logits), **tile,
             )  # fmt: skip
     return weights, experts
 
 
 @torch.library.impl(LIBRARY, "route_backward", "CompositeExplicitAutograd")
-def _route_backward(d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool) -> Tensor:
+def _route_backward(
+    d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool, score: str, scale: float, epsilon: float
+) -> Tensor:
     d_weights, logits, experts = d_weights.contiguous(), logits.contiguous(), experts.contiguous()
     d_logits = torch.empty_like(logits)
     N, X = logits.shape
@@ -191,71 +338,79 @@ def _route_backward(d_weights: Tensor, logits: Tensor, experts: Tensor, normaliz
         tile = _route_tile(N, X)
         with on_device_of(logits):
             _route_backward_kernel[(cdiv(N, tile["ROWS"]),)](
-                d_weights, logits, experts, d_logits, N, X, K=experts.shape[1], NORMALIZE=normalize, **tile
-            )
+                d_weights, logits, experts, d_logits, N, X, scale, epsilon, K=experts.shape[1], NORMALIZE=normalize,
+                SIGMOID=score == "sigmoid", **tile,
+            )  # fmt: skip
     return d_logits
 
 
 @torch.library.register_fake("liger_models::route", lib=LIBRARY)
 def _route_fake(
-    logits: Tensor, top_k: int, normalize: bool, round_weights: bool, given: Tensor | None
+    logits: Tensor, bias: Tensor | None, given: Tensor | None, top_k: int, *fields: Any
 ) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int64)
 
 
 @torch.library.register_fake("liger_models::route_backward", lib=LIBRARY)
-def _route_backward_fake(d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool) -> Tensor:
+def _route_backward_fake(d_weights: Tensor, logits: Tensor, experts: Tensor, *fields: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _route_setup(ctx, inputs, output):
-    logits, _, ctx.normalize, _, _ = inputs
+    logits, _, _, *fields = inputs
+    ctx.routing = Routing(*fields)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(logits, output[1])
 
 
 def _route_autograd(ctx, d_weights, _d_experts):
+    others = (None,) * (2 + len(Routing._fields))
     if d_weights is None:
-        return (None,) * 5
-    return torch.ops.liger_models.route_backward(d_weights, *ctx.saved_tensors, ctx.normalize), None, None, None, None
+        return None, *others
+    routing = ctx.routing
+    d_logits = torch.ops.liger_models.route_backward(
+        d_weights, *ctx.saved_tensors, routing.normalize, routing.score, routing.scale, routing.epsilon
+    )
+    return d_logits, *others
 
 
 register_autograd("route", _route_autograd, _route_setup)
 
 
 def route(
-    logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False, given: Tensor | None = None
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose the ``top_k`` experts of each token, and compute their weights from the softmax over all experts.
+    """Choose the experts of each token, and compute their weights.
 
     Args:
         logits: [N, X], float32, float16 or bfloat16.
-        top_k: K, from 1 to X. Among equal logits, the first are chosen. The reference backend may choose any of them.
-        normalize: whether to divide the weights of each token by their sum (Mixtral; Qwen3-MoE with norm_topk_prob).
-        round_weights: whether to round the weights to the dtype of the logits (Qwen3-MoE).
-        given: [N, K] integers, K different experts for each token, which replace the experts with the largest logits.
-            Their weights are computed from the logits. A token whose first entry is negative is routed by its logits.
+        routing: how experts are chosen and weighted. Among equal scores, the first are chosen. The reference backend
+            may choose any of them.
+        bias: [X] in float32, added to the scores for the choice alone; it gets no gradient. None for 0.
+        given: [N, K] integers, K different experts for each token, which replace the router's choice. Their weights are
+            computed from the logits. A token whose first entry is negative is routed by its logits.
 
     Returns:
-        ``(weights, experts)``, [N, K] each in fp32 and int64. The largest weight is first, unless ``given`` determines
-        the order.
+        ``(weights, experts)``, [N, K] each in fp32 and int64. The best choice is first, unless ``given`` determines the
+        order.
 
     Raises:
-        ValueError: ``logits`` is not [N, X], ``top_k`` is not from 1 to X, or ``given`` is not [N, K] or has invalid
-            experts. On GPUs, invalid experts raise as described in `check_values`.
+        ValueError: ``logits`` is not [N, X], ``routing`` does not fit X experts, ``bias`` is not [X], or ``given`` is
+            not [N, K] or has invalid experts. On GPUs, invalid experts raise as described in `check_values`.
         TypeError: ``logits`` is not floating-point.
     """
     check_floating("route", logits=logits)
     if logits.dim() != 2:
         raise ValueError(f"route: logits must be [N, X], got {list(logits.shape)}.")
     X = logits.shape[1]
-    if not 1 <= top_k <= X:  # the message is formatted only here, because Dynamo cannot format a symbolic top_k
-        raise ValueError(f"route: top_k must be in 1 to {X} (the number of experts), got {top_k}.")
+    routing.check("route", X)
+    if bias is not None and bias.shape != (X,):
+        raise ValueError(f"route: bias must be [{X}], one number for each expert, got {list(bias.shape)}.")
     if not use_triton(logits):
-        return route_reference(logits, top_k, normalize, round_weights, given)
+        return route_reference(logits, routing, bias, given)
     if given is not None:
-        _check_given(given, logits, top_k)
-    weights, experts = torch.ops.liger_models.route(logits, top_k, normalize, round_weights, given)
+        _check_given(given, logits, routing.top_k)
+    weights, experts = torch.ops.liger_models.route(logits, bias, given, *routing)
     return weights, experts

@@ -10,14 +10,17 @@ from liger_models.kernels.attention.causal_attention import causal_attention, ca
 from ..oracle import assert_close_to_truth, opcheck
 from ..rope.test_rope import dtypes
 
-# (B, T, S, H, G, D): fewer tokens than a tile; several queries for a key; tokens before the queries
-# The first rows of a causal mask, in which dP − δ cancels, would be all that five tokens have.
+# (B, T, S, H, G, D), and V if values have another width: fewer tokens than a tile; several queries for a key; tokens
+# before the queries. The first rows of a causal mask, in which dP − δ cancels, would be all that five tokens have.
 SHAPES = [(1, 13, 13, 1, 1, 16), (2, 36, 36, 2, 1, 24), (1, 17, 50, 2, 2, 16)]
+NARROW_SHAPES = [(1, 13, 13, 1, 1, 24, 8), (2, 36, 36, 2, 1, 16, 40), (1, 17, 50, 2, 1, 40, 24)]
 GPU_SHAPES = [
     (1, 1000, 1000, 8, 2, 512),  # Gemma 4 E4B
     (1, 1024, 1024, 16, 2, 512),  # 26B-A4B
     (2, 300, 420, 4, 4, 320),
     (1, 700, 700, 8, 1, 512),  # E2B
+    (1, 1000, 1000, 16, 16, 192, 128),  # DeepSeek V2 Lite
+    (1, 60, 1000, 16, 1, 576, 512),  # and a few of its tokens after a cache of latents
 ]
 
 
@@ -34,9 +37,9 @@ def small_tiles(monkeypatch):
 
 
 def make(shape, dtype, device):
-    B, T, S, H, G, D = shape
+    B, T, S, H, G, D, V = (*shape, *shape[5:])[:7]
     generator = torch.Generator().manual_seed(0)
-    sizes = [(B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)]
+    sizes = [(B, T, H, D), (B, S, G, D), (B, S, G, V), (B, T, H, V)]
     *inputs, upstream = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
     return inputs, [upstream]
 
@@ -66,7 +69,7 @@ def documents_of(kind, B, S):
     }[kind]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + NARROW_SHAPES, ids=str)
 def test_matches_fp64(backend, shape, small_tiles, poisoned_empty):
     for dtype in dtypes(backend):
         check(shape, dtype, backend)
@@ -189,11 +192,11 @@ def test_opcheck(backend, small_tiles):
 def test_errors():
     q, k = torch.zeros(2, 5, 4, 8), torch.zeros(2, 5, 2, 8)
     for bad, message in (
-        ((q, k, k[:, :4]), r"must be \[B, T, H, D\], k and v \[B, S, G, D\]"),
+        ((q, k, k[:, :4]), r"must be \[B, T, H, D\], k \[B, S, G, D\] and v \[B, S, G, V\]"),
         ((q[:, :, :3], k, k), r"H a multiple of G, got \[2, 5, 3, 8\]"),
         ((q, k[:, :4], k[:, :4]), "S >= T"),
         ((q, k, k, torch.zeros(2, 4, dtype=torch.long)), r"documents must be \[2, 5\], got \[2, 4\]"),
-        ((q.new_zeros(1, 1, 1, 513),) * 3, "heads must be 1 to 512 wide, got 513"),
+        ((q.new_zeros(1, 1, 1, 577),) * 3, "heads must be 1 to 576 wide, got 577"),
     ):
         with pytest.raises(ValueError, match=message):
             causal_attention(*bad)

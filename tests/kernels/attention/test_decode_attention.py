@@ -7,29 +7,36 @@ from liger_models.kernels.attention.decode_attention import decode_attention, de
 from ..oracle import opcheck, wide
 from ..rope.test_rope import draw, dtypes
 
-# (H, G, D): shared keys, one key for all heads, a key for each head, odd numbers
+# (H, G, D), and V if values have another width: shared keys, one key for all heads, a key for each head, odd numbers
 SHAPES = [(4, 2, 16), (6, 1, 24), (2, 2, 32), (10, 2, 40)]
+NARROW_SHAPES = [(4, 2, 40, 16), (6, 1, 24, 40)]
+LATENT_SHAPES = [(6, 1, 40, 32), (3, 1, 24, 16), (20, 2, 28, 12)]
 GPU_SHAPES = [(24, 8, 128), (32, 8, 64), (8, 1, 256), (8, 2, 512), (64, 8, 64), (71, 1, 64), (16, 16, 80)]
+GPU_LATENT_SHAPES = [(128, 1, 576, 512), (16, 1, 576, 512), (20, 1, 576, 512), (32, 1, 320, 256)]
 LENGTHS = [1, 45, 16, 64, 0, 17]
 
 
-def make(shape, dtype, device, lengths=LENGTHS, page=16):
+def make(shape, dtype, device, lengths=LENGTHS, page=16, latent=False):
     """Rows of these lengths, whose pages are in any order among others; what no row sees is NaN."""
-    (H, G, D), B = shape, len(lengths)
+    (H, G, D, V), B = (*shape, shape[2])[:4], len(lengths)
     count = -(-max(lengths) // page)
     generator = torch.Generator().manual_seed(0)
     table = torch.randperm(B * count + 3, generator=generator)[: B * count].view(B, count)
-    pages = torch.full((2, B * count + 3, page, G, D), float("nan"), dtype=torch.float64)
+    pages = torch.full((2, B * count + 3, page, G, max(D, V)), float("nan"), dtype=torch.float64)
     for row, length in zip(table, lengths, strict=True):
         for place in range(length):
-            pages[:, row[place // page], place % page] = torch.randn(2, G, D, generator=generator, dtype=torch.float64)
-    keys, values = pages.to(device, dtype)
+            pages[:, row[place // page], place % page] = torch.randn(
+                2, G, max(D, V), generator=generator, dtype=torch.float64
+            )
+    keys, values = (x[..., :width].contiguous() for x, width in zip(pages.to(device, dtype), (D, V), strict=True))
+    if latent:
+        values = keys[..., :V]
     numbers = table.int().to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
     return draw(B, H, D, dtype=dtype, device=device), keys, values, *numbers
 
 
-def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, **options):
-    q, keys, values, table, lengths = make(shape, dtype, device, lengths, page)
+def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, latent=False, **options):
+    q, keys, values, table, lengths = make(shape, dtype, device, lengths, page, latent)
     extra = {"sinks": draw(shape[0], dtype=dtype, device=device)} if sinks else {}
     options = {"scale": 0.3, **options}
     rows = lengths > 0  # what a row without tokens gets is nobody's business
@@ -43,10 +50,26 @@ def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, **opti
     assert error <= 1.5 * theirs + max(0.1 * torch.finfo(dtype).eps, rounding)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + NARROW_SHAPES, ids=str)
 def test_matches_fp64(backend, shape, poisoned_empty):
     for dtype in dtypes(backend):
         check(shape, dtype, backend)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 20, "softcap": 0.5, "sinks": True}], ids=str)
+@pytest.mark.parametrize("shape", LATENT_SHAPES, ids=str)
+def test_values_that_are_the_first_columns_of_the_keys(backend, shape, options, poisoned_empty):
+    for dtype in dtypes(backend):
+        check(shape, dtype, backend, latent=True, **options)
+
+
+def test_columns_of_keys_are_not_copied(kernel_device, monkeypatch):
+    """A step's values would be a copy of all pages of a layer."""
+    q, keys, values, table, lengths = make(LATENT_SHAPES[0], torch.float32, kernel_device, latent=True)
+    want = decode_attention(q, keys, values.contiguous(), table, lengths, scale=0.3)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x if x.is_contiguous() else pytest.fail("copied"))
+    got = decode_attention(q, keys, values, table, lengths, scale=0.3)
+    torch.testing.assert_close(got[lengths > 0], want[lengths > 0])
 
 
 def test_the_reference_is_attention():
@@ -129,6 +152,14 @@ def test_real_sizes(shape, poisoned_empty):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_LATENT_SHAPES, ids=str)
+def test_real_sizes_of_latents(shape, poisoned_empty):
+    for lengths in ([1000], [3, 700, 64, 65, 1500, 1, 128, 2000] * 3):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            check(shape, dtype, "cuda", scale=0.1, page=64, lengths=lengths, latent=True)
+
+
+@pytest.mark.gpu
 def test_pages_beyond_two_billion_elements():
     G, D, page = 8, 128, 64
     count = 2**31 // (page * G * D) + 8
@@ -144,7 +175,7 @@ def test_bad_arguments():
     q, keys, values, table, lengths = make((4, 2, 16), torch.float32, "cpu")
     good = {"q": q, "keys": keys, "values": values, "table": table, "lengths": lengths, "scale": 1.0}
     for bad, error, message in (
-        ({"keys": keys[..., :8]}, ValueError, r"q must be \[B, H, D\], keys and values \[pages, P, G, D\]"),
+        ({"keys": keys[..., :8]}, ValueError, r"q must be \[B, H, D\], keys \[pages, P, G, D\]"),
         ({"q": q[:, :3]}, ValueError, r"H a multiple of G, got \[6, 3, 16\]"),
         ({"keys": keys[:, :8], "values": values[:, :8]}, ValueError, "at least 16, got 8. Make other pages"),
         ({"keys": keys[:, :3], "values": values[:, :3]}, ValueError, "a power of two of tokens"),
@@ -158,6 +189,6 @@ def test_bad_arguments():
     ):
         with pytest.raises(error, match=message):
             decode_attention(**{**good, **bad})
-    wide_heads = torch.zeros(1, 16, 1, 513)
-    with pytest.raises(ValueError, match="heads must be 1 to 512 wide, got 513"):
+    wide_heads = torch.zeros(1, 16, 1, 577)
+    with pytest.raises(ValueError, match="heads must be 1 to 576 wide, got 577"):
         decode_attention(wide_heads[0, :1], wide_heads, wide_heads, table[:1], lengths[:1], scale=1.0)

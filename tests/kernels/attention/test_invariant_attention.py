@@ -8,17 +8,27 @@ from liger_models.kernels.dispatch import use_triton
 from ..oracle import opcheck, wide
 from ..rope.test_rope import draw, dtypes
 
-# (H, G, D): shared keys, one key for all heads, a key for each head, odd numbers
-SHAPES = [(4, 2, 16), (6, 1, 24), (2, 2, 32), (10, 2, 40)]
-GPU_SHAPES = [(24, 8, 128), (32, 8, 64), (8, 1, 256), (8, 2, 512), (64, 8, 64), (71, 1, 64), (16, 16, 80)]
+# (H, G, D), and V if values have another width: shared keys, one key for all heads, a key for each head, odd numbers
+SHAPES = [(4, 2, 16), (6, 1, 24), (2, 2, 32), (10, 2, 40), (4, 2, 24, 16), (4, 4, 16, 40)]
+GPU_SHAPES = [
+    (24, 8, 128),
+    (32, 8, 64),
+    (8, 1, 256),
+    (8, 2, 512),
+    (64, 8, 64),
+    (71, 1, 64),
+    (16, 16, 80),
+    (16, 16, 192, 128),
+]
 LENGTHS = [1, 45, 16, 3, 70]
 
 
 def make(shape, dtype, device, lengths=LENGTHS):
     """q, k, v of packed documents, and the first and the last key of each token."""
-    H, G, D = shape
+    H, G, D, V = (*shape, shape[2])[:4]
     N = sum(lengths)
-    q, k, v = (draw(N, heads, D, dtype=dtype, device=device, seed=n) for n, heads in enumerate((H, G, G)))
+    sizes = enumerate(((H, D), (G, D), (G, V)))
+    q, k, v = (draw(N, *size, dtype=dtype, device=device, seed=n) for n, size in sizes)
     counts = torch.tensor(lengths)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
     return q, k, v, first.int().to(device), torch.arange(N, dtype=torch.int32, device=device)
@@ -65,11 +75,13 @@ def check(shape, dtype, device, lengths=LENGTHS, **options):
     count = -(-max(lengths) // page)
     table = torch.randperm(len(lengths) * count + 3, generator=torch.Generator().manual_seed(0))
     table = table[: len(lengths) * count].view(-1, count).to(device)
-    pages = torch.full((2, len(lengths) * count + 3, page, *k.shape[1:]), float("nan"), dtype=dtype, device=device)
+    room = len(lengths) * count + 3, page
+    pages = [torch.full((*room, *x.shape[1:]), float("nan"), dtype=dtype, device=device) for x in (k, v)]
     ends = torch.tensor(lengths).cumsum(0)
     for row, length, end in zip(table, lengths, ends, strict=True):
         place = torch.arange(length, device=device)
-        pages[:, row[place // page], place % page] = torch.stack([x[end - length : end] for x in (k, v)])
+        for x, own in zip((k, v), pages, strict=True):
+            own[row[place // page], place % page] = x[end - length : end]
     newest = (ends - 1).to(device)
     decoded = invariant_attention(
         q[newest], *pages, torch.zeros_like(first[newest]), last[newest] - first[newest], table=table.int(), **options

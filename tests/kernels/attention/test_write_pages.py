@@ -8,14 +8,15 @@ from ..oracle import opcheck
 from ..rope.test_rope import draw, dtypes
 
 
-def make(device, dtype=torch.float32, G=2, D=6):
-    pages = [draw(5, 16, G, D, dtype=dtype, device=device, seed=seed) for seed in (0, 1)]
+def make(device, dtype=torch.float32, G=2, D=6, V=None):
+    V = D if V is None else V
+    pages = [draw(5, 16, G, width, dtype=dtype, device=device, seed=seed) for seed, width in enumerate((D, V))]
     packed = draw(7, G, 3 * D, dtype=dtype, device=device)  # of which keys and values are parts
     slots = torch.tensor([3, -1, 79, 0, 16, -1, 40], device=device)
-    return *pages, packed[..., :D], packed[..., D : 2 * D], slots
+    return *pages, packed[..., :D], packed[..., D : D + V], slots
 
 
-@pytest.mark.parametrize("sizes", [(2, 6), (1, 2), (3, 40)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 6), (1, 2), (3, 40), (2, 6, 12), (1, 70, 3), (1, 40, 0)], ids=str)
 def test_writes_what_the_reference_writes(backend, sizes, monkeypatch):
     """Each token to its slot, padding nowhere, and nothing else."""
     monkeypatch.setattr(module, "BLOCK", 64)

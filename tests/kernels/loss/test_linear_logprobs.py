@@ -3,10 +3,11 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from liger_models.kernels.dispatch import reference_backend
-from liger_models.kernels.loss import linear_logprobs
+from liger_models.kernels.loss import linear_logprobs, row_chunks
 from liger_models.kernels.loss.linear_logprobs import (
     fused_linear_logprobs,
     fused_linear_logprobs_reference,
+    log_probs_of_sum,
     loss_of_log_probs,
 )
 
@@ -180,6 +181,103 @@ def test_memory_stays_within_the_workspace(return_entropy):
     torch.autograd.grad(total, (x, w))
     gradients = 2 * x.numel() * 2 + 2 * w.numel() * 2  # summed, and cast
     assert torch.cuda.max_memory_allocated() - before <= gradients + (budget + 40) * 2**20
+
+
+OF_SUM = {name: options for name, options in OPTIONS.items() if "temperature" not in options} | {
+    "all": {"softcap": 3.0, "logit_scale": 2.0}
+}
+UPSTREAM = {
+    "a multiple of the sum": (lambda n: torch.full((n,), -0.37), None),
+    "other": (torch.randn, None),
+    "with the entropies": (lambda n: torch.full((n,), 2.0), torch.randn),
+    "the entropies alone": (None, torch.randn),
+}
+
+
+@pytest.mark.parametrize(("c", "h"), UPSTREAM.values(), ids=UPSTREAM)
+@pytest.mark.parametrize("options", OF_SUM.values(), ids=OF_SUM)
+def test_those_of_a_sum_match_fp64(backend, options, c, h, poisoned_empty, four_rows_a_chunk):
+    target = targets(options.get("ignore_index", -100))
+    upstream = [draw(N).to(backend) for draw in (c, h) if draw is not None]
+    outputs = [index for index, draw in enumerate((c, h)) if draw is not None]
+
+    def of(function):
+        return lambda x, w, b: tuple(function(x, w, target.to(x.device), bias=b, **options)[i] for i in outputs)
+
+    for dtype in DTYPES:
+        assert_close_to_truth(
+            of(log_probs_of_sum), of(fused_linear_logprobs_reference), inputs(backend, dtype), upstream
+        )
+
+
+def test_logits_of_a_sum_are_computed_once(backend, four_rows_a_chunk, monkeypatch):
+    """A second backward gives the same gradients. The caller is told if the loss is another."""
+    seen, told, write = [], [], row_chunks.write_logits
+    monkeypatch.setattr(row_chunks, "write_logits", lambda x, *rest: seen.append(len(x)) or write(x, *rest))
+    leaves = [tensor.requires_grad_() for tensor in inputs(backend)]
+    target = targets().to(backend)
+
+    def backward(weights, retain_graph=False, ahead=True):
+        x, w, b = leaves
+        log_probs, *_ = log_probs_of_sum(
+            x, w, target, bias=b, ahead=ahead, when_other=lambda: told.append(len(seen))
+        )  # fmt: skip
+        loss = (log_probs * weights).sum()
+        first = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=retain_graph)]
+        return (first, torch.autograd.grad(loss, leaves)) if retain_graph else first
+
+    backward(torch.full((), -0.5, device=backend))
+    assert sum(seen) == N
+    # The upstream gradient of an ignored row does not matter.
+    backward((target != -100).float())
+    assert (sum(seen), told) == (2 * N, [])
+    first, second = backward(torch.full((), 2.0, device=backend), retain_graph=True)
+    torch.testing.assert_close(first, list(second))
+    assert (sum(seen), told) == (4 * N, [])
+    # With another loss they are computed twice, with and without gradients in the forward.
+    weights = torch.arange(N, device=backend).float()
+    first, second = backward(weights), backward(weights, ahead=False)
+    torch.testing.assert_close(first, second)
+    assert (sum(seen), len(told)) == (8 * N, 1)
+
+
+def test_predictions_beside_those_of_a_sum(backend, four_rows_a_chunk):
+    """The first of equal logits is the most probable; without gradients nothing else changes."""
+    x, w, b = inputs(backend)
+    w[1], b[1] = w[0], b[0]
+    target = targets().to(backend)
+    with torch.no_grad():
+        *got, predicted = log_probs_of_sum(x, w.requires_grad_(), target, bias=b)
+    assert torch.equal(predicted, (x @ w.T + b).argmax(-1).where(target != -100, -1))
+    torch.testing.assert_close(tuple(got), fused_linear_logprobs_reference(x, w, target, bias=b))
+    assert not got[0].requires_grad
+    # Frozen weights get no gradient.
+    x.requires_grad_()
+    log_probs, *_ = log_probs_of_sum(x, w.detach(), target, bias=b)
+    want = torch.autograd.grad(fused_linear_logprobs_reference(x, w, target, bias=b)[0].sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(log_probs.sum(), x), want)
+
+
+def test_a_sum_without_targets(backend):
+    for rows in (0, 3):
+        leaves = x, w, b = [tensor.requires_grad_() for tensor in inputs(backend, rows=rows)]
+        log_probs, entropy, predicted = log_probs_of_sum(x, w, torch.full((rows,), -100, device=backend), bias=b)
+        (7 * log_probs).sum().backward()
+        assert not any(leaf.grad.any() for leaf in leaves)
+        assert not entropy.any()
+        assert predicted.eq(-1).all()
+
+
+def test_a_sum_under_autocast_has_no_second_derivative(backend):
+    x, w, b = (tensor.requires_grad_() for tensor in inputs(backend))
+    with torch.autocast(torch.device(backend).type, torch.bfloat16):
+        log_probs, *_ = log_probs_of_sum(x.bfloat16(), w, targets().to(backend), bias=b)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), w, retain_graph=True)
+    want = torch.autograd.grad(fused_linear_logprobs_reference(x, w, targets().to(backend), bias=b)[0].sum(), w)[0]
+    assert gradient.dtype == torch.float32
+    assert (gradient - want).norm() <= 0.05 * want.norm()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(log_probs.sum(), w, create_graph=True)
 
 
 SEQUENCES = {

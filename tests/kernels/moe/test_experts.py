@@ -4,8 +4,8 @@ import torch
 from liger_models.kernels.activation.gated_act import ACTIVATIONS
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.linear.projection import ProjectionNeeds
+from liger_models.kernels.moe import Routing, load_balancing_loss, moe_mlp, moe_mlp_reference, route
 from liger_models.kernels.moe import experts as experts_module
-from liger_models.kernels.moe import load_balancing_loss, moe_mlp, moe_mlp_reference, route
 from liger_models.kernels.moe.experts import (
     BACKWARD,
     FORWARD,
@@ -497,7 +497,7 @@ def gate(X, C, device):
 def layer(x, gate, gate_up_weight, down_weight, recompute=False):
     """Router (in fp32: no two logits are equal), experts and loss, with a gradient through all of them."""
     logits = x.float() @ gate.t()
-    weights, experts = route(logits, 2, True)
+    weights, experts = route(logits, Routing(2, normalize=True))
     y = moe_mlp(x, weights, experts, gate_up_weight, down_weight, recompute=recompute)
     return y, load_balancing_loss([logits, logits], 2)
 

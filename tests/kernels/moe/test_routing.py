@@ -1,15 +1,27 @@
 import pytest
 import torch
 
-from liger_models.kernels.moe import route, route_reference
+from liger_models.kernels.moe import Routing, route, route_reference
 
 from ..oracle import assert_close_to_truth, opcheck
 from .cases import dtypes
 
 SHAPES = [(1, 1, 1), (19, 8, 2), (4, 21, 8), (2, 300, 6), (4, 6, 6)]  # N, X, K
-FLAGS = pytest.mark.parametrize(
-    ("normalize", "round_weights"), [(True, False), (False, False), (True, True), (False, True)]
-)
+FORMS = [
+    {},
+    {"normalize": True},
+    {"round_weights": True, "score": "sigmoid"},
+    {"normalize": True, "round_weights": True},
+    {"normalize": True, "score": "sigmoid", "scale": 2.5, "epsilon": 0.5},
+]
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
+GROUPED = [
+    ((19, 8, 2), {"groups": 2, "top_groups": 1}),
+    ((5, 60, 6), {"groups": 3, "top_groups": 2, "group_score": "top2", "score": "sigmoid", "normalize": True}),
+    ((3, 24, 4), {"groups": 4, "top_groups": 3, "group_score": "top2", "normalize": True, "scale": 0.5}),
+    ((3, 256, 8), {"groups": 8, "top_groups": 4, "score": "sigmoid"}),
+]
+every_grouped = pytest.mark.parametrize(("shape", "form"), GROUPED, ids=str)
 
 
 def distinct_logits(N, X, dtype, device):
@@ -18,53 +30,98 @@ def distinct_logits(N, X, dtype, device):
     return torch.stack([torch.randperm(X, generator=generator) - X // 2 for _ in range(N)]).div(20).to(device, dtype)
 
 
-@FLAGS
+@every_form
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_route_matches_fp64(backend, shape, normalize, round_weights, many_blocks, poisoned_empty):
+def test_route_matches_fp64(backend, shape, biased, form, many_blocks, poisoned_empty):
     N, X, K = shape
-    upstream = torch.randn(N, K, generator=torch.Generator().manual_seed(1)).to(backend)
-    for dtype in dtypes(backend):
-        logits = distinct_logits(N, X, dtype, backend)
-        weights, experts = route(logits, K, normalize, round_weights)
+    assert_matches_fp64(backend, N, X, Routing(K, **form), biased)
+
+
+@every_grouped
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_groups_match_fp64(backend, shape, biased, form, many_blocks, poisoned_empty):
+    N, X, K = shape
+    routing = Routing(K, **form)
+    assert_matches_fp64(backend, N, X, routing, biased)
+    # No token has experts from more groups than allowed, and another number of groups allows other experts.
+    logits = distinct_logits(N, X, torch.float32, backend)
+    chosen = [route(logits, other)[1] for other in (routing, routing._replace(groups=1))]
+    groups = chosen[0] // (X // routing.groups)
+    assert all(len(set(row)) <= routing.top_groups for row in groups.tolist())
+    assert not torch.equal(*chosen)
+
+
+def assert_matches_fp64(device, N, X, routing, biased):
+    generator = torch.Generator().manual_seed(1)
+    upstream = torch.randn(N, routing.top_k, generator=generator).to(device)
+    bias = (torch.randperm(X, generator=generator) / (3 * X)).to(device) if biased else None
+    for dtype in dtypes(device):
+        logits = distinct_logits(N, X, dtype, device)
+        weights, experts = route(logits, routing, bias)
         assert weights.dtype == torch.float32
-        assert torch.equal(experts, route_reference(logits.double(), K, normalize)[1])
-        ours, plain = ((lambda t, f=f: f(t, K, normalize, round_weights)[0]) for f in (route, route_reference))
+        # Choice scores may be equal in fp32 where they differ in fp64.
+        wide = route_reference(logits.double(), routing, bias)[1]
+        scores = logits.double().softmax(-1) if routing.score == "softmax" else logits.double().sigmoid()
+        choice = scores if bias is None else scores + bias
+        torch.testing.assert_close(choice.gather(1, experts), choice.gather(1, wide), rtol=1e-6, atol=1e-7)
+        given = experts.short()  # so that the order of equals does not matter
+        ours, plain = (
+            (lambda t, f=f, g=given: f(t, routing, None if bias is None else bias.to(t.device), g.to(t.device))[0])
+            for f in (route, route_reference)
+        )
         assert_close_to_truth(ours, plain, [logits], [upstream])
+        assert torch.equal(route(logits, routing, bias, given)[0], weights)
 
 
-@FLAGS
+def test_a_bias_takes_part_in_the_choice_alone(backend):
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=backend)
+    bias = torch.tensor([10.0, 0.0, 5.0, 0.0], device=backend)
+    for score in ("softmax", "sigmoid"):
+        routing = Routing(2, score=score)
+        weights, experts = route(logits, routing, bias)
+        scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+        assert experts.tolist() == [[0, 2]]
+        torch.testing.assert_close(weights, scores[:, [0, 2]])
+
+
+@every_form
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_given_experts_are_taken(backend, shape, normalize, round_weights, many_blocks, poisoned_empty):
+def test_given_experts_are_taken(backend, shape, form, many_blocks, poisoned_empty):
     """Of every second token, in the given order; the others get their own choice."""
-    N, X, K = shape
+    (N, X, K), routing = shape, Routing(shape[2], **form)
     generator = torch.Generator().manual_seed(2)
     given = torch.stack([torch.randperm(X, generator=generator)[:K] for _ in range(N)]).to(backend, torch.int16)
     given[1::2] = -1
     upstream = torch.randn(N, K, generator=generator).to(backend)
     for dtype in dtypes(backend):
         logits = distinct_logits(N, X, dtype, backend)
-        weights, experts = route(logits, K, normalize, round_weights, given)
-        free, own = route(logits, K, normalize, round_weights)
+        weights, experts = route(logits, routing, given=given)
+        free, own = route(logits, routing)
         assert experts.dtype == torch.int64
         assert torch.equal(experts[::2], given[::2].long())
         assert torch.equal(experts[1::2], own[1::2])
         assert torch.equal(weights[1::2], free[1::2])
-        chosen = logits.double().softmax(-1).gather(1, experts)
-        want = chosen / chosen.sum(1, keepdim=True) if normalize else chosen
-        torch.testing.assert_close(weights, (want.to(dtype) if round_weights else want).float(), rtol=1e-2, atol=1e-6)
+        scores = logits.double().softmax(-1) if routing.score == "softmax" else logits.double().sigmoid()
+        want = scores.gather(1, experts)
+        want = want / (want.sum(1, keepdim=True) + routing.epsilon) if routing.normalize else want
+        want = want * routing.scale
+        want = (want.to(dtype) if routing.round_weights else want).float()
+        torch.testing.assert_close(weights, want, rtol=1e-2, atol=1e-6)
         ours, plain = (
-            (lambda t, f=f: f(t, K, normalize, round_weights, given.to(t.device))[0]) for f in (route, route_reference)
+            (lambda t, f=f: f(t, routing, given=given.to(t.device))[0]) for f in (route, route_reference)
         )  # fmt: skip
         assert_close_to_truth(ours, plain, [logits], [upstream])
 
 
-def test_the_own_choice_given_back_changes_no_bit(backend):
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_own_choice_given_back_changes_no_bit(backend, score):
     generator = torch.Generator().manual_seed(0)
     logits, upstream = (torch.randn(9, n, generator=generator).to(backend) for n in (6, 3))
 
     def run(given):
         leaf = logits.clone().requires_grad_()
-        weights, experts = route(leaf, 3, True, False, given)
+        weights, experts = route(leaf, Routing(3, normalize=True, score=score), given=given)
         weights.backward(upstream)
         return weights, experts, leaf.grad
 
@@ -74,7 +131,7 @@ def test_the_own_choice_given_back_changes_no_bit(backend):
 
 def test_route_of_strided_logits_and_gradients(backend):
     logits = torch.randn(12, 18, generator=torch.Generator().manual_seed(0)).to(backend)
-    ours, plain = ((lambda t, f=f: f(t, 3, False)[0]) for f in (route, route_reference))
+    ours, plain = ((lambda t, f=f: f(t, Routing(3))[0]) for f in (route, route_reference))
     upstream = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).to(backend).t()
     for strided in (logits[::2, ::2], logits[:9, :6].t()):
         for gradient in (upstream, upstream[:1].expand(6, 3), upstream[:1, :1].expand(6, 3)):
@@ -83,61 +140,80 @@ def test_route_of_strided_logits_and_gradients(backend):
 
 def test_route_of_no_token(backend):
     logits = torch.zeros(0, 5, device=backend, requires_grad=True)
-    weights, experts = route(logits, 2, True)
+    weights, experts = route(logits, Routing(2, normalize=True))
     assert weights.shape == experts.shape == (0, 2)
     weights.sum().backward()
     assert logits.grad.shape == (0, 5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("normalize", [True, False])
-def test_route_always_chooses_different_experts(kernel_device, normalize):
+@pytest.mark.parametrize(
+    "form", [{}, {"normalize": True}, {"score": "sigmoid"}, {"groups": 2, "top_groups": 1}], ids=str
+)
+def test_route_always_chooses_different_experts(kernel_device, form):
     """Also of equal logits, of infinite ones and of NaN: a wrong index would be a wrong address."""
     inf, nan = float("inf"), float("nan")
     rows = [[0.0] * 6, [-inf] * 6, [nan] * 6, [inf] * 6, [0.0, -inf, -inf, -inf, -inf, -inf], [-0.0, 0.0, nan, 1, 2, 3]]
-    weights, experts = route(torch.tensor(rows, device=kernel_device), 3, normalize)
+    weights, experts = route(torch.tensor(rows, device=kernel_device), Routing(3, **form))
     assert all(len(set(chosen)) == 3 and set(chosen) <= set(range(6)) for chosen in experts.tolist())
     assert experts[0].tolist() == [0, 1, 2]  # of equals the first
-    assert experts[5].tolist() == [2, 5, 4]
     assert weights[2].isnan().all()
-    torch.testing.assert_close(weights[4], torch.tensor([1.0, 0.0, 0.0], device=kernel_device))
+    if "groups" not in form:
+        assert experts[5].tolist() == [2, 5, 4]
+    if "score" not in form:
+        torch.testing.assert_close(weights[4], torch.tensor([1.0, 0.0, 0.0], device=kernel_device))
 
 
-@pytest.mark.parametrize(("normalize", "round_weights"), [(True, False), (False, True)])
-def test_route_opcheck(kernel_device, normalize, round_weights):
-    logits = distinct_logits(7, 10, torch.float16, kernel_device).requires_grad_()
-    ops = torch.ops.liger_models
-    opcheck(ops.route, (logits, 3, normalize, round_weights, None))
-    opcheck(ops.route, (logits, 3, normalize, round_weights, torch.arange(21, device=kernel_device).view(7, 3) % 10))
-    weights, experts = route(logits.detach(), 3, normalize, round_weights)
-    opcheck(ops.route_backward, (weights, logits.detach(), experts, normalize))
+@pytest.mark.parametrize("form", [FORMS[1], GROUPED[2][1]], ids=str)
+def test_route_opcheck(kernel_device, form):
+    logits = distinct_logits(7, 12, torch.float16, kernel_device).requires_grad_()
+    ops, routing, bias = torch.ops.liger_models, Routing(3, **form), torch.rand(12, device=kernel_device)
+    given = torch.arange(21, device=kernel_device).view(7, 3) % 12
+    opcheck(ops.route, (logits, None, None, *routing))
+    opcheck(ops.route, (logits, bias, given, *routing))
+    weights, experts = route(logits.detach(), routing)
+    fields = routing.normalize, routing.score, routing.scale, routing.epsilon
+    opcheck(ops.route_backward, (weights, logits.detach(), experts, *fields))
 
 
-def test_the_reference_in_fp64():
+@every_form
+def test_the_reference_in_fp64(form):
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    for normalize in (True, False):
-        torch.autograd.gradcheck(lambda t, n=normalize: route_reference(t, 2, n)[0], [logits])
+    routing = Routing(2, **{**form, "round_weights": False})
+    torch.autograd.gradcheck(lambda t: route_reference(t, routing)[0], [logits])
 
 
 @pytest.mark.compile
 def test_the_number_of_experts_may_be_symbolic():
-    compiled = torch.compile(route, fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda t, k: route(t, Routing(k, normalize=True)), fullgraph=True, backend="eager")
     for top_k in (2, 3):
         logits = torch.randn(4, 8)
-        torch.testing.assert_close(compiled(logits, top_k, normalize=True), route(logits, top_k, normalize=True))
+        torch.testing.assert_close(compiled(logits, top_k), route(logits, Routing(top_k, normalize=True)))
 
 
 def test_bad_arguments():
     for top_k in (0, 5):
         with pytest.raises(ValueError, match=rf"top_k must be in 1 to 4 \(the number of experts\), got {top_k}"):
-            route(torch.ones(2, 4), top_k, True)
+            route(torch.ones(2, 4), Routing(top_k))
     with pytest.raises(ValueError, match=r"logits must be \[N, X\], got \[4\]"):
-        route(torch.ones(4), 1, True)
+        route(torch.ones(4), Routing(1))
     with pytest.raises(TypeError, match=r"logits must be a floating-point tensor"):
-        route(torch.zeros(2, 3, dtype=torch.int64), 1, True)
+        route(torch.zeros(2, 3, dtype=torch.int64), Routing(1))
+    with pytest.raises(ValueError, match=r"bias must be \[4\], one number for each expert, got \[3\]"):
+        route(torch.ones(2, 4), Routing(1), torch.ones(3))
     for given in (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 1)):
         with pytest.raises(ValueError, match=r"given must be \[2, 1\] integers, got \[2, .\] .*recorded with these"):
-            route(torch.ones(2, 4), 1, True, given=given)
+            route(torch.ones(2, 4), Routing(1), given=given)
     for wrong in ([[0, 4]], [[0, -1]]):
         with pytest.raises(ValueError, match="given must name experts below 4, or begin with a negative number"):
-            route(torch.ones(1, 4), 2, True, given=torch.tensor(wrong))
+            route(torch.ones(1, 4), Routing(2), given=torch.tensor(wrong))
+    for form, message in (
+        ({"score": "tanh"}, "score must be 'softmax' or 'sigmoid', got 'tanh'"),
+        ({"group_score": "mean"}, "group_score must be 'max' or 'top2', got 'mean'"),
+        ({"groups": 3}, "groups must divide the 4 experts, .* got groups 3 and top_groups 1"),
+        ({"groups": 2, "top_groups": 3}, "top_groups must be in 1 to groups, got groups 2 and top_groups 3"),
+        ({"groups": 4, "top_groups": 1}, "1 groups of 1 experts must hold top_k experts, .* got top_k 2"),
+        ({"groups": 4, "top_groups": 4, "group_score": "top2"}, "two each for the group score 'top2'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            route(torch.ones(2, 4), Routing(2, **form))

@@ -1,0 +1,150 @@
+"""DeepSeek V2, V2 Lite and Coder V2: model_type ``deepseek_v2``.
+
+Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
+(`LigerLatentAttention`). In V2 Lite, ``q_lora_rank`` is null and queries are computed from the input. From layer
+``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens,
+which are one MLP without a gate. Routing weights are probabilities of the softmax, which are multiplied by
+``routed_scaling_factor`` and not renormalized. With ``topk_method`` "group_limited_greedy", only experts of the
+``topk_group`` best of ``n_group`` groups are chosen, where the score of a group is that of its best expert. With YaRN,
+scores are multiplied by the square of a factor that follows from ``mscale_all_dim``.
+
+Source: https://arxiv.org/abs/2405.04434, transformers ``models/deepseek_v2``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.kernels.moe.routing import Routing
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import LatentDecoderConfig, check_values
+from liger_models.layers.latent_attention import LigerLatentAttention
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerSharedExpertMoE
+from liger_models.layers.norm import LigerRMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV2Config(LatentDecoderConfig):
+    """Sizes and constants of a DeepSeek V2 model. ``mlp_bias`` adds biases to dense MLPs and to shared experts."""
+
+    vocab_size: int = 102400
+    first_k_dense_replace: int = 0
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int = 1407
+    routed_scaling_factor: float = 1.0
+    topk_method: str = "greedy"
+    n_group: int | None = None
+    topk_group: int | None = None
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_values(self, topk_method=("greedy", "group_limited_greedy"))
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen, and what their weights are multiplied by."""
+        if self.topk_method == "greedy":
+            return Routing(self.top_k, scale=self.routed_scaling_factor)
+        groups, top_groups = self.n_group or 1, self.topk_group or 1
+        return Routing(self.top_k, groups=groups, top_groups=top_groups, scale=self.routed_scaling_factor)
+
+    @property
+    def top_k(self) -> int:
+        """Number of routed experts of a token. Without a value, it is 6, as in all released models."""
+        return 6 if self.num_experts_per_tok is None else self.num_experts_per_tok
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return layer >= self.first_k_dense_replace
+
+
+class DeepseekV2Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: DeepseekV2Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerLatentAttention.from_config(config, layer, kernels)
+        self.post_attention_layernorm = norm()
+        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+        if not config.is_sparse(layer):
+            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        else:
+            self.mlp = LigerSharedExpertMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.n_routed_experts,
+                config.routing,
+                shared_size=config.n_shared_experts * config.moe_intermediate_size,
+                shared_bias=config.mlp_bias,
+                gated=False,
+                fp32_router=True,
+                kernel=kernels.swiglu,
+            )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class LigerDeepseekV2(CausalLM):
+    """DeepSeek V2 with its language-model head."""
+
+    config_class = DeepseekV2Config
+    block_class = DeepseekV2Block
+    replays_routing = True
+
+
+# Keys of the router's training and of the released code, which the model in transformers does not read.
+IGNORED_KEYS = (
+    "aux_loss_alpha",
+    "ep_size",
+    "moe_layer_freq",
+    "norm_topk_prob",  # released files never renormalize
+    "num_nextn_predict_layers",
+    "output_router_logits",  # there is no load-balancing loss
+    "qk_head_dim",
+    "scoring_func",
+    "seq_aux",
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the number of experts also under its name in transformers 5."""
+    return {"n_routed_experts" if key == "num_experts" else key: value for key, value in hf.items()}
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the type of rope scaling also under the key that the released code reads."""
+    rope = keys.get("rope_scaling")
+    return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
+
+
+def weight_map(config: DeepseekV2Config, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of DeepSeek V2 to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
+    return latent_moe_map(config, fused=fused, correction=False, mlp_bias=config.mlp_bias)
+
+
+add_family(
+    LigerDeepseekV2,
+    model_type="deepseek_v2",
+    hf_class="DeepseekV2ForCausalLM",
+    weight_map=weight_map,
+    other_maps=lambda config: [weight_map(config, fused=True)],
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
+)

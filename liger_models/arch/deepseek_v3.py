@@ -1,0 +1,155 @@
+"""DeepSeek V3, R1 and V3.1, and Moonlight: model_type ``deepseek_v3``. Kimi K2 has the same layers: ``kimi_k2``.
+
+Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
+(`LigerLatentAttention`). From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus
+``n_shared_experts`` shared experts for all tokens, which are one MLP without a gate. Experts are scored by a sigmoid.
+For the choice, ``e_score_correction_bias`` is added to the scores, and only experts of the ``topk_group`` best of
+``n_group`` groups are chosen, where the score of a group is the sum of its two best. The weights are the scores without
+the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays
+in fp32, and gradients do not train it. With YaRN, scores of attention are multiplied by the square of a factor that
+follows from ``mscale_all_dim``. The layers for multi-token prediction after the last layer are kept and saved again.
+Checkpoints of Kimi K2 are saved with the model_type ``deepseek_v3``, which transformers can read.
+
+Source: https://arxiv.org/abs/2412.19437, transformers ``models/deepseek_v3``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.kernels.moe.routing import Routing
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import LatentDecoderConfig
+from liger_models.layers.latent_attention import LigerLatentAttention
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerSharedExpertMoE
+from liger_models.layers.norm import LigerRMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(LatentDecoderConfig):
+    """Sizes and constants of a DeepSeek V3 model."""
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    num_hidden_layers: int = 61
+    num_attention_heads: int = 128
+    num_key_value_heads: int | None = 128
+    max_position_embeddings: int = 4096
+    first_k_dense_replace: int = 3
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 2048
+    n_group: int = 8
+    topk_group: int = 4
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    rope_interleave: bool = True
+    num_nextn_predict_layers: int = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 1
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen, and how their weights are computed."""
+        return Routing(
+            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
+        )  # fmt: skip
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return layer >= self.first_k_dense_replace
+
+
+class DeepseekV3Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: DeepseekV3Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
+        self.post_attention_layernorm = norm()
+        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+        if not config.is_sparse(layer):
+            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        else:
+            self.mlp = LigerSharedExpertMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.n_routed_experts,
+                config.routing,
+                shared_size=config.n_shared_experts * config.moe_intermediate_size,
+                gated=False,
+                correction_bias=True,
+                fp32_router=True,
+                kernel=kernels.swiglu,
+            )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class LigerDeepseekV3(CausalLM):
+    """DeepSeek V3 with its language-model head."""
+
+    config_class = DeepseekV3Config
+    block_class = DeepseekV3Block
+    replays_routing = True
+
+
+# Keys of the released code and of the router's training, which the model in transformers does not read.
+IGNORED_KEYS = (
+    "aux_loss_alpha",
+    "ep_size",
+    "moe_layer_freq",
+    "output_router_logits",  # there is no load-balancing loss
+    "qk_head_dim",
+    "scoring_func",
+    "seq_aux",
+    "topk_method",
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename keys that transformers 5 writes."""
+    names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+    return {names.get(key, key): value for key, value in hf.items()}
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the type of rope scaling also under the key that the released code reads."""
+    rope = keys.get("rope_scaling")
+    return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
+
+
+def weight_map(config: DeepseekV3Config, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of DeepSeek V3 to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
+    layers = config.num_hidden_layers
+    later = [f"model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
+    return latent_moe_map(config, fused=fused, kept=later)
+
+
+add_family(
+    LigerDeepseekV3,
+    model_type="deepseek_v3",
+    hf_class="DeepseekV3ForCausalLM",
+    weight_map=weight_map,
+    other_maps=lambda config: [weight_map(config, fused=True)],
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
+    aliases=("kimi_k2",),
+)

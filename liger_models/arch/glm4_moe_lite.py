@@ -1,0 +1,157 @@
+"""GLM-4.7-Flash: model_type ``glm4_moe_lite``.
+
+Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
+(`LigerLatentAttention`). In layers of type "sparse" in ``mlp_layer_types`` (by default, all but the first layer), the
+MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens, which are one MLP without a gate.
+Experts are scored by a sigmoid. For the choice, ``e_score_correction_bias`` is added to the scores, and only experts of
+the ``topk_group`` best of ``n_group`` groups are chosen, where the score of a group is the sum of its two best. The
+weights are the scores without the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied by
+``routed_scaling_factor``. The bias stays in fp32, and gradients do not train it. The layer for multi-token prediction
+after the last layer is kept and saved again.
+
+Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe_lite``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.kernels.moe.routing import Routing
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import LatentDecoderConfig, check_layer_types, check_values
+from liger_models.layers.latent_attention import LigerLatentAttention
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerSharedExpertMoE
+from liger_models.layers.norm import LigerRMSNorm
+
+LAYER_TYPES = ("dense", "sparse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeLiteConfig(LatentDecoderConfig):
+    """Sizes and constants of a GLM-4.7-Flash model. The whole rotated part of a head is rotated."""
+
+    vocab_size: int = 154880
+    hidden_size: int = 2048
+    intermediate_size: int = 10240
+    num_hidden_layers: int = 47
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = 20
+    q_lora_rank: int | None = 768
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    max_position_embeddings: int = 202752
+    rms_norm_eps: float = 1e-5
+    n_routed_experts: int = 64
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 4
+    moe_intermediate_size: int = 1536
+    mlp_layer_types: list[str] | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.8
+    rope_interleave: bool = True
+    partial_rotary_factor: float = 1.0
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_values(self, partial_rotary_factor=(1.0,))
+        check_layer_types("Glm4MoeLiteConfig", self.mlp_layer_types, self.num_hidden_layers, LAYER_TYPES)
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen, and how their weights are computed."""
+        return Routing(
+            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
+        )  # fmt: skip
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return layer > 0 if self.mlp_layer_types is None else self.mlp_layer_types[layer] == "sparse"
+
+
+class Glm4MoeLiteBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
+        self.post_attention_layernorm = norm()
+        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+        if not config.is_sparse(layer):
+            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        else:
+            self.mlp = LigerSharedExpertMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.n_routed_experts,
+                config.routing,
+                shared_size=config.n_shared_experts * config.moe_intermediate_size,
+                gated=False,
+                correction_bias=True,
+                fp32_router=True,
+                kernel=kernels.swiglu,
+            )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class LigerGlm4MoeLite(CausalLM):
+    """GLM-4.7-Flash with its language-model head."""
+
+    config_class = Glm4MoeLiteConfig
+    block_class = Glm4MoeLiteBlock
+    replays_routing = True
+
+
+# Keys of the released code and of the router's training, which the model in transformers does not read.
+IGNORED_KEYS = (
+    "aux_loss_alpha",
+    "ep_size",
+    "first_k_dense_replace",  # mlp_layer_types decides
+    "moe_layer_freq",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "output_router_logits",  # there is no load-balancing loss
+    "qk_head_dim",
+    "scoring_func",
+    "seq_aux",
+    "topk_method",
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the number of experts also under its name in transformers 5."""
+    return {"n_routed_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
+
+
+def weight_map(config: Glm4MoeLiteConfig, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of GLM-4.7-Flash to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
+    return latent_moe_map(config, fused=fused, kept=[f"model.layers.{config.num_hidden_layers}."])
+
+
+add_family(
+    LigerGlm4MoeLite,
+    model_type="glm4_moe_lite",
+    hf_class="Glm4MoeLiteForCausalLM",
+    weight_map=weight_map,
+    other_maps=lambda config: [weight_map(config, fused=True)],
+    from_json=from_json,
+    ignored_keys=IGNORED_KEYS,
+)

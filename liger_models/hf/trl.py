@@ -1,0 +1,161 @@
+"""The loss of TRL's `SFTTrainer` for the models of this package.
+
+TRL replaces the forward of a model by one that computes the logits in tiles, and computes them again in the backward.
+From TRL 1.15 on, it returns the log-probability of each target, the entropies, and whether the targets are the most
+probable tokens, and `SFTTrainer` divides the sum of the log-probabilities by the number of targets. In earlier
+versions, with the loss ``chunked_nll``, it returns the loss and the sums of the other numbers. The forward of this file
+returns the same from `log_probs_of_sum`, which computes the logits once.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import logging
+
+from liger_models.common.errors import is_traced
+from liger_models.kernels.loss.linear_logprobs import log_probs_of_sum
+from liger_models.kernels.moe.load_balancing import load_balancing_loss
+from liger_models.layers.lm_head import LabeledRows
+
+logger = logging.get_logger(__name__)
+
+SETTINGS = {"outputs": ("log_probs", "entropy", "is_top1"), "temperature": 1.0, "cast_lm_head_to_fp32": False}
+"""The settings with which `SFTTrainer` replaces the forward. Other trainers have other settings, and other losses."""
+
+
+class TokenNumbers(NamedTuple):
+    """What TRL computes with labels: the loss, and tensors of all targets [B, T - 1], or [B, T] if they were shifted.
+
+    Attributes:
+        loss: [], with the weighted auxiliary loss.
+        log_probs: fp32, 0 without a target.
+        entropy: fp32, 0 without a target.
+        is_top1: bool, whether the target is the most probable token.
+        label_mask: bool, whether there is a target.
+        aux_loss: [], without its weight; None if it was not requested.
+    """
+
+    loss: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    label_mask: Tensor
+    aux_loss: Tensor | None
+
+
+def fused_forward(model: Any, forward: Any) -> Any:
+    """Return what a model's forward is set to, for a ``forward`` that somebody sets.
+
+    Args:
+        model: a `liger_models.hf.model.LigerForCausalLM`.
+        forward: any method.
+
+    Returns:
+        For the forward of `SFTTrainer`, a method that returns the same. Where this method can't use the fused loss, it
+        calls ``forward``, and a warning says why. For any other forward, the forward itself.
+    """
+    trl: Any = getattr(forward, "__func__", None)
+    output = _output_of(trl)
+    if output is None:
+        return forward
+    # Another loss, such as DFT, is noticed in its first backward.
+    is_mean = True
+
+    def when_other() -> None:
+        nonlocal is_mean
+        is_mean = False
+
+    @functools.wraps(type(model).forward)
+    def sft_forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        has_labels = inputs.get("labels") is not None or inputs.get("shift_labels") is not None
+        is_asked = inputs.get("fused_lm_head", has_labels and not args)
+        reason = _fallback_reason(self) if is_asked else None
+        if reason is not None:
+            logger.warning_once(f"{type(self).__name__}: the head of TRL computes the loss of SFT, because {reason}.")
+        if not is_asked or reason is not None:
+            return trl(self, *args, **inputs)
+        inputs.pop("fused_lm_head", None)
+        return output(_numbers(self, *args, **inputs, ahead=is_mean, when_other=when_other))
+
+    return MethodType(sft_forward, model)
+
+
+def _output_of(trl: Any) -> Callable[[TokenNumbers], Any] | None:
+    """Return the function that makes the output of a forward of `SFTTrainer`; None for any other function."""
+    scope, code = getattr(trl, "__globals__", {}), getattr(trl, "__code__", None)
+    place = scope.get("__name__"), getattr(code, "co_name", None)
+    if place == ("trl.trainer.utils", "_fused_forward") and "FusedCausalLMOutput" in scope:
+        settings = inspect.getclosurevars(trl).nonlocals
+        is_sft = all(settings.get(name) == value for name, value in SETTINGS.items())
+        return (lambda numbers: scope["FusedCausalLMOutput"](**numbers._asdict())) if is_sft else None
+    if place == ("trl.trainer.sft_trainer", "_chunked_ce_forward") and "_ChunkedCELMHeadOutput" in scope:
+        return lambda numbers: scope["_ChunkedCELMHeadOutput"](
+            loss=numbers.loss, aux_loss=numbers.aux_loss, entropy_sum=numbers.entropy.detach().sum(),
+            num_correct_tokens=numbers.is_top1.sum().float(), num_valid_tokens=numbers.label_mask.sum(),
+        )  # fmt: skip
+    return None
+
+
+def _numbers(
+    model: Any,
+    *args: Any,
+    labels: Any = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | float | None = None,
+    ahead: bool,
+    when_other: Callable[[], object],
+    **inputs: Any,
+) -> TokenNumbers:
+    """Run the model. ``ahead`` and ``when_other`` are arguments of `log_probs_of_sum`, the others those of TRL."""
+    # Without shifted labels, the last token of a row has no target.
+    target, tokens = shift_labels, slice(None)
+    if target is None:
+        target, tokens = F.pad(labels[:, 1:], (0, 1), value=-100), slice(-1)
+    rows = LabeledRows(target)  # before the body runs, so that the host does not wait for their number
+    body = model.base_model(*args, **inputs | {"use_cache": False, "return_dict": True})
+    head = model.lm_head
+
+    def statistics(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+        # As in TRL, the weight may have another dtype than the hidden states.
+        weight = weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
+        return log_probs_of_sum(
+            x, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, ahead=ahead, when_other=when_other
+        )
+
+    x, y = rows.select(body.last_hidden_state)
+    (log_probs, entropy, predicted), _ = head(x, y, loss_function=statistics)
+    log_probs, entropy, is_top1 = (rows.spread(x)[:, tokens] for x in (log_probs, entropy, predicted == y))
+    label_mask = target[:, tokens] != -100
+    count = label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    loss = -log_probs.sum() / count
+
+    # SFTTrainer may ask for the auxiliary loss without its weight.
+    text, aux_loss = model.config.get_text_config(), None
+    wanted = inputs.get("output_router_logits")
+    if getattr(text, "output_router_logits", False) if wanted is None else wanted:
+        decoder = model.model.decoder
+        aux_loss = load_balancing_loss(
+            body.router_logits, decoder.config.num_experts_per_tok, inputs.get("attention_mask"), decoder.groups.balance
+        )
+        loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
+    return TokenNumbers(loss, log_probs, entropy, is_top1, label_mask, aux_loss)
+
+
+def _fallback_reason(model: Any) -> str | None:
+    """Return why the fused loss can't be used; None if it can."""
+    if model.has_own_head:
+        return "the model has another head"
+    if not model.model.decoder.kernels.fused_linear_cross_entropy:
+        return "fused_linear_cross_entropy is off"
+    if is_traced():
+        return "the model is compiled"
+    # The gradients of another loss would need the weight in the backward, where it is not gathered.
+    if any(hasattr(parameter, "ds_id") for parameter in model.lm_head.parameters()):
+        return "ZeRO-3 shards the weight"
+    return None

@@ -1,0 +1,372 @@
+"""Attention whose keys and values are computed from latents (multi-head latent attention, MLA).
+
+A token x has a latent c of L numbers and a key part r of R numbers, which all H heads share. A head has queries and
+keys of N + R columns and values of V columns::
+
+    [a, l, r'] = W_a x                         Q, L and R numbers; without low-rank queries, a is x itself
+    q = W_q norm(a),   c = norm(l)             the last R columns of each head of q, and r', are rotated
+    k_h = [W_k,h c, rotate(r')],  v_h = W_v,h c
+    o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
+
+Training and prompts use this form. Decoding caches only the row [c, rotate(r')] of each token, and moves W_k and W_v to
+the other side of the products::
+
+    q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
+    o_h = W_v,h Σ_j softmax_j(...) · c_j
+
+This is attention with one KV head, whose keys are the rows and whose values are the first L columns of the rows.
+
+Source: https://arxiv.org/abs/2405.04434.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.distributed.collectives import Group, copy_to_region, to_heads
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.options import KernelOptions
+from liger_models.kernels.rope.latent_heads import latent_heads, latent_heads_reference
+from liger_models.kernels.rope.rope import rope, rope_reference
+from liger_models.layers.attention import BaseAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import LatentDecoderConfig
+from liger_models.layers.derived import derive
+from liger_models.layers.layer import AttentionSpec
+from liger_models.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    check_divisible,
+    local,
+    ranks_of,
+)
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, call_linear, is_plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Latents(NamedTuple):
+    """What the first projections return for each token.
+
+    Attributes:
+        q: [B, T, Q], the latent of the queries, before its norm; without low-rank queries, the queries themselves,
+            [B, T, H · (N + R)].
+        c: [B, T, L], the latent of keys and values, before its norm.
+        rope: [B, T, R], the part of the key that all heads share, before the rotation.
+    """
+
+    q: Tensor
+    c: Tensor
+    rope: Tensor
+
+
+class LigerLatentAttention(BaseAttention):
+    """Causal attention whose keys and values are computed from a latent of each token.
+
+    With low-rank queries, the projections to the latents of queries, keys and values are one matrix, ``qkv_a_proj``.
+
+    Args:
+        hidden_size: C.
+        num_heads: H.
+        nope_dim, rope_dim: N and R, the columns of a head's queries and keys that are not rotated, and those that are.
+        value_dim: V.
+        kv_rank: L, the width of the latent of keys and values.
+        q_rank: Q, the width of the latent of queries; None for queries that are computed from the input.
+        norm: function that returns an RMSNorm of a given width, for the latents.
+        layer: index of the layer, which is also its slot in the decode cache.
+        bias: whether the projections from the input and the output projection have biases. If ``q_rank`` is None, the
+            projection of the queries has none.
+        scale: multiplier of q·k; None for (N + R)^-0.5.
+        dropout: probability of dropping an attention weight in training.
+        rotary: name of the rotary embedding, whose width is R; None for no rotation.
+        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
+        rope_kernel: False for plain torch.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        kv_rank: int,
+        q_rank: int | None,
+        *,
+        norm: Callable[[int], LigerRMSNorm],
+        layer: int,
+        bias: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        rotary: str | None = "default",
+        interleaved: bool = True,
+        rope_kernel: bool = True,
+    ) -> None:
+        super().__init__(
+            num_heads, layer=layer, scale=(nope_dim + rope_dim) ** -0.5 if scale is None else scale, dropout=dropout,
+            rotary=rotary, interleaved=interleaved, rope_kernel=rope_kernel,
+        )  # fmt: skip
+        self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
+        self.kv_rank, self.q_rank = kv_rank, q_rank
+        # The projections to latents; without low-rank queries, the queries have a projection of their own, whose rows
+        # tensor parallelism shards.
+        if q_rank is None:
+            self.q_proj = nn.Linear(hidden_size, num_heads * (nope_dim + rope_dim), bias=False)
+            self.kv_a_proj = nn.Linear(hidden_size, kv_rank + rope_dim, bias=bias)
+        else:
+            self.qkv_a_proj = nn.Linear(hidden_size, q_rank + kv_rank + rope_dim, bias=bias)
+            self.q_a_layernorm = norm(q_rank)
+            self.q_b_proj = nn.Linear(q_rank, num_heads * (nope_dim + rope_dim), bias=False)
+        # The projection of a latent to the first part of the key and to the value of each head, head by head.
+        self.kv_a_layernorm = norm(kv_rank)
+        self.kv_b_proj = nn.Linear(kv_rank, num_heads * (nope_dim + value_dim), bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, hidden_size, bias=bias)
+
+    @classmethod
+    def from_config(cls, config: LatentDecoderConfig, layer: int, kernels: KernelOptions, **options: Any) -> "Self":
+        """Build the attention of a layer with the sizes, the scale and the dropout of a config.
+
+        Args:
+            config: sizes and constants.
+            layer: index of the layer, which is also its slot in the decode cache.
+            kernels: which parts run on fused kernels.
+            options: further arguments of the class.
+        """
+        return cls(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+            config.q_lora_rank,
+            layer=layer,
+            norm=lambda width: LigerRMSNorm(width, 1e-6, kernel=kernels.rms_norm),
+            **{
+                "bias": config.attention_bias,
+                "scale": config.attention_scale,
+                "dropout": config.attention_dropout,
+                "rope_kernel": kernels.rope,
+                **options,
+            },
+        )
+
+    @property
+    def linears(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Layer.linears`."""
+        first = ("q_proj", "kv_a_proj") if self.q_rank is None else ("qkv_a_proj", "q_b_proj")
+        return (*first, "kv_b_proj", "o_proj")
+
+    def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
+        """Map x [B, T, C] to [B, T, C]."""
+        return self._attend(self._project(x), layout)
+
+    def _add_norm(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        if self.q_rank is None:
+            normed, residual = add_norm(norm, x, residual)
+            return self._attend(self._project(normed), layout), residual
+        latents, residual = add_norm_linear(norm, self.qkv_a_proj, x, residual)  # [B, T, Q + L + R]
+        return self._attend(self._latents(latents), layout), residual
+
+    def _project(self, x: Tensor) -> Latents:
+        """Compute the projections from x [B, T, C]."""
+        if self.q_rank is not None:
+            return self._latents(call_linear(self.qkv_a_proj, x))
+        c, shared = call_linear(self.kv_a_proj, x).split([self.kv_rank, self.rope_dim], -1)
+        return Latents(call_linear(self.q_proj, x), c, shared)
+
+    def _latents(self, latents: Tensor) -> Latents:
+        """Split the output of ``qkv_a_proj``, [B, T, Q + L + R]."""
+        assert self.q_rank is not None
+        return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
+
+    def _to_heads(self, projected: Latents, context: Group) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q and the keys' and values' columns of this rank's heads, and the shared part, for all tokens.
+
+        The ranks exchange latents, which are smaller than keys and values, and each rank projects them to its heads.
+        """
+        if self.q_rank is None:
+            q = to_heads(projected.q, context)
+        else:
+            q = self._own_heads(self.q_a_layernorm, self.q_b_proj, projected.q, context)
+        kv = self._own_heads(self.kv_a_layernorm, self.kv_b_proj, projected.c, context)
+        return q, kv, _gather(projected.rope, context)
+
+    def _own_heads(self, norm: LigerRMSNorm, linear: nn.Linear, latent: Tensor, context: Group) -> Tensor:
+        """Compute ``linear(norm(latent))`` for this rank's heads and all tokens, [B, T, columns of these heads]."""
+        if not is_plain(linear):  # a layer with adapters, for example, computes all heads of this rank's tokens
+            return to_heads(linear(norm(latent)), context)
+        weight = local(linear.weight).chunk(context.size)[context.rank]
+        return F.linear(_gather(norm(latent), context), weight)
+
+    def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:
+        if self.groups.context is not None:
+            q, kv, shared = projected
+            return self._weigh(*self._heads(self._scaled(q, layout), kv, shared, layout), layout).flatten(2)
+        latents: Latents = projected
+        q = latents.q
+        if self.q_rank is not None:
+            q, _ = add_norm_linear(self.q_a_layernorm, self.q_b_proj, None, q)
+        latents = latents._replace(q=self._scaled(q, layout))
+        if not self._absorbs(layout, q.shape[1]):
+            return self._weigh(*self._qkv(latents, layout), layout).flatten(2)
+        # The sums of latents [B, T, H, L] become values here, after the sum over the tokens.
+        weight = self._up_weight(q)[:, self.nope_dim :]
+        out = self._weigh(*self._absorbed_qkv(latents, layout), layout)
+        return torch.einsum("bthl,hvl->bthv", out, weight).flatten(2)
+
+    def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
+        """Return the queries [B, T, H · (N + R)] of all new tokens, scaled by anything but a constant."""
+        return q
+
+    def _heads(self, q: Tensor, kv: Tensor, shared: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k [B, T, H, N + R] and v [B, T, H, V] of the new tokens."""
+        build = latent_heads if self.rope_kernel else latent_heads_reference
+        cos, sin = self._tables(layout)
+        return build(q, kv, shared, cos, sin, self.num_heads, interleaved=self.interleaved)
+
+    def _qkv(self, projected: Latents, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        q, latent, shared = projected
+        cache, group = layout.cache, ranks_of(self.kv_b_proj)
+        if cache is None:
+            kv, _ = add_norm_linear(self.kv_a_layernorm, self.kv_b_proj, None, latent)  # [B, T, H · (N + V)]
+            return self._heads(q, kv, copy_to_region(shared, group), layout)
+
+        c = self.kv_a_layernorm(latent)
+        if is_batch_invariant() or not cache.length:
+            q, k, v = self._heads(q, call_linear(self.kv_b_proj, c), shared, layout)
+            # Batch-invariant decoding must add the same numbers as training, so it caches what training computes.
+            if is_batch_invariant():
+                k, v = cache.extend(self.layer, k, v)
+            else:
+                rows = torch.cat([c, k[:, :, 0, self.nope_dim :]], -1)[:, :, None]
+                cache.extend(self.layer, rows, rows[..., :0])
+            return q, k, v
+
+        # Many tokens after cached ones: the keys and values of all tokens [B, S, H, ...] are computed again.
+        rows, _ = cache.extend(self.layer, self._rows(c, shared, layout), c[:, :, None, :0])
+        c, shared = rows.squeeze(2).split([self.kv_rank, self.rope_dim], -1)
+        kv = call_linear(self.kv_b_proj, c).unflatten(-1, (self.num_heads, -1))
+        k_nope, v = kv.split([self.nope_dim, self.value_dim], -1)
+        k = torch.cat([k_nope, shared[:, :, None].expand(-1, -1, self.num_heads, -1)], -1)
+        return torch.cat(self._rotated_queries(q, layout), -1), k, v
+
+    # Decoding: the new tokens attend to cached latents.
+
+    def _absorbs(self, layout: BatchLayout, T: int) -> bool:
+        """Whether T new tokens attend to cached latents instead of keys and values.
+
+        Each cached token then takes T · (2 L + R) multiplications per head. Otherwise it takes L · (N + V) to compute
+        its key and value, and T · (N + R + V) to attend to them.
+        """
+        cache = layout.cache
+        if cache is None or is_batch_invariant() or not (cache.length or cache.pages is not None):
+            return False
+        expanded = self.nope_dim + self.value_dim
+        return cache.pages is not None or T * (2 * self.kv_rank - expanded) <= self.kv_rank * expanded
+
+    def _absorbed_qkv(self, projected: Latents, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, T, H, L + R], and the rows [B, S, 1, L + R] of all tokens with a view of their latents."""
+        assert layout.cache is not None
+        q, latent, shared = projected
+        rows = self._rows(self.kv_a_layernorm(latent), shared, layout)
+        rows, _ = layout.cache.extend(self.layer, rows, rows[..., :0])
+        nope, rest = self._rotated_queries(q, layout)
+        folded = torch.einsum("bthn,hnl->bthl", nope, self._up_weight(q)[:, : self.nope_dim])
+        return torch.cat([folded, rest], -1), rows, rows[..., : self.kv_rank]
+
+    def _rows(self, c: Tensor, shared: Tensor, layout: BatchLayout) -> Tensor:
+        """Return the rows [B, T, 1, L + R] that the cache holds of new tokens."""
+        return torch.cat([c[:, :, None], self._rotate(shared[:, :, None], layout)], -1)
+
+    def _rotated_queries(self, q: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """Split queries [B, T, H · (N + R)] into both parts of each head, [B, T, H, N] and [B, T, H, R] (rotated)."""
+        nope, rest = q.unflatten(-1, (self.num_heads, -1)).split([self.nope_dim, self.rope_dim], -1)
+        return nope, self._rotate(rest, layout)
+
+    def _rotate(self, x: Tensor, layout: BatchLayout) -> Tensor:
+        """Rotate x [B, T, heads, R]."""
+        cos, sin = self._tables(layout)
+        if cos is None or sin is None:
+            return x
+        return (rope if self.rope_kernel else rope_reference)(x, cos, sin, interleaved=self.interleaved)
+
+    def _up_weight(self, like: Tensor) -> Tensor:
+        """Return the weight of ``kv_b_proj`` as [H, N + V, L]. Each head has rows for its key, then for its value.
+
+        Adapters are included: a layer that is not plain is applied to the identity, once for all tokens of a
+        generation.
+        """
+        linear = self.kv_b_proj
+        if is_plain(linear):
+            return _by_heads(local(linear.weight), self.num_heads)
+
+        def compute() -> tuple[Tensor]:
+            identity = torch.eye(self.kv_rank, dtype=like.dtype, device=like.device)
+            return (linear(identity).T.contiguous(),)
+
+        return _by_heads(derive(self, like.dtype, compute)[0], self.num_heads)
+
+    # The interface of layers.
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """What the layer requires from the model, and the layer's cost in training."""
+        columns = self.nope_dim + self.rope_dim + self.value_dim
+        return AttentionSpec(
+            self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,
+            takes_pages=True, caches_latents=True,
+        )  # fmt: skip
+
+    def can_shard(self, size: int) -> bool:
+        """Whether ``size`` divides the number of heads."""
+        return self.num_heads % size == 0
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """On each of R ranks, keep 1 / R of the heads; the projections to latents are replicated.
+
+        Raises:
+            ValueError: the number of heads is not a multiple of the number of ranks.
+        """
+        self._share_heads(group)
+        replicated = ("kv_a_proj",) if self.q_rank is None else ("qkv_a_proj",)
+        columns = ("q_proj" if self.q_rank is None else "q_b_proj", "kv_b_proj")
+        for name in replicated:
+            alone = group if group.sequence_parallel else None
+            setattr(self, name, ReplicatedLinear.of(getattr(self, name), alone))
+        for name in columns:
+            setattr(self, name, ColumnParallelLinear.of(getattr(self, name), group))
+        self.o_proj = RowParallelLinear.of(self.o_proj, group)
+        return {**{f"{name}.weight": 0 for name in columns}, "o_proj.weight": 1}
+
+    def _share_heads(self, group: Group) -> None:
+        advice = ": heads are not replicated. Use fewer ranks, and FSDP over the others."
+        check_divisible("LigerLatentAttention", "num_attention_heads", self.num_heads, group, advice)
+        self.num_heads //= group.size
+
+    def shard_tokens(self, group: Group) -> None:
+        """Give each of R ranks T / R tokens. Inside attention, a rank has all T tokens and 1 / R of the heads.
+
+        Raises:
+            ValueError: the number of heads is not a multiple of the number of ranks.
+        """
+        self._share_heads(group)
+        self.groups = replace(self.groups, context=group)
+
+
+def _by_heads(weight: Tensor, heads: int) -> Tensor:
+    """Split the rows of a weight [H · O, C] into those of each head, [H, O, C]."""
+    return weight.view(heads, -1, weight.shape[1])
+
+
+def _gather(x: Tensor, context: Group) -> Tensor:
+    """All-gather token shards [B, T / R, C] to [B, T, C]. The backward sums the gradients of all ranks."""
+    return copy_to_region(x, replace(context, sequence_parallel=True))
