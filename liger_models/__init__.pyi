@@ -47,6 +47,8 @@ from liger_models.arch.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDe
 from liger_models.arch.hunyuan_v1_dense import LigerHunYuanDenseV1 as LigerHunYuanDenseV1
 from liger_models.arch.lfm2.dense import Lfm2Config as Lfm2Config
 from liger_models.arch.lfm2.dense import LigerLfm2 as LigerLfm2
+from liger_models.arch.lfm2.moe import Lfm2MoeConfig as Lfm2MoeConfig
+from liger_models.arch.lfm2.moe import LigerLfm2Moe as LigerLfm2Moe
 from liger_models.arch.llama import LigerLlama as LigerLlama
 from liger_models.arch.llama import LlamaConfig as LlamaConfig
 from liger_models.arch.llama4.model import LigerLlama4 as LigerLlama4

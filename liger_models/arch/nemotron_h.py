@@ -104,12 +104,8 @@ class NemotronHConfig(BaseConfig):
             )
         if self.num_key_value_heads is not None:
             check_multiple(self, num_attention_heads="num_key_value_heads")
-        check_multiple(self, n_routed_experts="n_group")
-        if not 1 <= self.topk_group <= self.n_group:
-            raise ValueError(
-                f"NemotronHConfig: topk_group must be 1 to n_group ({self.n_group}), got {self.topk_group}. Check "
-                "config.json."
-            )
+        if pattern.count(MOE):
+            self.routing.check("NemotronHConfig", self.n_routed_experts)
 
     @property
     def kv_heads(self) -> int:
@@ -126,6 +122,20 @@ class NemotronHConfig(BaseConfig):
         """Number of heads of the state-space mixer, their dimension, number of groups, and size of the state."""
         return self.mamba_num_heads, self.mamba_head_dim, self.n_groups, self.ssm_state_size
 
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen: by sigmoids plus a bias, from the best groups."""
+        return Routing(
+            self.num_experts_per_tok,
+            normalize=self.norm_topk_prob,
+            score="sigmoid",
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score="top2",
+            scale=self.routed_scaling_factor,
+            epsilon=1e-20,
+        )
+
     def layers_of(self, *kinds: str) -> list[int]:
         """The indices of the layers of some kinds."""
         return [layer for layer, kind in enumerate(self.hybrid_override_pattern) if kind in kinds]
@@ -136,8 +146,8 @@ def build_norm(config: NemotronHConfig, kernels: KernelOptions) -> LigerRMSNorm:
     return LigerRMSNorm(config.hidden_size, config.layer_norm_epsilon, casting_mode="gemma", kernel=kernels.rms_norm)
 
 
-class NemotronHExperts(LigerMoE):
-    """`LigerMoE` whose router may have another input than the experts.
+class LatentExperts(LigerMoE):
+    """Experts whose input may be narrower than that of their router.
 
     Args:
         config: sizes and constants.
@@ -145,15 +155,15 @@ class NemotronHExperts(LigerMoE):
     """
 
     def __init__(self, config: NemotronHConfig, kernels: KernelOptions) -> None:
-        width = config.hidden_size if config.moe_latent_size is None else config.moe_latent_size
-        routing = Routing(
-            config.num_experts_per_tok, config.norm_topk_prob, score="sigmoid", groups=config.n_group,
-            top_groups=config.topk_group, group_score="top2", scale=config.routed_scaling_factor, epsilon=1e-20,
-        )  # fmt: skip
         super().__init__(
-            width, config.moe_intermediate_size, config.n_routed_experts, routing, correction_bias=True, act="relu2",
+            config.hidden_size if config.moe_latent_size is None else config.moe_latent_size,
+            config.moe_intermediate_size,
+            config.n_routed_experts,
+            config.routing,
+            correction_bias=True,
+            act="relu2",
             kernel=kernels.swiglu,
-        )  # fmt: skip
+        )
         self.gate = WideRouter(config.hidden_size, config.n_routed_experts)
 
     def forward(
@@ -178,7 +188,7 @@ class NemotronHMoE(Layer):
 
     def __init__(self, config: NemotronHConfig, kernels: KernelOptions) -> None:
         super().__init__()
-        self.experts = NemotronHExperts(config, kernels)
+        self.experts = LatentExperts(config, kernels)
         self.shared_experts = LigerMLP(
             config.hidden_size, config.moe_shared_expert_intermediate_size, act="relu2", bias=config.mlp_bias,
             kernel=kernels.swiglu,

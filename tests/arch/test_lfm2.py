@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_models.arch.lfm2.dense import Lfm2Config, LigerLfm2
+from liger_models.arch.lfm2.moe import Lfm2MoeConfig, LigerLfm2Moe, from_json
 
 LENGTHS = [1, 2, 63, 64, 65, 130]
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -18,6 +19,15 @@ def test_published_sizes():
     assert config.mlp_size == 4608
     model = LigerLfm2.from_config(config, device="meta")
     assert model.num_parameters() == 354_483_968
+
+
+def test_published_sizes_with_experts():
+    """LFM2-8B-A1B, with a bias for each expert that is not a parameter in transformers."""
+    types = ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]
+    model = LigerLfm2Moe.from_config(Lfm2MoeConfig(num_hidden_layers=24, layer_types=types), device="meta")
+    assert model.num_parameters(only_trainable=True) == 8_339_929_856
+    with pytest.raises(ValueError, match=r"layer_types must have a type for each layer, got none"):
+        from_json({})
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -83,7 +83,7 @@ def test_given_experts_replace_the_choice(root, monkeypatch):
 
     def route(self, logits, experts=None):
         chosen = given.view(12, 2)
-        return self.scale * logits.sigmoid().gather(1, chosen), chosen, logits
+        return self.routing.scale * logits.sigmoid().gather(1, chosen), chosen, logits
 
     monkeypatch.setattr(type(router), "_route", route)
     model.zero_grad()
@@ -103,5 +103,5 @@ def test_kinds_of_layers():
         from_json({"layers_block_type": ["conv"]})
     with pytest.raises(ValueError, match=r"must hold 4 \(num_hidden_layers\) of M, \*, - and E, got 'MX\*-'"):
         NemotronHConfig(hybrid_override_pattern="MX*-")
-    with pytest.raises(ValueError, match=r"topk_group must be 1 to n_group \(2\), got 3"):
+    with pytest.raises(ValueError, match=r"top_groups must be in 1 to groups, got groups 2 and top_groups 3"):
         NemotronHConfig(n_group=2, topk_group=3)
