@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -15,7 +15,12 @@ CASES = [
     (family, rows)
     for family in (("qwen2_vl", "gqa"), ("qwen2_5_vl", "gqa"), ("qwen3_vl", "gqa"), ("qwen3_vl_moe", "gqa"))
     for rows in ("images", "videos")
-] + [(("gemma3", "tied"), "images"), (("gemma4", "shared"), "images"), (("mllama", "four"), "images")]
+] + [
+    (("gemma3", "tied"), "images"),
+    (("gemma4", "shared"), "images"),
+    (("mllama", "four"), "images"),
+    (("mistral3", "untied"), "images"),
+]
 
 
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -27,6 +32,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "gemma4":
         ids, mask, labels, images, types = test_gemma4_images.make(decoder, test_gemma4_images.ROWS[:count])
         return ids, mask, labels, images | types
+    if family == "mistral3":
+        return test_image_sizes.make(decoder, test_image_sizes.ROWS[:count])
     if family == "mllama":
         ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
         return ids, torch.ones_like(ids), labels, inputs
