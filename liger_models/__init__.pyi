@@ -58,6 +58,7 @@ from liger_models.arch.mamba2 import Mamba2Config as Mamba2Config
 from liger_models.arch.ministral import LigerMinistral as LigerMinistral
 from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
 from liger_models.arch.mistral import LigerMistral as LigerMistral
+from liger_models.arch.mistral3 import LigerMistral3 as LigerMistral3
 from liger_models.arch.mixtral import LigerMixtral as LigerMixtral
 from liger_models.arch.mllama.model import LigerMllama as LigerMllama
 from liger_models.arch.muse_glimmer.model import LigerMuseGlimmer as LigerMuseGlimmer

@@ -279,8 +279,8 @@ class Processor(ABC):
         If the processor supports bounds for single images, ``bounds`` holds two sequences, which are the ``min_pixels``
         and the ``max_pixels`` of all images.
 
-        To combine the inputs of several rows, pad their second dimensions with zeros, and concatenate them along the
-        first dimension.
+        To combine the inputs of several rows, pad their dimensions after the first with zeros, and concatenate them
+        along the first dimension.
         """
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:

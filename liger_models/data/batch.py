@@ -56,14 +56,18 @@ def join_rows(rows: Sequence[Batch]) -> Batch:
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along the first dimension, after padding their second dimensions with zeros to the largest.
+    """Concatenate tensors along the first dimension, after padding their other dimensions with zeros to the largest.
 
-    The second dimensions differ only for Llama 3.2 Vision, where the second dimension is over the images of a row.
+    The other dimensions differ only where images are padded: Llama 3.2 Vision has the images of a row in its second
+    dimension, and images of Pixtral and Mistral Small 3 keep their own height and width.
     """
-    longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
+    if tensors[0].dim() < 2:
+        return torch.cat([*tensors])
+    shape = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padding = [[most - length for most, length in zip(shape, tensor.shape[1:], strict=True)] for tensor in tensors]
     return torch.cat(
         [
-            pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, longest - tensor.shape[1])) if tensor.dim() > 1 else tensor
-            for tensor in tensors
+            pad(tensor, [part for after in reversed(missing) for part in (0, after)]) if any(missing) else tensor
+            for tensor, missing in zip(tensors, padding, strict=True)
         ]
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_llama4, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llama4, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -21,7 +21,13 @@ CASES = [
         ("muse_glimmer", "windows"),
     )
     for rows in ("images", "videos")
-] + [(case, "images") for case in (("gemma3", "tied"), ("gemma4", "shared"), ("llama4", "chunks"), ("mllama", "four"))]
+] + [
+    (("gemma3", "tied"), "images"),
+    (("gemma4", "shared"), "images"),
+    (("llama4", "chunks"), "images"),
+    (("mllama", "four"), "images"),
+    (("mistral3", "untied"), "images"),
+]
 
 
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -36,6 +42,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "llama4":
         ids, mask, labels, pixels = test_llama4.make(decoder, test_llama4.ROWS[:count])
         return ids, mask, labels, {"pixel_values": pixels}
+    if family == "mistral3":
+        return test_image_sizes.make(decoder, test_image_sizes.ROWS[:count])
     if family == "mllama":
         ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
         return ids, torch.ones_like(ids), labels, inputs

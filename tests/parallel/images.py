@@ -37,6 +37,9 @@ MLLAMA = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
     "image_size": 8, "patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32,
 }  # fmt: skip
+PIXTRAL = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 2,
+}  # fmt: skip
 # Name -> architecture, sizes of the language model, sizes of the tower.
 IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("qwen2_vl", MROPE, {"depth": 2, "embed_dim": 16, "hidden_size": 32} | PATCHES),
@@ -111,6 +114,7 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         LLAMA4,
     ),
+    "mistral3": ("mistral3", {"image_token_index": 90, "sliding_window": 5}, PIXTRAL),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
 LENGTH = 22
@@ -150,6 +154,12 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
             "pixel_values": torch.randn(rows * columns, width, generator=generator),
             "image_grid_thw": torch.tensor([[1, rows, columns]]),
         }
+    if hasattr(config, "spatial_merge_size"):
+        rows, columns = size
+        ids = [token for _ in range(rows) for token in (*[config.image_token_index] * columns, 91)]
+        side = vision.patch_size * config.spatial_merge_size
+        pixels = torch.randn(1, 3, 4 * side, 4 * side, generator=generator)
+        return ids, {"pixel_values": pixels, "image_sizes": torch.tensor([[rows * side, columns * side]])}
     if not hasattr(vision, "max_num_tiles"):  # images, or tiles, of one size
         count = getattr(config, "mm_tokens_per_image", None) or vision.tokens_per_tile
         ids = [config.boi_token_index, *[config.image_token_index] * count, config.eoi_token_index]

@@ -1,0 +1,46 @@
+"""The language models of the families with a Pixtral or CLIP tower: Mistral and Llama."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralTextConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Mistral, whose layers all have the window ``sliding_window``."""
+
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+
+class LlavaBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
+
+    The configuration may have ``attention_bias`` and ``mlp_bias``, as that of a Llama.
+    """
+
+    def __init__(self, config: MistralTextConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        bias = getattr(config, "attention_bias", False)
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, window=config.sliding_window, qkv_bias=bias, o_bias=bias
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)

@@ -1,0 +1,207 @@
+"""The processor of Pixtral and Mistral Small 3, which turns text and images into model inputs.
+
+Source: transformers ``image_processing_pil_pixtral.py``, ``processing_pixtral.py``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import MediaSize, Processor, TextOptions
+from liger_models.common.json_files import parse_json
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+BICUBIC = 3
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+FILE = "processor_config.json"
+
+
+class PixtralImages:
+    """Shrinks images whose longer side exceeds a limit, and rounds both sides up to whole image tokens.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        side: height and width of an image token in pixels.
+
+    Attributes:
+        longest: the largest length of the longer side in pixels; users may change it.
+
+    Raises:
+        ValueError: the settings request a feature that is not implemented, or have no positive limit.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], side: int) -> None:
+        check_settings(
+            settings, do_resize=True, do_convert_rgb=True, do_pad=True, do_center_crop=False, resample=BICUBIC
+        )
+        size = settings.get("size") or {"longest_edge": 1024}
+        longest = size.get("longest_edge") if isinstance(size, Mapping) else size
+        if not (isinstance(longest, int) and longest > 0):
+            raise ValueError(f"preprocessor_config.json: size must have longest_edge, a number of pixels, got {size}.")
+        self.longest, self.side = longest, side
+        self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
+        self.as_read = longest
+
+    def __repr__(self) -> str:
+        return f"PixtralImages(longest={self.longest}, side={self.side})"
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return the number of rows and columns of image tokens for an image of the given size in pixels."""
+        ratio = max(height / self.longest, width / self.longest)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        # As in transformers, a side that shrinks to 0 pixels has no tokens, so it is refused.
+        rows, columns = ((length - 1) // self.side + 1 for length in (height, width))
+        if min(rows, columns) < 1:
+            raise ValueError(
+                f"PixtralImages: an image must be at least one pixel wide and high when its longer side is "
+                f"{self.longest} pixels, got {columns} and {rows} tokens. Crop it."
+            )
+        return rows, columns
+
+    def __call__(self, source: "Source") -> Tensor:
+        """Return the image, [3, height, width] fp32."""
+        image = read_image(source)
+        rows, columns = self.grid(*image.size)
+        return self.normalize(to_tensor(image, (rows * self.side, columns * self.side), BICUBIC))
+
+
+class PixtralProcessor(Processor):
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: converter of images to pixels; set its attribute ``longest`` for smaller or larger images.
+        image, row_end, end: the token that is repeated for the image, the token after each row but the last, and the
+            token after the last row. In a text, ``image`` is the placeholder.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, images: PixtralImages, *, image: str, row_end: str, end: str) -> None:
+        super().__init__(tokenizer)
+        self.images, self.image, self.row_end, self.end = images, image, row_end, end
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "PixtralProcessor":
+        """Build the processor of a model from the settings in its checkpoint.
+
+        The size of an image token is that of the model; stale copies in the processor's files are not read.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
+                settings are not implemented.
+        """
+        tower: Any = model.visual
+        settings = settings_of(model.assets, "image_processor")
+        common = parse_json(model.assets.get(FILE, b"{}"), FILE)
+        names = [
+            common.get(key) or word
+            for key, word in (
+                ("image_token", "[IMG]"), ("image_break_token", "[IMG_BREAK]"), ("image_end_token", "[IMG_END]"),
+            )
+        ]  # fmt: skip
+        ids = [model.tokenizer.backend.token_to_id(name) for name in names]
+        if None in ids or ids[0] != model.config.image_token_index:
+            raise ValueError(
+                f"PixtralProcessor: the tokenizer must have the tokens {', '.join(names)}, the first with the id "
+                f"{model.config.image_token_index} (image_token_index), got the ids {ids}. Use the tokenizer of the "
+                "checkpoint."
+            )
+        check_given(settings)
+        images = PixtralImages(settings, tower.patch * tower.merge)
+        return cls(model.tokenizer, images, image=names[0], row_end=names[1], end=names[2])
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        bos: bool = True,
+        **options: "Unpack[TextOptions]",
+    ) -> ModelInputs:
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+
+        Args:
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [n, 3, height,
+            width], padded to the largest, and ``image_sizes`` [n, 2], the height and width of each.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
+                ``max_length``.
+        """
+        texts = self.texts(texts, options)
+        pixels = each_once(self.images, one_list("PixtralProcessor", self.image, texts, images))
+        grids = [(image.shape[1] // self.images.side, image.shape[2] // self.images.side) for image in pixels]
+        edits = self.replace(texts, image=[self._written(*grid) for grid in grids])
+        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
+        return out | _padded(pixels)
+
+    @property
+    def media_tokens(self) -> tuple[str, ...]:
+        """See `Processor.media_tokens`; the ends of rows belong to the image."""
+        return self.image, self.row_end, self.end
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """See `Processor.written`."""
+        rows, columns = self.images.grid(size.width, size.height)
+        return self._written(rows, columns), rows * (columns + 1)
+
+    def pixels(
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
+    ) -> dict[str, Tensor]:
+        """See `Processor.pixels`; returns ``pixel_values`` and ``image_sizes``."""
+        return _padded([self.images(image) for image in images])
+
+    def _written(self, rows: int, columns: int) -> str:
+        row = self.image * columns
+        return (row + self.row_end) * (rows - 1) + row + self.end
+
+    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
+        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
+        return super().media(parts) | {"bos": False}
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """The limit of the longer side if it was changed since it was read, and otherwise nothing."""
+        longest = self.images.longest
+        return {} if longest == self.images.as_read else {"image_processor": {"size": {"longest_edge": longest}}}
+
+
+def _padded(pixels: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Pad images [3, height, width] to one size at the bottom and on the right; {} without images."""
+    if not pixels:
+        return {}
+    sizes = torch.tensor([image.shape[1:] for image in pixels])
+    height, width = sizes.amax(0).tolist()
+    padded = [pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in pixels]
+    return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
