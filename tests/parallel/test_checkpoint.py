@@ -32,8 +32,8 @@ from ..late import transformers
 from .conftest import SECONDS
 from .models import batch, gradients, init_device_mesh, share, tiny, whole
 
-LAYOUTS = ["llama", "phi3", "qwen3_moe", "gemma3_text"]
-"""A projection for each of q, k, v, gate, up; fused ones; experts; tied, and two rotary embeddings."""
+LAYOUTS = ["llama", "phi3", "qwen3_moe", "gemma3_text", "deepseek_v3"]
+"""A projection for each of q, k, v, gate, up; fused ones; experts; tied, and two rotary embeddings; latents."""
 
 
 safe_open = files.safe_open
