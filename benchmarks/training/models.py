@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3_next": ("qwen3_next/Qwen3-Next-80B-A3B-Instruct.json", 4),
     "qwen3_5_text": ("qwen3_5_text/Qwen3.5-9B.text.json", 4),
     "qwen3_5_moe_text": ("qwen3_5_moe_text/Qwen3.5-35B-A3B.text.json", 4),
+    "llama4_text": ("llama4_text/Llama-4-Scout-17B-16E.text.json", 2),
     "gpt_oss": ("gpt_oss/gpt-oss-20b.json", 4),
     "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
     "granite": ("granite/granite-3.1-2b-instruct.json", 4),
