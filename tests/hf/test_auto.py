@@ -190,7 +190,14 @@ PUBLISHED = [
     if not file.name.endswith((".index.json", ".shapes.json", "tiny.json"))
     and "model_type" in json.loads(file.read_text(encoding="utf-8"))
 ]
-SPELLED_OUT = {"layer_types", "head_dim", "sliding_window", "partial_rotary_factor", "hidden_act"}
+SPELLED_OUT = {
+    "num_key_value_heads",
+    "layer_types",
+    "head_dim",
+    "sliding_window",
+    "partial_rotary_factor",
+    "hidden_act",
+}
 """Fields that transformers fills in where a file leaves them to the defaults."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llava, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -20,6 +20,7 @@ CASES = [
     (("gemma4", "shared"), "images"),
     (("mllama", "four"), "images"),
     (("mistral3", "untied"), "images"),
+    (("llava", "clip"), "images"),
 ]
 
 
@@ -32,6 +33,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "gemma4":
         ids, mask, labels, images, types = test_gemma4_images.make(decoder, test_gemma4_images.ROWS[:count])
         return ids, mask, labels, images | types
+    if family == "llava":
+        return test_llava.make(decoder, test_llava.ROWS[:count])
     if family == "mistral3":
         return test_image_sizes.make(decoder, test_image_sizes.ROWS[:count])
     if family == "mllama":

@@ -1,6 +1,6 @@
 """The vision tower of Pixtral, which Mistral Small 3 shares: images of any size, with rows and columns rotated.
 
-Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, and no norm follows
+Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, and none follows
 the last block. The patches of an image attend to each other and not to those of other images.
 
 Source: https://arxiv.org/abs/2410.07073, transformers ``models/pixtral``.
