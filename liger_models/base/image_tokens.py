@@ -111,9 +111,10 @@ class ImageTokenModel(VisionLanguageModel):
         """Return the inputs of repeated prompts, as in `VisionLanguageModel`. Images are in the order of the text."""
         others = {name: x for name, x in inputs.items() if name not in self.image_inputs}
         repeated = inputs | super().repeat_prompts(input_ids, others, times)
-        images = tuple(inputs.get(name) for name in self.image_inputs)
-        if all(isinstance(x, Tensor) and len(x) for x in images):
+        names = [name for name in self.image_inputs if isinstance(inputs.get(name), Tensor)]
+        images = tuple(inputs[name] for name in names)
+        if images and len(images[0]):
             counts = (input_ids == self.placeholder_id).sum(1)
-            chosen = repeated_images(counts, self.token_counts(images), times)  # type: ignore[arg-type]
-            repeated |= {name: inputs[name][chosen] for name in self.image_inputs}
+            chosen = repeated_images(counts, self.token_counts(images), times)
+            repeated |= {name: inputs[name][chosen] for name in names}
         return repeated

@@ -71,6 +71,9 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
         if field.name == "tie_word_embeddings":
             assert getattr(whole, field.name, False) == config.tie_word_embeddings
             continue
+        if field.name == "pad_token_id" and theirs is not whole:  # beside the text's it means nothing
+            assert getattr(theirs, field.name) == config.pad_token_id
+            continue
         if field.name.endswith("token_id") and theirs is not whole and hasattr(whole, field.name):
             assert getattr(whole, field.name) == getattr(config, field.name)
             continue
@@ -130,6 +133,8 @@ def test_the_defaults_are_those_of_transformers(arch: str) -> None:
 
 def assert_same_tower(config: Any, theirs: Any) -> None:
     for field in dataclasses.fields(config):
+        if field.name == "rope_theta" and theirs.model_type == "clip_vision_model":  # which rotates nothing
+            continue
         if field.name == "rope_theta":
             assert theirs.rope_parameters.pop("rope_type") in ("axial", "default")
             assert theirs.rope_parameters == {"rope_theta": config.rope_theta}

@@ -191,6 +191,7 @@ PUBLISHED = [
     and "model_type" in json.loads(file.read_text(encoding="utf-8"))
 ]
 SPELLED_OUT = {
+    "num_key_value_heads",
     "layer_types",
     "head_dim",
     "sliding_window",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llama4, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llama4, test_llava, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -27,6 +27,7 @@ CASES = [
     (("llama4", "chunks"), "images"),
     (("mllama", "four"), "images"),
     (("mistral3", "untied"), "images"),
+    (("llava", "clip"), "images"),
 ]
 
 
@@ -42,6 +43,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "llama4":
         ids, mask, labels, pixels = test_llama4.make(decoder, test_llama4.ROWS[:count])
         return ids, mask, labels, {"pixel_values": pixels}
+    if family == "llava":
+        return test_llava.make(decoder, test_llava.ROWS[:count])
     if family == "mistral3":
         return test_image_sizes.make(decoder, test_image_sizes.ROWS[:count])
     if family == "mllama":

@@ -37,6 +37,10 @@ MLLAMA = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
     "image_size": 8, "patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32,
 }  # fmt: skip
+CLIP = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 8,
+}  # fmt: skip
 PIXTRAL = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 2,
 }  # fmt: skip
@@ -114,6 +118,7 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         LLAMA4,
     ),
+    "llava": ("llava", {"image_token_index": 90}, CLIP),
     "mistral3": ("mistral3", {"image_token_index": 90, "sliding_window": 5}, PIXTRAL),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
@@ -154,6 +159,8 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
             "pixel_values": torch.randn(rows * columns, width, generator=generator),
             "image_grid_thw": torch.tensor([[1, rows, columns]]),
         }
+    if hasattr(config, "vision_feature_select_strategy"):
+        return [config.image_token_index] * 4, {"pixel_values": torch.randn(1, 3, 8, 8, generator=generator)}
     if hasattr(config, "spatial_merge_size"):
         rows, columns = size
         ids = [token for _ in range(rows) for token in (*[config.image_token_index] * columns, 91)]

@@ -11,6 +11,9 @@ IGNORED_KEYS = (
     "vocab_size",  # of the text model of CLIP
     "projection_dim",
     "initializer_factor",
+    "is_composition",
+    "ignore_index",
+    "use_image_newline_parameter",  # always true
     "image_seq_length",  # follows from the sizes of the tower
 )
 """Keys of config.json that do not change the model."""
@@ -61,6 +64,7 @@ def read_llava(
     flat = of_text(config_class, hf, read_text(text), top)
     flat.setdefault("tie_word_embeddings", bool(text.get("tie_word_embeddings")))
     vision = dict(hf.get("vision_config") or {})
+    vision.pop("tie_word_embeddings", None)  # a tower has no head
     rope = dict(vision.pop("rope_parameters", None) or {})
     if rope.pop("rope_type", "axial") not in ("axial", "default"):
         raise ValueError(

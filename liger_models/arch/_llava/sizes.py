@@ -102,11 +102,11 @@ class ImageSizesModel(ImageTokenModel):
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
         """See `ImageTokenModel.check_images`; the tokens of a row of an image must be contiguous."""
-        grid = input_ids.new_zeros(0, 2) if images is None else images[1].to(input_ids) // self.token_side
+        grid = input_ids.new_zeros(0, 2) if images is None else self.grids(images).to(input_ids)
         sizes = grid.prod(1)
         # One wait for the device for all numbers.
         numbers = torch.stack([places.sum(), sizes.sum(), count_torn(places, sizes, grid[:, 1], cu_seqlens)])
-        tokens, expected, torn = numbers.tolist()
+        tokens, expected, torn = map(int, numbers.tolist())
         check_placeholders(tokens, expected, torn, None if images is None else len(grid))
 
     def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
@@ -117,7 +117,14 @@ class ImageSizesModel(ImageTokenModel):
 
     def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
         """See `ImageTokenModel.token_counts`."""
-        return (images[1] // self.token_side).prod(1)
+        return self.grids(images).prod(1)
+
+    def grids(self, images: tuple[Tensor, ...]) -> Tensor:
+        """Return the number of rows, and of contiguous tokens in a row, of each image, [images, 2] int64."""
+        pixels, *sizes = images
+        if sizes:
+            return sizes[0] // self.token_side
+        return torch.tensor([pixels.shape[2:]] * len(pixels), device=pixels.device).view(-1, 2) // self.token_side
 
     def image_features(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the image tokens [tokens, C] of each image; the arguments are those of `forward`."""

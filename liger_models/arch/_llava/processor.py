@@ -1,0 +1,172 @@
+"""The processor of LLaVA 1.5, which turns text and images into model inputs.
+
+Source: transformers ``image_processing_pil_llava.py``, ``processing_llava.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from liger_models.arch._llava.config import PIXTRAL
+from liger_models.arch._towers.pixtral_processor import BICUBIC, CLIP_MEAN, CLIP_STD, PixtralProcessor
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+
+def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
+    """Read a size of preprocessor_config.json, which is a number or has one of ``names``; None if it is missing."""
+    value = settings.get(key)
+    if isinstance(value, Mapping):
+        value = next((value[name] for name in names if value.get(name) is not None), None)
+    return value if isinstance(value, int) else None
+
+
+class LlavaImages:
+    """Resizes the shorter side of an image, and crops the center to the size of the tower.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        image_size: height and width of the tower's images in pixels.
+
+    Raises:
+        ValueError: the settings request a feature that is not implemented, or another size than the tower's.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
+        check_settings(settings, do_resize=True, do_convert_rgb=True, do_center_crop=True, resample=BICUBIC)
+        shortest = side_of(settings, "size", "shortest_edge")
+        crop = side_of(settings, "crop_size", "height")
+        if crop != image_size or shortest is None or shortest < image_size:
+            raise ValueError(
+                f"preprocessor_config.json: crop_size must be {image_size}, as in the tower, and size must have a "
+                f"shortest_edge of at least this, got {settings.get('crop_size')} and {settings.get('size')}."
+            )
+        self.size, self.shortest, self.pads = image_size, shortest, bool(settings.get("do_pad"))
+        self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
+        # transformers pads with the mean color.
+        means = settings.get("image_mean") or CLIP_MEAN
+        self.background = tuple(int(mean * 255) for mean in means)
+
+    def __repr__(self) -> str:
+        return f"LlavaImages(size={self.size}, shortest={self.shortest}, pads={self.pads})"
+
+    def __call__(self, source: "Source") -> Tensor:
+        """Return the image, [3, image_size, image_size] fp32."""
+        image = read_image(source)
+        if self.pads and image.width != image.height:
+            image = self._square(image)
+        shorter, longer = sorted(image.size)
+        longer = int(self.shortest * longer / shorter)
+        height, width = (self.shortest, longer) if image.width > image.height else (longer, self.shortest)
+        top, left = (height - self.size) // 2, (width - self.size) // 2
+        pixels = to_tensor(image, (height, width), BICUBIC)
+        return self.normalize(pixels[:, top : top + self.size, left : left + self.size])
+
+    def _square(self, image: "Image") -> "Image":
+        from PIL import Image as images
+
+        side = max(image.size)
+        square = images.new("RGB", (side, side), cast(Any, self.background))
+        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        return square
+
+
+class LlavaProcessor(Processor):
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: converter of images to pixels.
+        image: the token that is repeated for the image. In a text, it is the placeholder.
+        tokens: number of tokens per image.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, images: Any, *, image: str, tokens: int) -> None:
+        super().__init__(tokenizer)
+        self.images, self.image, self.tokens = images, image, tokens
+
+    @classmethod
+    def of(cls, model: CausalLM) -> Any:
+        """Build the processor of a model from the settings in its checkpoint: a `PixtralProcessor` for its tower.
+
+        The number of tokens follows from the model; copies in the processor's files are not read.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the
+                settings are not implemented.
+        """
+        config, tower = model.config, cast(Any, model.visual)
+        if config.vision_config.model_type == PIXTRAL:
+            return PixtralProcessor.of(model)
+        settings = settings_of(model.assets, "image_processor")
+        (image,) = image_tokens(cls.__name__, model.tokenizer, [config.image_token_index])
+        check_given(settings)
+        images = LlavaImages(settings, config.vision_config.image_size)
+        return cls(model.tokenizer, images, image=image, tokens=tower.tokens)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        bos: bool = True,
+        **options: "Unpack[TextOptions]",
+    ) -> ModelInputs:
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+
+        Args:
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [n, 3, image_size,
+            image_size].
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
+                ``max_length``.
+        """
+        texts = self.texts(texts, options)
+        pixels = each_once(self.images, one_list(type(self).__name__, self.image, texts, images))
+        edits = self.replace(texts, image=[self.image * self.tokens] * len(pixels))
+        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
+        return out | ({"pixel_values": torch.stack(pixels)} if pixels else {})
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """See `Processor.written`."""
+        return self.image * self.tokens, self.tokens
+
+    def pixels(
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
+    ) -> dict[str, Tensor]:
+        """See `Processor.pixels`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
+        return {"pixel_values": torch.stack([self.images(image) for image in images])} if images else {}
+
+    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
+        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
+        return super().media(parts) | {"bos": False}
