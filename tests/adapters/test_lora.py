@@ -30,7 +30,16 @@ from liger_models.layers.frozen import frozen_format
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead
 
-from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llama4, test_llava, test_mllama, test_vision
+from ..arch import (
+    test_gemma3,
+    test_gemma4_images,
+    test_image_sizes,
+    test_llama4,
+    test_llava,
+    test_mllama,
+    test_tiles,
+    test_vision,
+)
 from ..arch.families import (
     FIRST_CASES,
     LIMIT,
@@ -123,6 +132,9 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     if arch == "mistral3":
         ids, _, _, images = test_image_sizes.make(model, [[3, (2, 3), 9]])
         return ids, images, images
+    if arch in test_tiles.FAMILIES:
+        ids, _, _, pixels = test_tiles.make(model, [[3, test_tiles.TILE, 9]])
+        return ids, {"pixel_values": pixels}, {"pixel_values": pixels}
     if arch in dict(VISION_CASES):
         batch = test_vision.Batch(model, test_vision.ONE)
         return batch.ids, batch.inputs, batch.inputs | {"mm_token_type_ids": batch.kinds}

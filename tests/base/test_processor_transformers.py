@@ -11,16 +11,18 @@ from liger_models.base.processor import Edit, edited
 from ..late import Late, transformers
 from . import test_processor_gemma3 as test_gemma3
 from . import test_processor_gemma4 as test_gemma4
+from . import test_processor_internvl as test_internvl
 from . import test_processor_mllama as test_mllama
 from .conftest import make_model, picture
 
 qwen2_vl = Late("transformers.models.qwen2_vl.processing_qwen2_vl")
+internvl = Late("transformers.models.internvl.processing_internvl")
 gemma4 = Late("transformers.models.gemma4.processing_gemma4", "a transformers with Gemma 4")
 mixin = Late("transformers.processing_utils")
 
 SMALL = {"size": {"shortest_edge": 64, "longest_edge": 400}}
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama")
-PLACEHOLDER = {"gemma3": "<boi>", "gemma4": "<|image|>", "mllama": "<image>"}
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "internvl")
+PLACEHOLDER = {"gemma3": "<boi>", "gemma4": "<|image|>", "mllama": "<image>", "internvl": "<IMG_CONTEXT>"}
 MARKED = (
     "BOS{% for message in messages %}START{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
     "CONTENTEND{% endgeneration %}{% else %}CONTENTEND{% endif %}\n{% endfor %}"
@@ -42,10 +44,11 @@ def make(arch: str):
         model = make_model(arch, preprocessor_config=settings, video_preprocessor_config=settings)
         words, named = ("", "<|im_start|>", "<|im_end|>", "<|vision_start|><|image_pad|><|vision_end|>"), {}
     else:
-        family = {"gemma3": test_gemma3, "gemma4": test_gemma4, "mllama": test_mllama}[arch]
+        modules = {"gemma3": test_gemma3, "gemma4": test_gemma4, "mllama": test_mllama, "internvl": test_internvl}
+        family = modules[arch]
         model = family.make(**({"max_soft_tokens": 70} if arch == "gemma4" else {}))  # the least of transformers
-        words = ("<bos>", "<start>", "<end>", PLACEHOLDER[arch])
-        named = named if arch == "gemma3" else {"image_token": PLACEHOLDER[arch]}
+        words = ("" if arch == "internvl" else "<bos>", "<start>", "<end>", PLACEHOLDER[arch])
+        named = {"gemma3": named, "internvl": test_internvl.NAMED}.get(arch, {"image_token": PLACEHOLDER[arch]})
     template = MARKED.replace("CONTENT", CONTENT)
     for name, word in zip(("BOS", "START", "END", "IMAGE"), words, strict=True):
         template = template.replace(name, word)
@@ -71,8 +74,16 @@ def theirs(folder, arch: str):
     if arch in ("gemma3", "mllama"):
         return transformers.AutoProcessor.from_pretrained(folder)
 
-    class WithoutVideos(qwen2_vl.Qwen2VLProcessor if "qwen" in arch else gemma4.Gemma4Processor):
+    if arch == "internvl":
+        base = internvl.InternVLProcessor
+    else:
+        base = qwen2_vl.Qwen2VLProcessor if "qwen" in arch else gemma4.Gemma4Processor
+
+    class WithoutVideos(base):
         def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+            if arch == "internvl":
+                base.__init__(self, image_processor, tokenizer, None, image_seq_length=4, chat_template=chat_template)
+                return
             for name, token in TOKENS["gemma4" if arch == "gemma4" else "qwen"].items():
                 setattr(self, f"{name}_token", token)
                 setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
@@ -238,6 +249,8 @@ def test_a_saved_processor_has_its_changes(pair, tmp_path):
         processor.tokenizer.chat_template += "."
     elif arch == "gemma3":
         processor.images.scans, processor.images.least = True, 8
+    elif arch == "internvl":
+        processor.images.max_patches = 2
     elif arch == "gemma4":
         processor.images.max_soft_tokens = 140
     else:
@@ -299,6 +312,7 @@ def test_what_a_processor_prints(pair):
     text = repr(ours)
     assert text.startswith(f"{type(ours).__name__}(images={type(ours.images).__name__}(")
     settings = {"gemma3": "scans=False", "gemma4": "max_soft_tokens=70", "mllama": "max_tiles=4"}
+    settings |= {"internvl": "max_patches=3"}
     assert settings.get(arch, "max_pixels=400") in text
 
 

@@ -10,6 +10,7 @@ from liger_models.base.vision_language import VisionLanguageModel
 from ..base import conftest as qwen
 from ..base import test_processor_gemma3 as gemma3
 from ..base import test_processor_gemma4 as gemma4
+from ..base import test_processor_internvl as internvl
 from ..base import test_processor_llama4 as llama4
 from ..base import test_processor_llava as llava
 from ..base import test_processor_mllama as mllama
@@ -18,17 +19,9 @@ from ..base import test_processor_pixtral as pixtral
 from ..base.conftest import picture
 
 FAMILIES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "gemma3",
-    "gemma4",
-    "llama4",
-    "mllama",
-    "mistral3",
-    "muse_glimmer",
-    "llava",
-)
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3", "muse_glimmer",
+    "llava", "internvl",
+)  # fmt: skip
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
 SIZES = ((40, 28), (90, 30), (23, 61), (64, 64), (33, 57))
@@ -50,6 +43,8 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         return llava.make(**settings)
     if family == "mistral3":
         return pixtral.make(**settings)
+    if family == "internvl":
+        return internvl.make(**settings)
     if family == "mllama":
         model = mllama.make(**settings)
         with torch.no_grad():  # open the gates, so that images matter

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llama4, test_llava, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llama4, test_llava, test_mllama, test_tiles
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -29,6 +29,7 @@ CASES = [
     (("mistral3", "untied"), "images"),
     (("llava", "clip"), "images"),
 ]
+CASES += [(case, "images") for case in test_tiles.FIRST]
 
 
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -50,6 +51,9 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "mllama":
         ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
         return ids, torch.ones_like(ids), labels, inputs
+    if family in test_tiles.FAMILIES:
+        ids, mask, labels, pixels = test_tiles.make(decoder, test_tiles.ROWS[:count])
+        return ids, mask, labels, {"pixel_values": pixels}
     batch = Batch(decoder, {"images": SEVERAL, "videos": VIDEO, "one": ONE}[rows])
     shifts = (batch.mask == 0).sum(1)
 

@@ -108,6 +108,13 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         MUSE_GLIMMER,
     ),
+    "internvl": (
+        "internvl", {"text_type": "qwen3", "head_dim": 8, "image_token_id": 90},
+        {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 8, "patch_size": 2, "use_qk_norm": True,
+        },
+    ),
     "mllama": ("mllama", {"cross_attention_layers": [1, 2], "image_token_index": 97}, MLLAMA),
     "llama4": (
         "llama4",
@@ -151,6 +158,9 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
             "pixel_values": torch.rand(1, 6 * pool**2, vision.patch_values, generator=generator),
             "image_position_ids": torch.nn.functional.pad(places, (0, 0, 0, (6 - tokens) * pool**2), value=-1)[None],
         }
+    if hasattr(config, "tokens_per_tile"):
+        pixels = torch.randn(1, 3, vision.side, vision.side, generator=generator)
+        return [config.image_token_id] * config.tokens_per_tile, {"pixel_values": pixels}
     if hasattr(config, "image_token_id"):
         side = getattr(vision, "spatial_merge_size", 2)
         rows, columns = (length * side for length in size)

@@ -1,0 +1,67 @@
+"""The common forward of families that cut images into square tiles of one size (InternVL, Idefics3, SmolVLM).
+
+Each tile becomes the same number of image tokens, and the language model's attention is causal for all tokens.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_models.base.image_tokens import ImageTokenModel
+from liger_models.base.vision_language import check_placeholders
+from liger_models.layers.patches import count_torn
+
+
+class TileModel(ImageTokenModel):
+    """A model whose images are tiles. Its config has ``image_token_id`` and `tokens_per_tile`.
+
+    ``vision_config`` has ``num_channels`` and ``side``, the height and width of a tile in pixels.
+    """
+
+    image_inputs = ("pixel_values",)
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
+
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a tile."""
+        vision = self.config.vision_config
+        return vision.num_channels, vision.side, vision.side
+
+    @property
+    def placeholder_id(self) -> int:
+        """See `ImageTokenModel.placeholder_id`."""
+        token: int = self.config.image_token_id
+        return token
+
+    @property
+    def images_are_bidirectional(self) -> bool:
+        """False: the tokens of an image attend to the tokens before them, like text."""
+        return False
+
+    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """The ids, with 0 at the placeholders if the embedding has no row for them."""
+        return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
+
+    def check_images(
+        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
+    ) -> None:
+        """See `ImageTokenModel.check_images`."""
+        per_tile, count = self.config.tokens_per_tile, None if images is None else len(images[0])
+        sizes = input_ids.new_full((count or 0,), per_tile)
+        # One wait for the device for both numbers.
+        tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
+        check_placeholders(tokens, (count or 0) * per_tile, torn, count, f"{per_tile} ")
+
+    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
+        """See `ImageTokenModel.blank_image`."""
+        return (embeds.new_zeros(1, *self.tile_shape),)
+
+    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
+        """See `ImageTokenModel.token_counts`."""
+        return torch.full((len(images[0]),), self.config.tokens_per_tile)
+
+    def image_features(self, pixel_values: Tensor, **inputs: Any) -> Tensor:
+        """Return the image tokens [tiles, tokens, C] of ``pixel_values`` [tiles, channels, height, width]."""
+        tokens: Tensor = self.visual(pixel_values, **inputs).unflatten(0, (-1, self.config.tokens_per_tile))
+        return tokens

@@ -1,0 +1,112 @@
+"""InternVL 3 and 3.5 in the layout of transformers ("-hf" repositories): model_type ``internvl``.
+
+The language model is Qwen2.5 (InternVL 3), Qwen3 or Qwen3-MoE (3.5), by ``text_config.model_type``. An image is cut
+into up to 12 square tiles, and a small copy of the whole image is added. The vision tower, InternViT, has learned
+positions, a class token, and a learned scale for each branch of a block; the class token is dropped, and each square of
+2 x 2 patches becomes one image token. Repositories without "-hf", whose ``model_type`` is ``internvl_chat``, have
+another format.
+
+Source: https://arxiv.org/abs/2504.10479, https://arxiv.org/abs/2508.18265, transformers ``models/internvl``.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch._tiles.model import TileModel
+from liger_models.arch.internvl import names
+from liger_models.arch.internvl.config import InternVLConfig
+from liger_models.arch.internvl.processor import InternVLProcessor
+from liger_models.arch.internvl.tower import InternVLTower
+from liger_models.arch.registry import add_family
+from liger_models.common.errors import check_tensors
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
+
+
+class InternVLBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: InternVLConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        qkv_bias, o_bias = config.projection_biases
+        # Qwen3 normalizes each head of q and k, and Qwen2 has biases instead.
+        attention, options = (LigerQKNormAttention, {"norm": norm}) if config.normalizes_heads else (LigerAttention, {})
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = attention.from_config(
+            config, layer, kernels, qkv_bias=qkv_bias, o_bias=o_bias, window=config.window(layer), **options
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp: LigerMoE | LigerSwiGLUMLP
+        if not config.is_sparse(layer):
+            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        else:
+            self.mlp = LigerMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.num_experts,
+                config.num_experts_per_tok,
+                normalize=config.norm_topk_prob,
+                round_weights=True,
+                kernel=kernels.swiglu,
+            )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class LigerInternVL(TileModel):
+    """InternVL with its language-model head."""
+
+    config_class = InternVLConfig
+    block_class = InternVLBlock
+    tower_class = InternVLTower
+    processor_class = InternVLProcessor
+    replays_routing = True
+
+    def forward(
+        self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
+    ) -> CausalLMOutput:
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [tiles, channels, height, width]; the tiles are in the order of their placeholders.
+            options: as in `Decoder.forward`; images need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
+                `Decoder.forward`.
+        """
+        check_tensors(pixel_values=pixel_values)
+        size = self.tile_shape
+        if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
+            raise ValueError(
+                f"forward: pixel_values must be [tiles, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
+            )
+        return self.run_with_images(input_ids, None if pixel_values is None else (pixel_values,), **options)
+
+
+add_family(
+    LigerInternVL,
+    model_type="internvl",
+    hf_class="InternVLForConditionalGeneration",
+    weight_map=names.weight_map,
+    other_maps=names.other_maps,
+    from_json=names.from_json,
+    to_json=names.to_json,
+    ignored_keys=names.IGNORED_KEYS,
+)

@@ -1,0 +1,231 @@
+"""The processor of InternVL, which turns text and images into model inputs.
+
+Source: transformers ``image_processing_pil_got_ocr2.py``, ``processing_internvl.py``.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.common.json_files import parse_json
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+BICUBIC = 3
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@functools.cache
+def grids(least: int, most: int) -> list[tuple[int, int]]:
+    """Return all grids of ``least`` to ``most`` tiles as (columns, rows), those with fewer tiles first."""
+    sides = range(1, most + 1)
+    pairs = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
+    return sorted(pairs, key=lambda pair: pair[0] * pair[1])
+
+
+def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
+    """Choose the grid of tiles whose aspect ratio is nearest to that of an image, whatever the image's size.
+
+    Of several such grids, choose the largest one whose area is less than twice the area of the image.
+
+    Args:
+        size: width and height of the image.
+        side: side of a tile in pixels.
+        least, most: minimum and maximum number of tiles.
+
+    Returns:
+        Numbers of columns and of rows.
+    """
+    width, height = size
+    best, distance = (1, 1), float("inf")
+    for grid in grids(least, most):
+        difference = abs(width / height - grid[0] / grid[1])
+        fills = width * height > 0.5 * side * side * grid[0] * grid[1]
+        if difference < distance or (difference == distance and fills):
+            best, distance = grid, difference
+    return best
+
+
+class InternVLImages:
+    """Resizes an image to a grid of tiles, without keeping its aspect ratio, and adds a tile with the whole image.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        image_size: height and width of a tile, in pixels.
+
+    Attributes:
+        min_patches, max_patches: minimum and maximum number of tiles of an image, without the tile with the whole
+            image. With a maximum of 1, images are not cut.
+
+    Raises:
+        ValueError: the settings request a feature that is not implemented.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
+        size = {"height": image_size, "width": image_size}
+        defaults = {"size": {"height": 384, "width": 384}}
+        check_settings({**defaults, **settings}, do_resize=True, do_convert_rgb=True, resample=BICUBIC, size=size)
+        self.side = image_size
+        self.min_patches = settings.get("min_patches") or 1
+        self.max_patches = settings.get("max_patches") or 12
+        self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
+        self.as_read = self.limits()
+
+    def __repr__(self) -> str:
+        return f"InternVLImages(side={self.side}, max_patches={self.max_patches})"
+
+    def limits(self) -> dict[str, int]:
+        """The numbers of tiles, which users may change, under their names in the settings."""
+        return {"min_patches": self.min_patches, "max_patches": self.max_patches}
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the columns and rows of tiles of an image with the given width and height."""
+        if self.max_patches <= 1:
+            return 1, 1
+        return choose_grid(size, self.side, self.min_patches, self.max_patches)
+
+    def tiles(self, size: tuple[int, int]) -> int:
+        """Return the number of tiles of an image with the given width and height, including the whole image's."""
+        columns, rows = self.grid(size)
+        return columns * rows + (columns * rows > 1)
+
+    def __call__(self, source: "Source") -> Tensor:
+        """Return the tiles of an image, row by row, and then the tile of the whole image, [tiles, 3, side, side]."""
+        image = read_image(source)
+        columns, rows = self.grid(image.size)
+        resized = to_tensor(image, (rows * self.side, columns * self.side), BICUBIC)
+        tiles = rearrange(resized, "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        if len(tiles) > 1:
+            tiles = torch.cat([tiles, to_tensor(image, (self.side, self.side), BICUBIC)[None]])
+        return self.normalize(tiles)
+
+
+class InternVLProcessor(Processor):
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: converter of images to tiles; set its attribute ``max_patches`` for fewer tiles.
+        image: the placeholder, which is repeated for the tokens of an image.
+        begin, end: the tokens before and after an image.
+        tokens: number of tokens per tile.
+        video: the placeholder of a video, which is refused.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, images: InternVLImages, *, image: str, begin: str, end: str, tokens: int, video: str
+    ) -> None:
+        super().__init__(tokenizer)
+        self.images, self.image, self.begin, self.end = images, image, begin, end
+        self.tokens, self.video = tokens, video
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "InternVLProcessor":
+        """Build the processor of a model from the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
+                settings are not implemented.
+        """
+        config = model.config
+        settings = settings_of(model.assets, "image_processor")
+        (image,) = image_tokens("InternVLProcessor", model.tokenizer, [config.image_token_id])
+        check_given(settings)
+        # Other tokens have a name in the tokenizer's file, at its top or among the special tokens.
+        file = parse_json(model.assets.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+        special = file.get("extra_special_tokens")
+        named = {**(special if isinstance(special, dict) else {}), **file}
+        begin, end, video = (
+            token["content"] if isinstance(token := named.get(name, default), dict) else str(token)
+            for name, default in (
+                ("start_image_token", "<img>"), ("end_image_token", "</img>"), ("video_token", "<video>")
+            )
+        )  # fmt: skip
+        missing = [token for token in (begin, end) if model.tokenizer.backend.token_to_id(token) is None]
+        if missing:
+            raise ValueError(
+                f"InternVLProcessor: the tokenizer must have the tokens {begin} and {end}, but lacks "
+                f"{', '.join(missing)}. Use the tokenizer of the checkpoint."
+            )
+        images = InternVLImages(settings, config.vision_config.side)
+        tokens = config.tokens_per_tile
+        return cls(model.tokenizer, images, image=image, begin=begin, end=end, tokens=tokens, video=video)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        **options: "Unpack[TextOptions]",
+    ) -> ModelInputs:
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+
+        Args:
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [tiles, 3, side,
+            side].
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images, a text has the placeholder of a
+                video, or image tokens do not fit into ``max_length``.
+        """
+        # The pixels come first, because an image's number of tiles determines how many tokens replace its placeholder.
+        texts = self.texts(texts, options)
+        if any(self.video in text for text in texts):
+            raise ValueError(
+                f"InternVLProcessor: texts must have no {self.video}, because videos are not read. Pass frames as "
+                "images, each with its own placeholder."
+            )
+        pixels = each_once(self.images, one_list("InternVLProcessor", self.image, texts, images))
+        edits = self.replace(texts, image=[self._written(len(tiles)) for tiles in pixels])
+        out = self.encode(texts, edits, **cast(Any, options))
+        return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """See `Processor.written`."""
+        tiles = self.images.tiles((size.width, size.height))
+        return self._written(tiles), tiles * self.tokens
+
+    def pixels(
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
+    ) -> dict[str, Tensor]:
+        """See `Processor.pixels`; returns ``pixel_values`` [tiles, 3, side, side]."""
+        return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}
+
+    def _written(self, tiles: int) -> str:
+        return f"{self.begin}{self.image * self.tokens * tiles}{self.end}"
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """The limits of the number of tiles if they were changed since they were read, and otherwise nothing."""
+        limits = self.images.limits()
+        return {} if limits == self.images.as_read else {"image_processor": limits}
