@@ -21,6 +21,7 @@ from liger_models.arch.internvl.processor import InternVLProcessor
 from liger_models.arch.internvl.tower import InternVLTower
 from liger_models.arch.registry import add_family
 from liger_models.common.errors import check_tensors
+from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
@@ -53,9 +54,7 @@ class InternVLBlock(nn.Module):
                 config.hidden_size,
                 config.moe_intermediate_size,
                 config.num_experts,
-                config.num_experts_per_tok,
-                normalize=config.norm_topk_prob,
-                round_weights=True,
+                Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
                 kernel=kernels.swiglu,
             )
 
