@@ -184,6 +184,7 @@ class UnpackedModel(Node):
         # PEFT reads these attributes of the module that it adapts.
         self.name_or_path = getattr(inner, "name_or_path", None)
         embedding = causal_lm.embed_tokens
+        self.embeds_by_lookup = embedding.is_lookup
         if embedding.scale is not None:
             setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # for adapters of the embedding
 
@@ -372,6 +373,15 @@ class UnpackedModel(Node):
                 raise ValueError(
                     f"{option} must be empty in a model that ties the head to the embedding, got {value}. Leave it "
                     "out; modules_to_save trains copies of either."
+                )
+
+        # PEFT looks up the rows of single tokens itself, without what the embedding does afterwards.
+        for option in ("trainable_token_indices", "token_indices"):
+            value = getattr(config, option, None)
+            if value and not self.embeds_by_lookup:
+                raise ValueError(
+                    f"{option} must be empty for {type(self.causal_lm).__name__}, got {value}. PEFT would leave out "
+                    "the norm of its embedding; modules_to_save=['embed_tokens'] trains the whole embedding."
                 )
 
         # Warn if PEFT has adapted every linear layer of the tree but the model in transformers has more linear layers.

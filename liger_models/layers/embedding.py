@@ -1,6 +1,6 @@
 """The token embedding."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ class LigerEmbedding(nn.Embedding, Layer):
         ValueError: an id on the CPU is outside the vocabulary. On an accelerator, the lookup itself fails.
         TypeError: the ids are not integers.
     """
+
+    is_lookup: ClassVar[bool] = True
+    """Whether the embedding of a token is its row, multiplied by ``scale``."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None, scale: float | None = None

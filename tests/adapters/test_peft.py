@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from liger_models import LigerLlama
+import liger_models.hf
+from liger_models import AutoLigerModel, LigerLlama
 from liger_models.adapters import LoRAConfig, apply_lora, unpack_projections
 from liger_models.arch import list_archs
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
@@ -390,6 +391,25 @@ def test_tokens_that_are_trained_alone():
     adapted = peft.get_peft_model(unpack_projections(llama()), config)
     trained = [name for name, each in adapted.named_parameters() if each.requires_grad]
     assert trained == ["base_model.model.model.embed_tokens.trainable_tokens_delta.default"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_tokens_whose_embedding_is_normalized_are_not_trained_alone(wrapped):
+    """PEFT would look them up without the norm; a copy of the whole embedding has it."""
+    sizes = {"model_type": "muse_glimmer", **tiny("muse_glimmer")["windows"]}
+    configs = [
+        peft.TrainableTokensConfig(token_indices=[1, 2], task_type="CAUSAL_LM"),
+        peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2]),
+    ]
+    make = lambda: AutoLigerModel.from_config(sizes)
+    unpack = lambda model: unpack_projections(liger_models.hf.wrap(model) if wrapped else model)
+    for config in configs:
+        with pytest.raises(ValueError, match="token_indices must be empty for LigerMuseGlimmer, got"):
+            peft.get_peft_model(unpack(make()), config)
+    model = make()
+    want = model(IDS).logits
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    torch.testing.assert_close(peft.get_peft_model(unpack(model), config)(IDS).logits, want)
 
 
 def test_weights_are_moved():

@@ -120,6 +120,8 @@ class MuseGlimmerEmbedding(LigerEmbedding):
         kernel: False for plain torch.
     """
 
+    is_lookup = False
+
     def __init__(self, config: MuseGlimmerConfig, kernel: bool) -> None:
         super().__init__(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.eps, self.kernel = config.rms_norm_eps, kernel
