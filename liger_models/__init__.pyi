@@ -39,6 +39,7 @@ from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig as Gemma4Unifie
 from liger_models.arch.gemma4.unified import LigerGemma4Unified as LigerGemma4Unified
 from liger_models.arch.glm import LigerGLM as LigerGLM
 from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
+from liger_models.arch.glm4_moe import LigerGlm4Moe as LigerGlm4Moe
 from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
 from liger_models.arch.granite import LigerGranite as LigerGranite
 from liger_models.arch.granitemoehybrid import GraniteMoeHybridConfig as GraniteMoeHybridConfig
@@ -57,6 +58,7 @@ from liger_models.arch.llama4.text import LigerLlama4Text as LigerLlama4Text
 from liger_models.arch.llava import LigerLlava as LigerLlava
 from liger_models.arch.mamba2 import LigerMamba2ForCausalLM as LigerMamba2ForCausalLM
 from liger_models.arch.mamba2 import Mamba2Config as Mamba2Config
+from liger_models.arch.minimax_m2 import LigerMiniMaxM2 as LigerMiniMaxM2
 from liger_models.arch.ministral import LigerMinistral as LigerMinistral
 from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
 from liger_models.arch.mistral import LigerMistral as LigerMistral
@@ -71,9 +73,11 @@ from liger_models.arch.nemotron_h import LigerNemotronH as LigerNemotronH
 from liger_models.arch.nemotron_h import NemotronHConfig as NemotronHConfig
 from liger_models.arch.olmo2 import LigerOlmo2 as LigerOlmo2
 from liger_models.arch.olmo3 import LigerOlmo3 as LigerOlmo3
+from liger_models.arch.olmoe import LigerOlmoe as LigerOlmoe
 from liger_models.arch.phi3 import LigerPhi3 as LigerPhi3
 from liger_models.arch.qwen2 import LigerQwen2 as LigerQwen2
 from liger_models.arch.qwen2_5_vl import LigerQwen2_5VL as LigerQwen2_5VL
+from liger_models.arch.qwen2_moe import LigerQwen2MoE as LigerQwen2MoE
 from liger_models.arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
 from liger_models.arch.qwen3 import LigerQwen3 as LigerQwen3
 from liger_models.arch.qwen3_5.images import LigerQwen3_5 as LigerQwen3_5

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -134,8 +134,8 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: DeepseekV2Config, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of DeepSeek V2 to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
-    return latent_moe_map(config, fused=fused, correction=False, mlp_bias=config.mlp_bias)
+    """Maps the parameters of DeepSeek V2 to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    return shared_moe_map(config, fused=fused, correction=False, mlp_bias=config.mlp_bias)
 
 
 add_family(

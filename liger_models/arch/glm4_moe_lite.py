@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -142,8 +142,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: Glm4MoeLiteConfig, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of GLM-4.7-Flash to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
-    return latent_moe_map(config, fused=fused, kept=[f"model.layers.{config.num_hidden_layers}."])
+    """Maps the parameters of GLM-4.7-Flash to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    return shared_moe_map(config, fused=fused, kept=[f"model.layers.{config.num_hidden_layers}."])
 
 
 add_family(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -209,8 +209,8 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: Mistral4Config, **more: Any) -> WeightMap:
-    """Maps the parameters of Mistral Small 4 to the tensors of a checkpoint; ``more`` is as in `latent_moe_map`."""
-    return latent_moe_map(config, correction=False, **{"fused": True, **more})
+    """Maps the parameters of Mistral Small 4 to the tensors of a checkpoint; ``more`` is as in `shared_moe_map`."""
+    return shared_moe_map(config, correction=False, **{"fused": True, **more})
 
 
 def other_maps(config: Mistral4Config) -> list[WeightMap]:

@@ -467,20 +467,27 @@ def decoder_map(
     return WeightMap(entries, over=indices, skip=skip, kept=kept, dropped=dropped)
 
 
-def latent_moe_map(
+def shared_moe_map(
     config: Any,
     *,
     fused: bool = False,
+    experts: int | None = None,
+    shared: str = "shared_experts",
+    gated: bool = False,
     correction: bool = True,
     mlp_bias: bool = False,
     prefix: str = "model",
     **more: Any,
 ) -> WeightMap:
-    """Return the weight map of a decoder with `LigerLatentAttention`, and with `LigerSharedExpertMoE` without a gate.
+    """Return the weight map of a decoder with `LigerSharedExpertMoE` in some layers and gated MLPs in the others.
 
     Args:
-        config: a `LatentDecoderConfig` with ``n_routed_experts`` and a method ``is_sparse(layer)``.
+        config: a config with a method ``is_sparse(layer)``. With a `LatentDecoderConfig`, attention is
+            `LigerLatentAttention`.
         fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
+        experts: number of routed experts; None for ``config.n_routed_experts``.
+        shared: name of the shared experts.
+        gated: whether the shared experts have a gate.
         correction: whether routers have a bias for the choice of experts.
         mlp_bias: whether dense MLPs and shared experts have biases.
         prefix: prefix of all names in the checkpoint except that of the head.
@@ -492,22 +499,26 @@ def latent_moe_map(
         stacked = fused_expert_rows(f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj")
     else:
         gate, up, down = (f"{theirs}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        stacked = expert_rows(gate, up, down, config.n_routed_experts)
+        stacked = expert_rows(gate, up, down, config.n_routed_experts if experts is None else experts)
     arguments = sparse_mlps([i for i in layers if config.is_sparse(i)], len(layers), prefix, *stacked)
 
     # The routed experts are a layer of their own, and the shared experts are one MLP.
     also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
     if correction:
         also[f"{ours}.experts.correction.bias"] = f"{theirs}.gate.e_score_correction_bias"
+    if gated:
+        also[f"{ours}.shared_expert_gate.weight"] = f"{theirs}.{shared}_gate.weight"
     dense = f"{prefix}.layers.{{dense}}.mlp"
     for mlp, names, parameters in (
-        (f"{ours}.shared_expert", f"{theirs}.shared_experts", _parameters(mlp_bias)),
+        (f"{ours}.shared_expert", f"{theirs}.{shared}", _parameters(mlp_bias)),
         ("layers.{dense}.mlp", dense, _parameters(mlp_bias)[1:]),
     ):
         for parameter in parameters:
             gate, up, down = (f"{names}.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
             also |= {f"{mlp}.gate_up_proj.{parameter}": gate_up_rows(gate, up), f"{mlp}.down_proj.{parameter}": down}
-    instead = arguments["instead"] | latent_attention_entries(config, f"{prefix}.layers.{{i}}")
+    instead = arguments["instead"]
+    if isinstance(config, LatentDecoderConfig):
+        instead = instead | latent_attention_entries(config, f"{prefix}.layers.{{i}}")
     return decoder_map(config, prefix=prefix, instead=instead, also=also, over=arguments["over"], **more)
 
 

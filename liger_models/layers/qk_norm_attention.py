@@ -22,6 +22,7 @@ class LigerQKNormAttention(LigerAttention):
         norm: function that returns a `LigerRMSNorm` of a given width.
         whole_projection: whether to normalize over all heads together (OLMo 2) instead of over each head (Qwen3, Gemma
             3).
+        clip: largest absolute value of q, k and v after the norms; None for no limit. It needs ``whole_projection``.
         Others: as in `LigerAttention`.
     """
 
@@ -34,12 +35,13 @@ class LigerQKNormAttention(LigerAttention):
         *,
         norm: Callable[[int], LigerRMSNorm],
         whole_projection: bool = False,
+        clip: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
         self.q_norm = norm(num_heads * head_dim if whole_projection else head_dim)
         self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
-        self.whole_projection = whole_projection
+        self.whole_projection, self.clip = whole_projection, clip
         self.mean_group: Group | None = None
         """The process group over whose heads the norms take their means; None for the heads of this rank."""
 
@@ -60,8 +62,8 @@ class LigerQKNormAttention(LigerAttention):
         self.mean_group = group if self.whole_projection else None
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        if self.mean_group is not None:
-            return self._split_over(qkv, layout, self.mean_group)
+        if self.mean_group is not None or self.clip is not None:
+            return self._split_unfused(qkv, layout, self.mean_group)
         split = qk_norm_rope if self.rope_kernel and self.q_norm.kernel else qk_norm_rope_reference
         cos, sin = self._tables(layout)
         return split(
@@ -71,30 +73,35 @@ class LigerQKNormAttention(LigerAttention):
             interleaved=self.interleaved,
         )  # fmt: skip
 
-    def _split_over(self, qkv: Tensor, layout: BatchLayout, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """Run `_split` with norms over the heads of all ranks, unfused, because the ranks must exchange their means."""
+    def _split_unfused(self, qkv: Tensor, layout: BatchLayout, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Run `_split` with norms over all heads in several steps, between which q, k and v may be clipped.
+
+        If ``group`` is given, the ranks exchange their means, because each has a part of the heads.
+        """
         # Each rank sums the squares of its heads; the mean is over the heads of all ranks.
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
         means = torch.stack([x.square().mean(-1) for x in wide], -1)
-        means = sum_over(means, group) / group.size  # [B, T, 2]
+        if group is not None:
+            means = sum_over(means, group) / group.size  # [B, T, 2]
         cos, sin = self._tables(layout)
         # Norm, scale and rotate q and k by the means of all heads.
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
             weight = norm.local_weight(qkv)
-            if self.groups.context is not None:  # replicated
+            if group is not None and self.groups.context is not None:  # replicated
                 # Context parallelism shards tokens, so each rank has all weights and takes those of its heads.
                 weight = weight.chunk(group.size)[group.rank]
             normed = scale_normed(
                 x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
             ).view_as(like)
+            normed = normed if self.clip is None else normed.clamp(-self.clip, self.clip)
             if cos is not None and sin is not None:
                 normed = rotate(normed, cos, sin, interleaved=self.interleaved)
             results.append(normed)
         q, k = results
-        return q, k, v
+        return q, k, v if self.clip is None else v.clamp(-self.clip, self.clip)
 
 
 class LigerGatedAttention(LigerQKNormAttention):

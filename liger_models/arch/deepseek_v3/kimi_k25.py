@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_models.arch.deepseek_v3 import model as v3
 from liger_models.arch.registry import add_family
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import Expression, Name, WeightMap, latent_moe_map
+from liger_models.convert.weight_map import Expression, Name, WeightMap, shared_moe_map
 from liger_models.layers.decoder import CausalLMOutput
 
 
@@ -97,7 +97,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_map(config: KimiK25Config) -> WeightMap:
     """Maps the parameters of the language model to the tensors of a checkpoint."""
-    return latent_moe_map(config, prefix="language_model.model", head="language_model.lm_head.weight", kept=OF_IMAGES)
+    return shared_moe_map(config, prefix="language_model.model", head="language_model.lm_head.weight", kept=OF_IMAGES)
 
 
 def other_maps(config: KimiK25Config) -> list[WeightMap]:
@@ -106,8 +106,8 @@ def other_maps(config: KimiK25Config) -> list[WeightMap]:
     head = "language_model.lm_head.weight"
     return [
         _renamed(weight_map(config), "language_model.model.layers.", "language_model.model.blocks."),
-        latent_moe_map(config, prefix="language_model.model", head=head, fused=True, **options),
-        latent_moe_map(config, prefix="model.language_model", fused=True, **options),
+        shared_moe_map(config, prefix="language_model.model", head=head, fused=True, **options),
+        shared_moe_map(config, prefix="model.language_model", fused=True, **options),
     ]
 
 

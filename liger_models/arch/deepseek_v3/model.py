@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, latent_moe_map
+from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -136,10 +136,10 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: DeepseekV3Config, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of DeepSeek V3 to the tensors of a checkpoint; ``fused`` is as in `latent_moe_map`."""
+    """Maps the parameters of DeepSeek V3 to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
     layers = config.num_hidden_layers
     later = [f"model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
-    return latent_moe_map(config, fused=fused, kept=later)
+    return shared_moe_map(config, fused=fused, kept=later)
 
 
 add_family(

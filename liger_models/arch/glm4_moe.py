@@ -1,0 +1,152 @@
+"""GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7: model_type ``glm4_moe``.
+
+Differs from Llama: the heads have 128 dimensions whatever the width of the model, and only the first half
+(``partial_rotary_factor``) of each head is rotated. The q, k and v projections have biases if ``attention_bias`` is
+set, and the output projection has none. If ``use_qk_norm`` is set, each head of q and k is normalized before the
+rotation. From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared
+experts for all tokens, which are one MLP without a gate. Experts are scored by a sigmoid in fp32. For the choice,
+``e_score_correction_bias`` is added to the scores, and only experts of the ``topk_group`` best of ``n_group`` groups
+are chosen, where the score of a group is the sum of its two best. The weights are the scores without the bias, divided
+by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays in fp32, and
+gradients do not train it. The layer for multi-token prediction is kept and saved with the model.
+
+Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import WeightMap, shared_moe_map
+from liger_models.kernels.moe.routing import Routing
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerSharedExpertMoE
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a GLM-4.5 model."""
+
+    vocab_size: int = 151552
+    hidden_size: int = 4096
+    intermediate_size: int = 10944
+    num_hidden_layers: int = 46
+    num_attention_heads: int = 96
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    partial_rotary_factor: float | None = 0.5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    first_k_dense_replace: int = 1
+    n_routed_experts: int = 128
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 1408
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 1
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen, and how their weights are computed."""
+        return Routing(
+            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
+        )  # fmt: skip
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return layer >= self.first_k_dense_replace
+
+
+class Glm4MoeBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        attention, options = (LigerQKNormAttention, {"norm": norm}) if config.use_qk_norm else (LigerAttention, {})
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = attention.from_config(config, layer, kernels, qkv_bias=config.attention_bias, **options)
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+        if not config.is_sparse(layer):
+            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        else:
+            self.mlp = LigerSharedExpertMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.n_routed_experts,
+                config.routing,
+                shared_size=config.n_shared_experts * config.moe_intermediate_size,
+                gated=False,
+                correction_bias=True,
+                fp32_router=True,
+                kernel=kernels.swiglu,
+            )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class LigerGlm4Moe(CausalLM):
+    """GLM-4.5 with its language-model head."""
+
+    config_class = Glm4MoeConfig
+    block_class = Glm4MoeBlock
+    replays_routing = True
+
+
+# Keys of the released code and of the router's training, which the model in transformers does not read.
+IGNORED_KEYS = (
+    "aux_loss_alpha",
+    "moe_layer_freq",
+    "output_router_logits",  # there is no load-balancing loss
+    "scoring_func",
+    "topk_method",
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename keys that transformers 5 writes."""
+    names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+    return {names.get(key, key): value for key, value in hf.items()}
+
+
+def weight_map(config: Glm4MoeConfig, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of GLM-4.5 to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["self_attn.q_norm", "self_attn.k_norm"] if config.use_qk_norm else []
+    layers = config.num_hidden_layers
+    later = [f"model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
+    return shared_moe_map(config, fused=fused, qkv_bias=config.attention_bias, norms=norms, kept=later)
+
+
+add_family(
+    LigerGlm4Moe,
+    model_type="glm4_moe",
+    hf_class="Glm4MoeForCausalLM",
+    weight_map=weight_map,
+    other_maps=lambda config: [weight_map(config, fused=True)],
+    from_json=from_json,
+    ignored_keys=IGNORED_KEYS,
+)

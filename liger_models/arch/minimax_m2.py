@@ -1,0 +1,154 @@
+"""MiniMax M2, M2.1, M2.5, M2.7: model_type ``minimax_m2``.
+
+Differs from Llama: q and k are normalized over all heads before the rotation, and only the first ``rotary_dim`` numbers
+of each head are rotated. The MLP of every layer is a mixture of experts, which are scored by a sigmoid. For the choice,
+``e_score_correction_bias`` is added to the scores; the weights are the scores without the bias, divided by their sum.
+The bias stays in fp32, although transformers casts it with the other weights, and gradients do not train it. If
+``output_router_logits`` is set, the load-balancing loss is added to the loss; like that of transformers, it is computed
+from the softmax of the logits.
+
+Source: https://arxiv.org/abs/2506.13585, transformers ``models/minimax_m2``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
+from liger_models.kernels.moe.routing import Routing
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxM2Config(RMSNormDecoderConfig):
+    """Sizes and constants of a MiniMax M2 model; ``intermediate_size`` is the width of one expert."""
+
+    vocab_size: int = 200064
+    hidden_size: int = 3072
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 62
+    num_attention_heads: int = 48
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 196608
+    rope_theta: float = 5000000.0
+    partial_rotary_factor: float | None = None
+    num_local_experts: int = 256
+    num_experts_per_tok: int = 8
+    router_jitter_noise: float = 0.0
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    bos_token_id: int | None = 200034
+    eos_token_id: int | list[int] | None = 200020
+
+
+class MiniMaxM2Block(nn.Module):
+    """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, whole_projection=True)
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = LigerMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_local_experts,
+            Routing(config.num_experts_per_tok, normalize=True, score="sigmoid"),
+            correction_bias=True,
+            router_jitter=config.router_jitter_noise,
+            kernel=kernels.swiglu,
+        )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class LigerMiniMaxM2(CausalLM):
+    """MiniMax M2 with its language-model head."""
+
+    config_class = MiniMaxM2Config
+    block_class = MiniMaxM2Block
+    replays_routing = True
+
+
+# Keys of the released code, which the model in transformers does not read. Released models have these settings.
+IGNORED_KEYS = (
+    "mtp_transformer_layers",
+    "num_mtp_modules",
+    "qk_norm_type",
+    "scoring_func",
+    "shared_intermediate_size",
+    "use_mtp",
+    "use_qk_norm",
+    "use_routing_bias",
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read ``num_local_experts`` also as ``num_experts``, and ``rotary_dim`` as a fraction of the head."""
+    flat = {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
+    width = flat.pop("rotary_dim", None)
+    if width is not None:
+        flat.setdefault("partial_rotary_factor", width / flat.get("head_dim", MiniMaxM2Config.head_dim))
+    return flat
+
+
+def weight_map(config: MiniMaxM2Config) -> WeightMap:
+    """Maps the parameters of MiniMax M2 to the tensors of a Hugging Face checkpoint."""
+    return _map(config, "block_sparse_moe", fused=False)
+
+
+def other_maps(config: MiniMaxM2Config) -> list[WeightMap]:
+    """The layouts of transformers 5, in which the layer is called ``mlp``, or the experts are fused, or both."""
+    return [
+        _map(config, "mlp", fused=True),
+        _map(config, "mlp", fused=False),
+        _map(config, "block_sparse_moe", fused=True),
+    ]
+
+
+def _map(config: MiniMaxM2Config, name: str, *, fused: bool) -> WeightMap:
+    moe = f"model.layers.{{i}}.{name}"
+    expert = f"{moe}.experts.{{x}}"
+    gate_up, down = (
+        fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
+        if fused
+        else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
+    )
+    return decoder_map(
+        config,
+        norms=["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"],
+        instead={
+            "mlp.gate_up_proj.weight": None,
+            "mlp.down_proj.weight": None,
+            "mlp.gate.weight": f"{moe}.gate.weight",
+            "mlp.correction.bias": f"{moe}.e_score_correction_bias",
+            "mlp.gate_up_weight": gate_up,
+            "mlp.down_weight": down,
+        },
+    )
+
+
+add_family(
+    LigerMiniMaxM2,
+    model_type="minimax_m2",
+    hf_class="MiniMaxM2ForCausalLM",
+    weight_map=weight_map,
+    other_maps=other_maps,
+    from_json=from_json,
+    ignored_keys=IGNORED_KEYS,
+)

@@ -1,0 +1,128 @@
+"""OLMoE-1B-7B: model_type ``olmoe``.
+
+Differs from Llama: q and k are normalized over all heads before the rotation. If ``clip_qkv`` is set, q, k and v are
+clipped to ±clip_qkv after the norms. The MLP of every layer is a mixture of experts. The routing weights are
+renormalized only if ``norm_topk_prob`` is set, and rounded to the dtype of the router logits. If
+``output_router_logits`` is set, the load-balancing loss is added to the loss.
+
+Source: https://arxiv.org/abs/2409.02060, transformers ``models/olmoe``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows, sparse_mlps
+from liger_models.kernels.moe.routing import Routing
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoeConfig(RMSNormDecoderConfig):
+    """Sizes and constants of an OLMoE model; ``intermediate_size`` is the width of one expert."""
+
+    vocab_size: int = 50304
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    clip_qkv: float | None = None
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.01
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 50279
+
+
+class OlmoeBlock(nn.Module):
+    """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: OlmoeConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = LigerQKNormAttention.from_config(
+            config,
+            layer,
+            kernels,
+            norm=norm,
+            whole_projection=True,
+            clip=config.clip_qkv,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = LigerMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
+            kernel=kernels.swiglu,
+        )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+
+
+class LigerOlmoe(CausalLM):
+    """OLMoE with its language-model head."""
+
+    config_class = OlmoeConfig
+    block_class = OlmoeBlock
+    replays_routing = True
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read ``num_experts`` also under its name in transformers 5."""
+    return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
+
+
+def weight_map(config: OlmoeConfig, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of OLMoE to the tensors of a checkpoint.
+
+    Args:
+        config: config of the model.
+        fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
+    """
+    experts = "model.layers.{sparse}.mlp.experts"
+    if fused:
+        stacked = fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj")
+    else:
+        gate, up, down = (f"{experts}.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        stacked = expert_rows(gate, up, down, config.num_experts)
+    layers = range(config.num_hidden_layers)
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
+        **sparse_mlps(layers, len(layers), "model", *stacked),
+    )
+
+
+add_family(
+    LigerOlmoe,
+    model_type="olmoe",
+    hf_class="OlmoeForCausalLM",
+    weight_map=weight_map,
+    other_maps=lambda config: [weight_map(config, fused=True)],
+    from_json=from_json,
+)
