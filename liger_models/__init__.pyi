@@ -40,6 +40,7 @@ from liger_models.arch.hunyuan_v1_dense import LigerHunYuanDenseV1 as LigerHunYu
 from liger_models.arch.llama import LigerLlama as LigerLlama
 from liger_models.arch.llama import LlamaConfig as LlamaConfig
 from liger_models.arch.llava import LigerLlava as LigerLlava
+from liger_models.arch.llava_next import LigerLlavaNext as LigerLlavaNext
 from liger_models.arch.ministral import LigerMinistral as LigerMinistral
 from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
 from liger_models.arch.mistral import LigerMistral as LigerMistral

@@ -30,7 +30,15 @@ from liger_models.layers.frozen import frozen_format
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead
 
-from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llava, test_mllama, test_vision
+from ..arch import (
+    test_gemma3,
+    test_gemma4_images,
+    test_image_sizes,
+    test_llava,
+    test_llava_next,
+    test_mllama,
+    test_vision,
+)
 from ..arch.families import (
     FIRST_CASES,
     LIMIT,
@@ -110,6 +118,9 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     if arch == "mllama":
         ids, labels, inputs = test_mllama.make(model, [3, test_mllama.IMAGE, 9])
         return ids, inputs | {"labels": labels}, inputs | {"labels": labels}
+    if arch == "llava_next":
+        ids, _, _, images = test_llava_next.make(model, [[3, (20, 30), 9]])
+        return ids, images, images
     if arch == "llava":
         ids, _, _, images = test_llava.make(model, [[3, test_llava.IMAGE, 9]])
         return ids, images, images

@@ -275,7 +275,7 @@ def gradients_of(model: CausalLM) -> dict[str, Tensor]:
 
 def is_tower(name: str) -> bool:
     """Whether a parameter, ours or theirs, is the vision tower's, which a text without images does not reach."""
-    towers = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.")
+    towers = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "image_newline")
     return name.removeprefix("model.").startswith(towers)
 
 

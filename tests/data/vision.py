@@ -15,7 +15,7 @@ from ..base import test_processor_mllama as mllama
 from ..base import test_processor_pixtral as pixtral
 from ..base.conftest import picture
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "llava")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "llava", "llava_next")
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
 SIZES = ((40, 28), (90, 30), (23, 61), (64, 64), (33, 57))
@@ -29,8 +29,8 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         config = model.assets["tokenizer_config.json"]  # its template calls the assistant by two names
         model.assets["tokenizer_config.json"] = config.replace(b"<start>model", b"<start>assistant")
         return model
-    if family == "llava":
-        return llava.make(**settings)
+    if family in ("llava", "llava_next"):
+        return llava.make(family, **settings)
     if family == "mistral3":
         return pixtral.make(**settings)
     if family == "mllama":

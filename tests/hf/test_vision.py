@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llava, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llava, test_llava_next, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -21,6 +21,7 @@ CASES = [
     (("mllama", "four"), "images"),
     (("mistral3", "untied"), "images"),
     (("llava", "clip"), "images"),
+    (("llava_next", "tiles"), "images"),
 ]
 
 
@@ -33,6 +34,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "gemma4":
         ids, mask, labels, images, types = test_gemma4_images.make(decoder, test_gemma4_images.ROWS[:count])
         return ids, mask, labels, images | types
+    if family == "llava_next":
+        return test_llava_next.make(decoder, test_llava_next.ROWS[:count])
     if family == "llava":
         return test_llava.make(decoder, test_llava.ROWS[:count])
     if family == "mistral3":

@@ -22,7 +22,7 @@ from .runs import log, no_group_is_left  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "llava")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "llava", "llava_next")
 
 
 @pytest.fixture(scope="module")
