@@ -56,6 +56,7 @@ from liger_models.arch.llama import LlamaConfig as LlamaConfig
 from liger_models.arch.llama4.model import LigerLlama4 as LigerLlama4
 from liger_models.arch.llama4.text import LigerLlama4Text as LigerLlama4Text
 from liger_models.arch.llava import LigerLlava as LigerLlava
+from liger_models.arch.llava_next import LigerLlavaNext as LigerLlavaNext
 from liger_models.arch.mamba2 import LigerMamba2ForCausalLM as LigerMamba2ForCausalLM
 from liger_models.arch.mamba2 import Mamba2Config as Mamba2Config
 from liger_models.arch.minimax_m2 import LigerMiniMaxM2 as LigerMiniMaxM2

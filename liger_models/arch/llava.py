@@ -19,7 +19,7 @@ from liger_models.arch._llava.names import HUB, IGNORED_KEYS, MODULES
 from liger_models.arch._llava.processor import LlavaProcessor
 from liger_models.arch._llava.sizes import ImageSizesModel
 from liger_models.arch._llava.text import LlavaBlock
-from liger_models.arch._llava.tower import LlavaClipTower, LlavaPixtralTower
+from liger_models.arch._llava.tower import LlavaPixtralTower, LlavaTower
 from liger_models.arch.registry import add_family
 from liger_models.common.errors import check_tensors
 from liger_models.convert.weight_map import WeightMap
@@ -39,7 +39,7 @@ class LigerLlava(ImageSizesModel):
 
     def build_visual(self, config: LlavaConfig) -> nn.Module:
         """Build the tower that ``vision_config.model_type`` names."""
-        tower = LlavaClipTower if config.vision_config.model_type == CLIP else LlavaPixtralTower
+        tower = LlavaTower if config.vision_config.model_type == CLIP else LlavaPixtralTower
         return tower(config, self.kernels)
 
     @property

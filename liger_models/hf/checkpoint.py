@@ -2,6 +2,7 @@
 
 import copy
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,17 @@ from transformers.utils import logging
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
-from liger_models.convert.files import FLOATS, StoredTensor, as_dtype, open_files, read_headers, read_whole, some
+from liger_models.convert.files import (
+    CONFIG,
+    FLOATS,
+    StoredTensor,
+    as_dtype,
+    open_files,
+    read_headers,
+    read_json_config,
+    read_whole,
+    some,
+)
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, of_whole_model, pick_map, read_assets
@@ -187,7 +198,10 @@ class Loading:
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
         """Load a model from a folder. Returns the model, and its missing and mismatched tensors, which are random."""
-        arch, hf_config = get_arch(config.model_type), to_json(config)
+        arch = get_arch(config.model_type)
+        if getattr(config, "tie_word_embeddings", False) and not _is_tied(arch, folder):
+            config.tie_word_embeddings = False
+        hf_config = to_json(config)
         missing: list[str] = []
         mismatched: list[Mismatch] = []
         # Compare the headers of the files with a model without memory.
@@ -389,6 +403,19 @@ def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> li
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
     return find_mismatched_shapes({name: each.shape for name, each in weights.shapes(parameters).items()}, stored)
+
+
+def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
+    """Whether the head of a checkpoint is its embedding, if config.json leaves this to a default.
+
+    The default of transformers' class may differ from the published model (Mistral Small 3), whose head would be lost.
+    """
+    hf = read_json_config(folder) if (folder / CONFIG).is_file() else {}
+    if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same keys are named when the model is built
+        return bool(read_config(arch.config_class, hf).tie_word_embeddings)
 
 
 def find_missing_head(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[str]:

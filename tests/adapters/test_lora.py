@@ -36,6 +36,7 @@ from ..arch import (
     test_image_sizes,
     test_llama4,
     test_llava,
+    test_llava_next,
     test_mllama,
     test_tiles,
     test_vision,
@@ -126,6 +127,9 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     if arch == "mllama":
         ids, labels, inputs = test_mllama.make(model, [3, test_mllama.IMAGE, 9])
         return ids, inputs | {"labels": labels}, inputs | {"labels": labels}
+    if arch == "llava_next":
+        ids, _, _, images = test_llava_next.make(model, [[3, (20, 30), 9]])
+        return ids, images, images
     if arch == "llava":
         ids, _, _, images = test_llava.make(model, [[3, test_llava.IMAGE, 9]])
         return ids, images, images

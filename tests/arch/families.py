@@ -354,6 +354,7 @@ def is_tower(name: str) -> bool:
         "embed_vision.",
         "vision_adapter.",
         "vision_projection.",
+        "image_newline",
     )
     return name.removeprefix("model.").startswith(towers)
 

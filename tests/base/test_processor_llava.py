@@ -12,14 +12,16 @@ from ..text.folders import byte_tokens
 from . import test_processor_pixtral as test_pixtral
 from .conftest import encoded, picture
 
+theirs_next = Late("transformers.models.llava_next.image_processing_pil_llava_next", "a transformers with Pillow")
 theirs = Late("transformers.models.llava.image_processing_pil_llava", "a transformers with a Pillow backend")
 
 TEMPLATE = test_pixtral.TEMPLATE.replace("[IMG]", "<image>")
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16]]
 SETTINGS = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 
 
-def make(**settings):
-    """A tiny model with bytes as tokens; an image is 16 tokens."""
+def make(model_type="llava", **settings):
+    """A tiny model with bytes as tokens; an image, or a tile of LLaVA-NeXT, is 16 tokens."""
     tokenizer = byte_tokens("<image>", "<s>", "<start>", "<end>")
     text = {
         "model_type": "llama", "vocab_size": 260, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -29,7 +31,9 @@ def make(**settings):
         "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
     }  # fmt: skip
-    config = {"model_type": "llava", "text_config": text, "vision_config": vision, "image_token_index": 256}
+    config = {"model_type": model_type, "text_config": text, "vision_config": vision, "image_token_index": 256}
+    if model_type == "llava_next":
+        config["image_grid_pinpoints"] = settings["image_grid_pinpoints"] = PINPOINTS
     model = AutoLigerModel.from_config(config)
     model.assets = {
         "tokenizer.json": tokenizer.to_str().encode(),
@@ -99,3 +103,27 @@ def test_what_does_not_fit_is_named():
     object.__setattr__(model.config, "image_token_index", 9999)
     with pytest.raises(ValueError, match="must have the image token ids 9999, got 260 tokens"):
         _ = model.processor
+
+
+def test_tiles_are_transformers_bit_for_bit():
+    images = [picture(*size, seed=i) for i, size in enumerate([*test_pixtral.SIZES, (15, 17), (300, 200)])]
+    images += [picture(30, 20, mode) for mode in ("L", "RGBA", "CMYK")]
+    hf = theirs_next.LlavaNextImageProcessorPil(**SETTINGS, image_grid_pinpoints=PINPOINTS)
+    want = hf(images, return_tensors="pt")
+    got = make("llava_next").processor.pixels(images)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in got)
+
+
+def test_a_conversation_with_tiles():
+    model = make("llava_next")
+    content = [{"type": "image", "image": encoded(picture(20, 40))}, {"type": "text", "text": "What?"}]
+    content.insert(1, {"type": "image", "image": test_pixtral.rotated()})
+    batch = model.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    counts = [model.processor.written(MediaSize(*size))[1] for size in ((20, 40), (12, 30))]
+    assert int((batch["input_ids"] == 256).sum()) == sum(counts)
+    assert counts == [16 + 8 * (4 + 1), 16 + 8 * (4 + 1)]
+    assert batch["image_sizes"].tolist() == [[40, 20], [30, 12]]
+    assert model.generate(**batch, max_new_tokens=3, eos_token_id=[]).shape[0] == 1
+    with pytest.raises(ValueError, match="size and crop_size must be 16, as in the tower"):
+        _ = make("llava_next", size={"shortest_edge": 20}).processor

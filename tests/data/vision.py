@@ -19,8 +19,8 @@ from ..base import test_processor_pixtral as pixtral
 from ..base.conftest import picture
 
 FAMILIES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3", "muse_glimmer",
-    "llava", "internvl",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3",
+    "muse_glimmer", "llava", "internvl", "llava_next",
 )  # fmt: skip
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
@@ -39,8 +39,8 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         return muse_glimmer.make(**settings)
     if family == "llama4":
         return llama4.make(**{"max_patches": 4, **settings})
-    if family == "llava":
-        return llava.make(**settings)
+    if family in ("llava", "llava_next"):
+        return llava.make(family, **settings)
     if family == "mistral3":
         return pixtral.make(**settings)
     if family == "internvl":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import liger_models
 import liger_models.hf
@@ -209,6 +210,8 @@ def test_published_configurations_through_the_classes_of_transformers(file):
     content = json.loads(file.read_text(encoding="utf-8"))
     want = read_config(get_arch(content["model_type"]).config_class, content)
     got = hf_config.to_liger(hf_config.config_class(content["model_type"]).from_dict(content))
+    if content["model_type"] == "mistral3":  # the class ties what a file leaves open, and the loader unties it
+        got = dataclasses.replace(got, tie_word_embeddings=False)
     for field in dataclasses.fields(want):
         assert field.name in SPELLED_OUT or getattr(got, field.name) == getattr(want, field.name), field.name
     assert got.head_size == want.head_size
@@ -271,3 +274,18 @@ def test_parameters_without_values(root):
     loaded = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
     empty.to_empty(device="cpu").load_state_dict(loaded.state_dict())
     assert all(torch.equal(one, other) for one, other in zip(empty.parameters(), loaded.parameters(), strict=True))
+
+
+def test_a_head_that_only_the_class_of_transformers_ties(root, tmp_path):
+    """As of Mistral Small 3, whose files do not say that the head is not the embedding."""
+    folder = make_folder("mistral3", "untied", root)
+    content = json.loads((folder / "config.json").read_text())
+    for part in (content, content["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    shutil.copytree(folder, tmp_path / "open")
+    (tmp_path / "open" / "config.json").write_text(json.dumps(content))
+    with liger_models.hf.registered():
+        model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "open")
+    want = load_file(folder / "model.safetensors")["language_model.lm_head.weight"]
+    assert torch.equal(model.get_output_embeddings().weight, want)
+    assert not model.config.tie_word_embeddings

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_gemma4_images, test_image_sizes, test_llama4, test_llava, test_mllama, test_tiles
+from ..arch import (
+    test_gemma3,
+    test_gemma4_images,
+    test_image_sizes,
+    test_llama4,
+    test_llava,
+    test_llava_next,
+    test_mllama,
+    test_tiles,
+)
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
@@ -28,6 +37,7 @@ CASES = [
     (("mllama", "four"), "images"),
     (("mistral3", "untied"), "images"),
     (("llava", "clip"), "images"),
+    (("llava_next", "tiles"), "images"),
 ]
 CASES += [(case, "images") for case in test_tiles.FIRST]
 
@@ -44,6 +54,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "llama4":
         ids, mask, labels, pixels = test_llama4.make(decoder, test_llama4.ROWS[:count])
         return ids, mask, labels, {"pixel_values": pixels}
+    if family == "llava_next":
+        return test_llava_next.make(decoder, test_llava_next.ROWS[:count])
     if family == "llava":
         return test_llava.make(decoder, test_llava.ROWS[:count])
     if family == "mistral3":

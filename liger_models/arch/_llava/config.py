@@ -129,10 +129,16 @@ TOP = (
 """Keys of config.json that do not belong to the language model."""
 
 
-def from_json(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ...] = TOP) -> dict[str, Any]:
+def from_json(
+    config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: bool = True
+) -> dict[str, Any]:
     """Read a config.json as `read_llava` does, with the defaults of its language model and its tower.
 
-    ``tie_word_embeddings`` is also read from ``text_config``, as in transformers.
+    Args:
+        config_class: the config class of the model.
+        hf: the content of config.json.
+        top: the keys that do not belong to the language model.
+        text_ties: whether ``tie_word_embeddings`` in ``text_config`` counts beside that at the top level.
 
     Raises:
         ValueError: the language model or the tower is not supported.
@@ -153,19 +159,19 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ..
     text = TEXT[text_type] | {key: value for key, value in text.items() if key not in UNREAD[text_type]}
     vision = VISION[vision_type] | vision | {"model_type": vision_type}
     flat = read_llava(config_class, {**hf, "text_config": text, "vision_config": vision}, top)
-    tied = bool(flat["tie_word_embeddings"] or text.get("tie_word_embeddings"))
+    tied = bool(flat["tie_word_embeddings"] or (text_ties and text.get("tie_word_embeddings")))
     return flat | {"text_type": text_type, "tie_word_embeddings": tied}
 
 
-def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP) -> dict[str, Any]:
+def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: bool = True) -> dict[str, Any]:
     """The inverse of `from_json`."""
     text_type, vision = keys["text_type"], dict(keys["vision_config"])
     vision_type = vision.pop("model_type")
     vision.pop("rope_theta" if vision_type == CLIP else "layer_norm_eps")
     rest = {key: value for key, value in keys.items() if key not in ("text_type", *UNREAD[text_type])}
-    # transformers takes the key of the language model as well.
     written = write_llava(rest | {"vision_config": vision}, top, text_type, vision_type)
-    written["text_config"]["tie_word_embeddings"] = keys["tie_word_embeddings"]
+    if text_ties:
+        written["text_config"]["tie_word_embeddings"] = keys["tie_word_embeddings"]
     for key in TEXT[text_type].keys() - UNREAD[text_type]:  # also None, which may not be the default
         written["text_config"].setdefault(key, keys.get(key))
     return written

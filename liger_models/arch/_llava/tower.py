@@ -34,10 +34,18 @@ class LlavaClipTower(ClipTower):
         self.tokens = self.pos_embed.num_embeddings - self.first
         """Number of tokens of an image."""
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def project(self, pixels: Tensor) -> Tensor:
         """Turn pixels [n, channels, side, side] into image tokens [n · tokens, C]."""
         tokens: Tensor = self.projection(self.run_blocks(pixels)[:, self.first :])
         return tokens.flatten(0, 1)
+
+
+class LlavaTower(LlavaClipTower):
+    """The tower of LLaVA 1.5."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Turn pixels [n, channels, side, side] into image tokens [n · tokens, C]."""
+        return self.project(pixels)
 
 
 class LlavaPixtralTower(PixtralTower):

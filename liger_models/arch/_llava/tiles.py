@@ -1,0 +1,59 @@
+"""The tiles of LLaVA-NeXT: which arrangement an image has, and which of its tokens are not padding.
+
+Source: transformers ``select_best_resolution``, ``unpad_image``, ``processing_llava_next.py``.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Tiles(NamedTuple):
+    """The arrangement of an image.
+
+    Attributes:
+        rows, columns: number of rows and columns of tiles, besides the whole image.
+        top, bottom: first and last + 1 row of tokens that is not padding.
+        left, right: first and last + 1 column of tokens that is not padding.
+    """
+
+    rows: int
+    columns: int
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    def count(self, base: int) -> int:
+        """The number of image tokens: ``base`` of the whole image, those of the tiles, and one after each row."""
+        return base + (self.bottom - self.top) * (self.right - self.left + 1)
+
+
+def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Choose the height and width of the canvas on which an image keeps most pixels and leaves the least empty."""
+    best, most, least = (0, 0), -1, 0
+    for canvas_height, canvas_width in resolutions:
+        scale = min(canvas_width / width, canvas_height / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        empty = canvas_width * canvas_height - kept
+        if kept > most or (kept == most and empty < least):
+            best, most, least = (canvas_height, canvas_width), kept, empty
+    return best
+
+
+def arrange(height: int, width: int, resolutions: Sequence[Sequence[int]], side: int, patches: int) -> Tiles:
+    """Arrange an image of the given size in pixels.
+
+    Args:
+        height, width: size of the image.
+        resolutions: heights and widths of the canvases.
+        side: height and width of a tile in pixels.
+        patches: number of rows, and of columns, of tokens in a tile.
+    """
+    rows, columns = (length // side for length in best_resolution(height, width, resolutions))
+    tall, wide = rows * patches, columns * patches
+    # The image fills one side of the canvas; the rounding is that of transformers.
+    if width / height > wide / tall:
+        margin = (tall - int(round(height * (wide / width), 7))) // 2
+        return Tiles(rows, columns, margin, tall - margin, 0, wide)
+    margin = (wide - int(round(width * (tall / height), 7))) // 2
+    return Tiles(rows, columns, 0, tall, margin, wide - margin)
