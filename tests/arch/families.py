@@ -275,7 +275,7 @@ def gradients_of(model: CausalLM) -> dict[str, Tensor]:
 
 def is_tower(name: str) -> bool:
     """Whether a parameter, ours or theirs, is the vision tower's, which a text without images does not reach."""
-    towers = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.")
+    towers = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "connector.")
     return name.removeprefix("model.").startswith(towers)
 
 
@@ -328,7 +328,7 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
     assert [*map(str, tensor_differences(ours, theirs))] == []
     for name, gradient in theirs.items():
         gate = next((gate for gate in GATED if name.endswith(gate)), None)
-        if "vision_tower" in name and name.endswith("k_proj.bias"):
+        if is_tower(name) and name.endswith("k_proj.bias"):
             # It shifts all scores of a query alike where nothing is rotated: zero but for rounding, for everybody.
             scale = theirs[name.replace("k_proj", "q_proj")].norm()
             assert max(gradient.norm(), ours[name].norm()) <= limit * max(scale, 1e-30), name

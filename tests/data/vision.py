@@ -10,11 +10,12 @@ from liger_models.base.vision_language import VisionLanguageModel
 from ..base import conftest as qwen
 from ..base import test_processor_gemma3 as gemma3
 from ..base import test_processor_gemma4 as gemma4
+from ..base import test_processor_idefics3 as idefics3
 from ..base import test_processor_internvl as internvl
 from ..base import test_processor_mllama as mllama
 from ..base.conftest import picture
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "internvl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "internvl", "idefics3")
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
 SIZES = ((40, 28), (90, 30), (23, 61), (64, 64), (33, 57))
@@ -28,8 +29,8 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         config = model.assets["tokenizer_config.json"]  # its template calls the assistant by two names
         model.assets["tokenizer_config.json"] = config.replace(b"<start>model", b"<start>assistant")
         return model
-    if family == "internvl":
-        return internvl.make(**settings)
+    if family in ("internvl", "idefics3"):
+        return {"internvl": internvl, "idefics3": idefics3}[family].make(**settings)
     if family == "mllama":
         model = mllama.make(**settings)
         with torch.no_grad():  # open the gates, so that images matter

@@ -506,7 +506,7 @@ def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("frozen", ["nothing", "tower", "language model"])
-@pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3", "gemma4", "mllama"])
+@pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3", "gemma4", "mllama", "internvl"])
 def test_images_on_one_rank_alone(two, arch, frozen):
     """The tower is gathered on all ranks or on none: a rank without images takes part."""
     expected = with_images(arch, frozen, 0, 1)
@@ -556,7 +556,8 @@ def hand_written_with_images(page: str, expected: dict[str, dict[str, Any]]) -> 
 
 def test_hand_written_groups_with_images_on_one_rank_alone(two):
     page = next(script for script in scripts("training.md") if "fully_shard" in script)
-    expected = {arch: with_images(arch, "nothing", 0, 1) for arch in ("qwen3_vl", "gemma3", "gemma4", "mllama")}
+    archs = ("qwen3_vl", "gemma3", "gemma4", "mllama", "internvl")
+    expected = {arch: with_images(arch, "nothing", 0, 1) for arch in archs}
     two(hand_written_with_images, page, expected)
 
 

@@ -22,7 +22,7 @@ from .runs import log, no_group_is_left  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "internvl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "internvl", "idefics3")
 
 
 @pytest.fixture(scope="module")
