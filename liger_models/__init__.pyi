@@ -46,6 +46,8 @@ from liger_models.arch.granitemoehybrid import GraniteMoeHybridConfig as Granite
 from liger_models.arch.granitemoehybrid import LigerGraniteMoeHybrid as LigerGraniteMoeHybrid
 from liger_models.arch.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
 from liger_models.arch.hunyuan_v1_dense import LigerHunYuanDenseV1 as LigerHunYuanDenseV1
+from liger_models.arch.idefics3.model import LigerIdefics3 as LigerIdefics3
+from liger_models.arch.idefics3.smolvlm import LigerSmolVLM as LigerSmolVLM
 from liger_models.arch.internvl.model import LigerInternVL as LigerInternVL
 from liger_models.arch.lfm2.dense import Lfm2Config as Lfm2Config
 from liger_models.arch.lfm2.dense import LigerLfm2 as LigerLfm2

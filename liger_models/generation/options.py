@@ -105,6 +105,7 @@ class PromptInputs(TypedDict, total=False):
     """Inputs that belong to the prompts, in addition to the tokens. A model accepts those that its ``forward`` has."""
 
     pixel_values: Tensor | None
+    pixel_attention_mask: Tensor | None
     image_grid_thw: Tensor | None
     image_position_ids: Tensor | None
     pixel_values_videos: Tensor | None

@@ -137,8 +137,9 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
         ids, _, _, images = test_image_sizes.make(model, [[3, (2, 3), 9]])
         return ids, images, images
     if arch in test_tiles.FAMILIES:
-        ids, _, _, pixels = test_tiles.make(model, [[3, test_tiles.TILE, 9]])
-        return ids, {"pixel_values": pixels}, {"pixel_values": pixels}
+        rows = [[3, test_tiles.TILE, 9]]
+        ids, _, _, pixels = test_tiles.make(model, rows)
+        return ids, {"pixel_values": pixels}, test_tiles.for_rows(model, rows, pixels)
     if arch in dict(VISION_CASES):
         batch = test_vision.Batch(model, test_vision.ONE)
         return batch.ids, batch.inputs, batch.inputs | {"mm_token_type_ids": batch.kinds}

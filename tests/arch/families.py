@@ -355,6 +355,7 @@ def is_tower(name: str) -> bool:
         "vision_adapter.",
         "vision_projection.",
         "image_newline",
+        "connector.",
     )
     return name.removeprefix("model.").startswith(towers)
 
@@ -409,7 +410,7 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
     assert [*map(str, tensor_differences(ours, theirs))] == []
     for name, gradient in theirs.items():
         gate = next((gate for gate in GATED if name.endswith(gate)), None)
-        if "vision_tower" in name and name.endswith("k_proj.bias") and not rotates:
+        if is_tower(name) and name.endswith("k_proj.bias") and not rotates:
             # It shifts all scores of a query alike where nothing is rotated: zero but for rounding, for everybody.
             scale = theirs[name.replace("k_proj", "q_proj")].norm()
             assert max(gradient.norm(), ours[name].norm()) <= limit * max(scale, 1e-30), name

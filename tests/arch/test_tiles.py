@@ -23,7 +23,7 @@ from .families import (
     make_folder,
 )
 
-FAMILIES = ("internvl",)
+FAMILIES = ("internvl", "idefics3", "smolvlm")
 CASES = [case for case in VISION_CASES if case[0] in FAMILIES]
 FIRST = [next(case for case in CASES if case[0] == family) for family in FAMILIES]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
@@ -58,6 +58,18 @@ def make(model, rows, seed=0):
     return ids, mask, labels, pixels
 
 
+def for_rows(model, rows, pixels):
+    """The images of these rows as transformers takes them: those of Idefics3 are padded to the row with the most."""
+    if not len(pixels) or "pixel_attention_mask" not in model.prompt_inputs:
+        return {"pixel_values": pixels} if len(pixels) else {}
+    counts = [row.count(TILE) for row in rows]
+    padded = pixels.new_zeros(len(rows), max(counts), *model.tile_shape)
+    mask = torch.zeros(len(rows), max(counts), *model.tile_shape[1:], dtype=torch.int64)
+    for index, tiles in enumerate(pixels.split(counts)):
+        padded[index, : len(tiles)], mask[index, : len(tiles)] = tiles, 1
+    return {"pixel_values": padded, "pixel_attention_mask": mask}
+
+
 ROWS = [[3, TILE, TILE, 9, TILE, 4], [2, TILE, 12], [11]]
 
 
@@ -66,12 +78,13 @@ def test_logits_loss_and_gradients(pair):
     """Rows with three tiles, one and none, padded on the left."""
     _, _, theirs, ours = pair
     ids, mask, labels, pixels = make(ours, ROWS)
-    want = theirs(ids, attention_mask=mask, pixel_values=pixels, labels=labels)
+    padded = for_rows(ours, ROWS, pixels)
+    want = theirs(ids, attention_mask=mask, labels=labels, **padded)
     want.loss.backward()
     kept = mask.bool()
     options = {"pixel_values": pixels, "attention_mask": mask}
     assert error(ours(ids, **options).logits[kept], want.logits[kept]) <= LIMIT
-    got = ours(ids, labels=labels, **options)
+    got = ours(ids, labels=labels, attention_mask=mask, **padded)
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
     assert_same_gradients(ours, theirs)
@@ -106,8 +119,8 @@ def test_packed_documents_are_separate_documents(pair):
     got.loss.backward()
     assert_bounds_under_other_names(ours, bounds, got.logits, input_ids=ids, pixel_values=pixels)
     logits, losses, targets = [], [], 0
-    for own, _, own_labels, own_pixels in alone:
-        logits.append(theirs(own, **({"pixel_values": own_pixels} if len(own_pixels) else {})).logits)
+    for row, (own, _, own_labels, own_pixels) in zip(rows, alone, strict=True):
+        logits.append(theirs(own, **for_rows(ours, [row], own_pixels)).logits)
         losses.append(torch.nn.functional.cross_entropy(logits[-1][0, :-1], own_labels[0, 1:], reduction="sum"))
         targets += int((own_labels[:, 1:] != -100).sum())
     (sum(losses) / targets).backward()
@@ -120,7 +133,7 @@ def test_generate(pair, use_cache):
     _, _, theirs, ours = pair
     ids, mask, _, pixels = make(ours, ROWS)
     theirs.generation_config.eos_token_id = None
-    options = {"attention_mask": mask, "pixel_values": pixels, "max_new_tokens": 6, "do_sample": False}
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, **for_rows(ours, ROWS, pixels)}
     want = theirs.generate(ids, use_cache=True, pad_token_id=0, **options)
     assert torch.equal(ours.generate(ids, use_cache=use_cache, pad_token_id=0, eos_token_id=[], **options), want)
 
@@ -148,7 +161,7 @@ def test_tokens_see_only_what_is_before(pair):
     with torch.no_grad():
         before = ours(ids, pixel_values=pixels).logits[0]
         changed = pixels.clone()
-        changed[1, :, -1, -1] += 9.0
+        changed[1, :, 6, 6] += 9.0
         after = ours(ids, pixel_values=changed).logits[0]
     start = 3 + ours.config.tokens_per_tile + 4
     same = torch.isclose(after, before, atol=1e-6).all(1)
@@ -199,7 +212,7 @@ def test_kernels_match_transformers(pair, kernel_device, root):
     """Also norms of q and k in the tower."""
     arch, variant, theirs, ours = pair
     ids, _, labels, pixels = make(ours, [[2, TILE, 3]])
-    want = theirs(ids, pixel_values=pixels, labels=labels)
+    want = theirs(ids, labels=labels, **for_rows(ours, [[2, TILE, 3]], pixels))
     want.loss.backward()
     off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
     for kernels in (None, off):
@@ -215,7 +228,7 @@ def test_kernels_match_transformers(pair, kernel_device, root):
 def test_wrong_numbers_are_named(pair):
     _, _, _, ours = pair
     ids, _, _, pixels = make(ours, [[3, TILE, 2]])
-    per, (channels, side, _) = ours.config.tokens_per_tile, ours.tile_shape
+    per, side = ours.config.tokens_per_tile, ours.tile_shape[1]
     with pytest.raises(ValueError, match=rf"each of the {per} image tokens \(1 images\), got {per - 1}"):
         ours(ids[:, torch.arange(ids.shape[1]) != 5], pixel_values=pixels)
     with pytest.raises(ValueError, match=f"{per} image placeholders in input_ids must have pixel_values, got none"):
@@ -227,7 +240,7 @@ def test_wrong_numbers_are_named(pair):
         ours(torn, pixel_values=pixels)
     with pytest.raises(ValueError, match=r"in one document, got 1 apart"):
         ours(ids, pixel_values=pixels, cu_seqlens=torch.tensor([0, 5, ids.shape[1]]))
-    with pytest.raises(ValueError, match=rf"must be \[tiles, {channels}, {side}, {side}\], got \[1, {channels}, "):
+    with pytest.raises(ValueError, match=r"pixel_values must be \[tiles, 3, .*, got \[1, 3, "):
         ours(ids, pixel_values=pixels[:, :, : side // 2])
     with pytest.raises(ValueError, match="pixels need input_ids"):
         ours(inputs_embeds=ours.embed_tokens(ids), pixel_values=pixels)
@@ -266,3 +279,56 @@ def test_the_size_of_internvl_3_1b():
     for tied, millions in ((False, 938), (True, 802)):
         model = AutoLigerModel.from_config({**config, "tie_word_embeddings": tied}, device="meta")
         assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize("pair", [("idefics3", "untied")], indirect=True, ids="-".join)
+def test_which_tiles_are_padding(pair):
+    """A mask says so; without it, as in transformers, tiles whose pixels are all 0, which is an error then."""
+    _, _, theirs, ours = pair
+    rows = [[3, TILE, TILE, 5], [TILE, 12]]
+    ids, mask, _, pixels = make(ours, rows)
+    padded = for_rows(ours, rows, pixels)
+    with torch.no_grad():
+        want = theirs(ids, attention_mask=mask, pixel_values=padded["pixel_values"]).logits
+        got = ours(ids, attention_mask=mask, pixel_values=padded["pixel_values"]).logits
+        assert error(got[mask.bool()], want[mask.bool()]) <= LIMIT
+        # An image of one color that the settings map to 0.
+        pixels[1] = 0
+        dark = for_rows(ours, rows, pixels)
+        alone = ours(ids, attention_mask=mask, pixel_values=pixels).logits
+        assert torch.equal(ours(ids, attention_mask=mask, **dark).logits, alone)
+        with pytest.raises(ValueError, match="do not match"):
+            theirs(ids, attention_mask=mask, **dark)
+        with pytest.raises(ValueError, match=r"each of the 8 image tokens \(2 images\), got 12"):
+            ours(ids, attention_mask=mask, pixel_values=dark["pixel_values"])
+    part = dark["pixel_attention_mask"].clone()
+    part[0, 0, 5:] = 0
+    with pytest.raises(ValueError, match="must be 1 or 0 on the whole of each tile, got tiles that are padded in part"):
+        ours(ids, pixel_values=dark["pixel_values"], pixel_attention_mask=part)
+    with pytest.raises(ValueError, match="pixel_attention_mask must have the shape of pixel_values without channels"):
+        ours(ids, pixel_values=dark["pixel_values"], pixel_attention_mask=part[0])
+
+
+@pytest.mark.parametrize("pair", [("idefics3", "untied")], indirect=True, ids="-".join)
+@pytest.mark.parametrize("side", [8, 24, 32])
+def test_tiles_of_another_size(pair, side):
+    """Fewer or more patches than learned positions."""
+    _, _, theirs, ours = pair
+    tokens = (side // 4 // 2) ** 2
+    ids = torch.tensor([[5, *[90] * tokens, 7, 8]])
+    pixels = torch.randn(1, 1, 3, side, side, generator=torch.Generator().manual_seed(side))
+    with torch.no_grad():
+        assert error(ours(ids, pixel_values=pixels).logits, theirs(ids, pixel_values=pixels).logits) <= LIMIT
+
+
+def test_the_size_of_smolvlm2():
+    from liger_models import AutoLigerModel
+
+    text = {"model_type": "llama", "vocab_size": 49280, "hidden_size": 2048, "intermediate_size": 8192,
+            "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32}  # fmt: skip
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+              "image_size": 384, "patch_size": 14}  # fmt: skip
+    config = {"model_type": "smolvlm", "text_config": text, "vision_config": vision, "scale_factor": 3}
+    model = AutoLigerModel.from_config(config, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 2_246_784_880
+    assert model.config.tokens_per_tile == 81

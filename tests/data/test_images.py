@@ -135,7 +135,8 @@ def test_tokens_and_pixels_are_those_of_the_processor(model, make, tmp_path):
         assert torch.equal(got["input_ids"], want["input_ids"])
         for name in ("pixel_values", "image_grid_thw", "aspect_ratio_ids"):
             assert (name in got) == (name in want)
-            assert name not in got or torch.equal(got[name], want[name])
+            if name in got:  # a row has tiles in one tensor, and a call of Idefics3's processor those of each text
+                assert torch.equal(got[name], want[name].flatten(0, want[name].dim() - got[name].dim()))
 
 
 def spellings(path: Path):

@@ -10,6 +10,7 @@ from liger_models.base.vision_language import VisionLanguageModel
 from ..base import conftest as qwen
 from ..base import test_processor_gemma3 as gemma3
 from ..base import test_processor_gemma4 as gemma4
+from ..base import test_processor_idefics3 as idefics3
 from ..base import test_processor_internvl as internvl
 from ..base import test_processor_llama4 as llama4
 from ..base import test_processor_llava as llava
@@ -20,7 +21,7 @@ from ..base.conftest import picture
 
 FAMILIES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3",
-    "muse_glimmer", "llava", "internvl", "llava_next",
+    "muse_glimmer", "llava", "internvl", "llava_next", "idefics3",
 )  # fmt: skip
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
@@ -45,6 +46,8 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         return pixtral.make(**settings)
     if family == "internvl":
         return internvl.make(**settings)
+    if family == "idefics3":
+        return idefics3.make(**settings)
     if family == "mllama":
         model = mllama.make(**settings)
         with torch.no_grad():  # open the gates, so that images matter

@@ -65,7 +65,7 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
         return ids, torch.ones_like(ids), labels, inputs
     if family in test_tiles.FAMILIES:
         ids, mask, labels, pixels = test_tiles.make(decoder, test_tiles.ROWS[:count])
-        return ids, mask, labels, {"pixel_values": pixels}
+        return ids, mask, labels, test_tiles.for_rows(decoder, test_tiles.ROWS[:count], pixels)
     batch = Batch(decoder, {"images": SEVERAL, "videos": VIDEO, "one": ONE}[rows])
     shifts = (batch.mask == 0).sum(1)
 

@@ -115,6 +115,16 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "image_size": 8, "patch_size": 2, "use_qk_norm": True,
         },
     ),
+    **{
+        name: (
+            name, {"image_token_id": 90},
+            {
+                "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 8, "patch_size": 2,
+            },
+        )
+        for name in ("idefics3", "smolvlm")
+    },
     "mllama": ("mllama", {"cross_attention_layers": [1, 2], "image_token_index": 97}, MLLAMA),
     "llama4": (
         "llama4",

@@ -3,7 +3,7 @@
 Each tile becomes the same number of image tokens, and the language model's attention is causal for all tokens.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class TileModel(ImageTokenModel):
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
         """See `ImageTokenModel.check_images`."""
-        per_tile, count = self.config.tokens_per_tile, None if images is None else len(images[0])
+        count = None if images is None else len(images[0])
+        per_tile = self.config.tokens_per_tile if images is None else self.tokens_of(images[0])
         sizes = input_ids.new_full((count or 0,), per_tile)
         # One wait for the device for both numbers.
         tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
@@ -59,9 +60,9 @@ class TileModel(ImageTokenModel):
 
     def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
         """See `ImageTokenModel.token_counts`."""
-        return torch.full((len(images[0]),), self.config.tokens_per_tile)
+        return torch.full((len(images[0]),), self.tokens_of(images[0]))
 
-    def image_features(self, pixel_values: Tensor, **inputs: Any) -> Tensor:
-        """Return the image tokens [tiles, tokens, C] of ``pixel_values`` [tiles, channels, height, width]."""
-        tokens: Tensor = self.visual(pixel_values, **inputs).unflatten(0, (-1, self.config.tokens_per_tile))
+    def tokens_of(self, pixels: Tensor) -> int:
+        """The number of image tokens of each of these tiles."""
+        tokens: int = self.config.tokens_per_tile
         return tokens

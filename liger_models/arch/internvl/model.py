@@ -98,6 +98,11 @@ class LigerInternVL(TileModel):
             )
         return self.run_with_images(input_ids, None if pixel_values is None else (pixel_values,), **options)
 
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """Return the image tokens [tiles, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
+        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
+        return tokens
+
 
 add_family(
     LigerInternVL,

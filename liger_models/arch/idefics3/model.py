@@ -1,0 +1,228 @@
+"""Idefics3 (8B) and SmolVLM (256M, 500M, 2.2B): model_type ``idefics3``. SmolVLM2 is ``smolvlm``, the same model.
+
+The language model is Llama. An image is cut into square tiles, and a small copy of the whole image is added. The vision
+tower is SigLIP; squares of ``scale_factor`` x ``scale_factor`` patches are concatenated and projected to one token.
+
+transformers removes every tile whose pixels are all exactly 0 as if it were padding, so that an image of one color can
+vanish. Here, ``pixel_attention_mask`` decides which tiles are padding, and only without it the pixels decide.
+
+Source: https://arxiv.org/abs/2408.12637, https://arxiv.org/abs/2504.05299, transformers ``models/idefics3``.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from liger_models.arch._tiles.model import TileModel
+from liger_models.arch.idefics3.processor import Idefics3Processor
+from liger_models.arch.idefics3.tower import Idefics3Config, Idefics3Tower
+from liger_models.arch.registry import add_family
+from liger_models.common.errors import check_tensors
+from liger_models.convert.config_map import of_text
+from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map, qkv_rows
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+
+
+class Idefics3Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: Idefics3Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class Idefics3Model(TileModel):
+    """The forward of Idefics3 and SmolVLM."""
+
+    block_class = Idefics3Block
+    tower_class = Idefics3Tower
+    processor_class = Idefics3Processor
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "pixel_attention_mask")
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [tiles, channels, height, width] in the order of their placeholders, or [B, M, channels,
+                height, width] with up to M tiles for each row, as from the processor. Tiles are square.
+            pixel_attention_mask: [B, M, height, width], which is 1 on tiles and 0 on padding. Without this mask, the
+                tiles of which all pixels are 0 are padding. A tile can't be padded in part.
+            options: as in `Decoder.forward`; images need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of image tokens, or a tile is not square or
+                padded in part; otherwise as in `Decoder.forward`.
+        """
+        tiles = self._tiles(pixel_values, pixel_attention_mask)
+        return self.run_with_images(input_ids, None if tiles is None else (tiles,), **options)
+
+    def _tiles(self, pixels: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """Return the tiles [n, channels, side, side] without the padding."""
+        check_tensors(pixel_values=pixels, pixel_attention_mask=mask)
+        if pixels is None:
+            return None
+        channels, shuffle = self.config.vision_config.num_channels, self.config.scale_factor
+        shape, side = list(pixels.shape), pixels.shape[-1] // self.config.vision_config.patch_size
+        if len(shape) not in (4, 5) or shape[-3] != channels or shape[-1] != shape[-2] or side == 0 or side % shuffle:
+            raise ValueError(
+                f"forward: pixel_values must be [tiles, {channels}, side, side] or [B, M, {channels}, side, side], "
+                f"with a multiple of {shuffle} rows of patches, got {shape}."
+            )
+        if mask is not None and mask.shape != (*shape[:-3], *shape[-2:]):
+            raise ValueError(
+                f"forward: pixel_attention_mask must have the shape of pixel_values without channels, got "
+                f"{list(mask.shape)} for {shape}."
+            )
+        if len(shape) == 4 and mask is None:
+            return pixels
+        tiles = pixels.flatten(0, -4)
+        if mask is None:
+            return tiles[(tiles != 0).flatten(1).any(1)]
+        valid = mask.flatten(0, -3).flatten(1) != 0
+        real = valid.any(1)
+        if bool((real != valid.all(1)).any()):
+            raise ValueError(
+                "forward: pixel_attention_mask must be 1 or 0 on the whole of each tile, got tiles that are padded in "
+                "part. Resize them as the processor does."
+            )
+        return tiles[real]
+
+    def tokens_of(self, pixels: Tensor) -> int:
+        """The number of image tokens of each of these tiles, whose size may differ from that of the config."""
+        return int(pixels.shape[-1] // self.config.vision_config.patch_size // self.config.scale_factor) ** 2
+
+    def image_features(
+        self, pixel_values: Tensor, pixel_attention_mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return the image tokens [tiles, tokens, C] of tiles, or for [B, M, ...] those of each row, [tokens, C]."""
+        tiles = self._tiles(pixel_values, pixel_attention_mask)
+        assert tiles is not None
+        tokens: Tensor = self.visual(tiles).unflatten(0, (len(tiles), -1))
+        if pixel_values.dim() == 4:
+            return tokens
+        if pixel_attention_mask is None:
+            real = (pixel_values != 0).flatten(2).any(2)
+        else:
+            real = (pixel_attention_mask != 0).flatten(2).any(2)
+        return tuple(part.flatten(0, 1) for part in tokens.split(real.sum(1).tolist()))
+
+    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
+        """Return the inputs of repeated prompts, with all tiles in one tensor; see `ImageTokenModel.repeat_prompts`."""
+        tiles = self._tiles(inputs.get("pixel_values"), inputs.get("pixel_attention_mask"))
+        changed = {**inputs, "pixel_values": tiles, "pixel_attention_mask": None}
+        return super().repeat_prompts(input_ids, {name: changed[name] for name in inputs}, times)
+
+
+class LigerIdefics3(Idefics3Model):
+    """Idefics3 with its language-model head."""
+
+    config_class = Idefics3Config
+
+
+IGNORED_KEYS = (
+    # Keys of released files that transformers does not read.
+    "_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "qk_layer_norms",
+    "transformers.js_config", "use_resampler", "use_base_siglip", "max_image_size", "size", "tie_word_embeddings",
+    "_pad_token_id",  # written by transformers 5
+)  # fmt: skip
+TOP = ("image_token_id", "scale_factor", "vision_config", "tie_word_embeddings")
+"""Keys of config.json that do not belong to the language model."""
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the keys of ``text_config`` to the top.
+
+    Raises:
+        ValueError: the language model is not Llama.
+    """
+    text = dict(hf.get("text_config") or {"rms_norm_eps": 1e-5})
+    if text.get("model_type", "llama") != "llama":
+        raise ValueError(f"config.json: text_config.model_type must be 'llama', got {text['model_type']!r}.")
+    return of_text(Idefics3Config, hf, text, TOP)
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    text = {key: value for key, value in keys.items() if key not in TOP}
+    return {key: keys[key] for key in TOP} | {"text_config": text | {"model_type": "llama"}}
+
+
+def weight_map(config: Idefics3Config) -> WeightMap:
+    """Maps the parameters of Idefics3 to the tensors of a Hugging Face checkpoint."""
+    vision, visual = config.vision_config, "model.vision_model"
+    ours, block, heads = "visual.blocks.{b}", f"{visual}.encoder.layers.{{b}}", vision.num_attention_heads
+    kinds = ("weight", "bias")
+    tower: dict[str, Expression | str] = {
+        "visual.patch_embed.weight": Rearrange(
+            "c p y x -> c (p y x)",
+            f"{visual}.embeddings.patch_embedding.weight",
+            p=vision.num_channels,
+            y=vision.patch_size,
+        ),
+        "visual.patch_embed.bias": f"{visual}.embeddings.patch_embedding.bias",
+        "visual.pos_embed.weight": f"{visual}.embeddings.position_embedding.weight",
+        # The tower has as many key heads as query heads.
+        **{
+            f"{ours}.attn.qkv_proj.{k}": qkv_rows(
+                *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
+                heads=heads,
+                kv_heads=heads,
+                head_dim=vision.hidden_size // heads,
+            )
+            for k in kinds
+        },
+        **{f"{ours}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}" for k in kinds},
+        **{f"{ours}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2) for k in kinds},
+        **{f"{ours}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
+        **{f"visual.post_layernorm.{k}": f"{visual}.post_layernorm.{k}" for k in kinds},
+        "visual.projection.weight": "model.connector.modality_projection.proj.weight",
+    }
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        prefix="model.text_model",
+        also=tower,
+        over={"b": range(vision.num_hidden_layers)},
+    )
+
+
+add_family(
+    LigerIdefics3,
+    model_type="idefics3",
+    hf_class="Idefics3ForConditionalGeneration",
+    weight_map=weight_map,
+    from_json=from_json,
+    to_json=to_json,
+    ignored_keys=IGNORED_KEYS,
+)

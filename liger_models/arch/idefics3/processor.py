@@ -1,0 +1,242 @@
+"""The processor of Idefics3 and SmolVLM, which turns text and images into model inputs.
+
+Source: transformers ``image_processing_pil_idefics3.py``, ``processing_idefics3.py``, ``processing_smolvlm.py``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+LANCZOS = 1
+LONGEST = 4096
+"""Largest width or height of an image after the first step of resizing."""
+AROUND, GLOBAL, VIDEO = "<fake_token_around_image>", "<global-img>", "<video>"
+
+
+def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Return the width and height of an image whose longer side becomes ``longest``, smaller images included."""
+    ratio = width / height
+    # The shorter side is rounded down and then up to an even number.
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > LONGEST:
+        width, height = LONGEST, int(LONGEST / ratio)
+    elif height > width and height > LONGEST:
+        width, height = int(LONGEST * ratio), LONGEST
+    return max(width, 1), max(height, 1)
+
+
+def whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
+    """Return the numbers of columns and rows of tiles to which an image is enlarged."""
+    ratio = width / height
+    if width >= height:
+        columns = math.ceil(width / side)
+        return columns, math.ceil(int(columns * side / ratio) / side)
+    rows = math.ceil(height / side)
+    return math.ceil(int(rows * side * ratio) / side), rows
+
+
+class Idefics3Images:
+    """Resizes an image by its longer side, enlarges it to whole tiles, and adds a tile with the whole image.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        image_size: height and width of a tile, in pixels.
+
+    Attributes:
+        longest_edge: length of the longer side after resizing.
+        splits: whether images are cut into tiles.
+
+    Raises:
+        ValueError: the settings request a feature that is not implemented.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
+        defaults = {"max_image_size": {"longest_edge": 364}}
+        check_settings(
+            {**defaults, **settings}, do_resize=True, do_convert_rgb=True, do_pad=True, resample=LANCZOS,
+            max_image_size={"longest_edge": image_size},
+        )  # fmt: skip
+        size = settings.get("size") or {"longest_edge": 4 * 364}
+        if set(size) != {"longest_edge"} or not (isinstance(size["longest_edge"], int) and size["longest_edge"] > 0):
+            raise ValueError(f"preprocessor_config.json: size must be a positive longest_edge, got {size}.")
+        self.side, self.longest_edge = image_size, size["longest_edge"]
+        self.splits = settings.get("do_image_splitting") is not False
+        self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
+        self.as_read = self.sizes()
+
+    def __repr__(self) -> str:
+        return f"Idefics3Images(side={self.side}, longest_edge={self.longest_edge}, splits={self.splits})"
+
+    def sizes(self) -> dict[str, Any]:
+        """The attributes that users may change, under their names in the settings."""
+        return {"size": {"longest_edge": self.longest_edge}, "do_image_splitting": self.splits}
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the columns and rows of tiles of an image with the given width and height; (0, 0) if it is not cut."""
+        if not self.splits:
+            return 0, 0
+        columns, rows = whole_tiles(*scaled(*size, self.longest_edge), self.side)
+        return (columns, rows) if columns * rows > 1 else (0, 0)
+
+    def __call__(self, source: "Source") -> Tensor:
+        """Return the tiles of an image, row by row, and then the tile of the whole image, [tiles, 3, side, side]."""
+        image = read_image(source)
+        columns, rows = self.grid(image.size)
+        size = scaled(*image.size, self.longest_edge)
+        image = image if image.size == size else image.resize(size, LANCZOS)
+        whole = self.side, self.side
+        if columns == 0:
+            return self.normalize(to_tensor(image, whole, LANCZOS)[None])
+        # Each step of resizing rounds to bytes, and the tile of the whole image is made from the enlarged image.
+        size = columns * self.side, rows * self.side
+        image = image if image.size == size else image.resize(size, LANCZOS)
+        cut = rearrange(to_tensor(image, size[::-1], LANCZOS), "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        return self.normalize(torch.cat([cut, to_tensor(image, whole, LANCZOS)[None]]))
+
+
+class Idefics3Processor(Processor):
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: converter of images to tiles; set its attribute ``splits`` to False, or ``longest_edge``, for fewer
+            tiles.
+        image: the placeholder, which is repeated for the tokens of a tile.
+        tokens: number of tokens per tile.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, images: Idefics3Images, *, image: str, tokens: int) -> None:
+        super().__init__(tokenizer)
+        self.images, self.image, self.tokens = images, image, tokens
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "Idefics3Processor":
+        """Build the processor of a model from the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
+                settings are not implemented.
+        """
+        config = model.config
+        settings = settings_of(model.assets, "image_processor")
+        (image,) = image_tokens("Idefics3Processor", model.tokenizer, [config.image_token_id])
+        check_given(settings)
+        if model.tokenizer.backend.token_to_id(AROUND) is None:
+            raise ValueError(
+                f"Idefics3Processor: the tokenizer must have the token {AROUND}, got {len(model.tokenizer)} tokens "
+                "without it. Use the tokenizer of the checkpoint."
+            )
+        images = Idefics3Images(settings, config.vision_config.image_size)
+        return cls(model.tokenizer, images, image=image, tokens=config.tokens_per_tile)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        bos: bool = True,
+        **options: "Unpack[TextOptions]",
+    ) -> ModelInputs:
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+
+        Args:
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [B, M, 3, side,
+            side] and ``pixel_attention_mask`` [B, M, side, side], where M is the largest number of tiles in one text.
+            The mask is 0 on the tiles that texts with fewer tiles lack.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images, a text has the placeholder of a
+                video, or image tokens do not fit into ``max_length``.
+        """
+        texts = self.texts(texts, options)
+        if any(VIDEO in text for text in texts):
+            raise ValueError(
+                f"Idefics3Processor: texts must have no {VIDEO}, because videos are not read. Pass frames as images, "
+                "each with its own placeholder."
+            )
+        sources = [read_image(source) for source in one_list("Idefics3Processor", self.image, texts, images)]
+        grids = [self.images.grid(image.size) for image in sources]
+        edits = self.replace(texts, image=[self._written(*grid) for grid in grids])
+        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
+        if not sources:
+            return out
+        # The tiles of each text, padded to those of the text with the most.
+        following = iter(each_once(self.images, sources))
+        rows = [[next(following) for _ in range(text.count(self.image))] for text in texts]
+        side, most = self.images.side, max(sum(map(len, row)) for row in rows)
+        pixels = torch.zeros(len(rows), most, 3, side, side)
+        mask = torch.zeros(len(rows), most, side, side, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            if row:
+                tiles = torch.cat(row)
+                pixels[index, : len(tiles)], mask[index, : len(tiles)] = tiles, 1
+        return out | {"pixel_values": pixels, "pixel_attention_mask": mask}
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """See `Processor.written`."""
+        columns, rows = self.images.grid((size.width, size.height))
+        return self._written(columns, rows), (columns * rows + 1) * self.tokens
+
+    def pixels(
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
+    ) -> dict[str, Tensor]:
+        """See `Processor.pixels`; returns ``pixel_values`` [tiles, 3, side, side]."""
+        return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}
+
+    def _written(self, columns: int, rows: int) -> str:
+        tile = self.image * self.tokens
+        cut = "".join(
+            "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        return (f"{cut}\n" if cut else "") + f"{AROUND}{GLOBAL}{tile}{AROUND}"
+
+    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
+        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
+        return super().media(parts) | {"bos": False}
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """The settings of tiles if they were changed since they were read, and otherwise nothing."""
+        sizes = self.images.sizes()
+        return {} if sizes == self.images.as_read else {"image_processor": sizes}
