@@ -1,8 +1,8 @@
 """LLaVA-NeXT (LLaVA 1.6) with Llama or Mistral: model_type ``llava_next``.
 
 Differs from LLaVA 1.5: an image is resized into one of several canvases, keeping its aspect ratio, and the canvas is
-cut into tiles of the tower's size. The tokens of the whole image, resized to one tile, come first. The tokens of the tiles
-follow row by row over the whole canvas, without the padding, and each row ends with a learned token.
+cut into tiles of the tower's size. The tokens of the whole image, resized to one tile, come first. The tokens of the
+tiles follow row by row over the whole canvas, without the padding, and each row ends with a learned token.
 
 Source: https://llava-vl.github.io/blog/2024-01-30-llava-next/, transformers ``models/llava_next``.
 """
