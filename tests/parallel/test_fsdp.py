@@ -506,7 +506,7 @@ def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("frozen", ["nothing", "tower", "language model"])
-@pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3"])
+@pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "llava"])
 def test_images_on_one_rank_alone(two, arch, frozen):
     """The tower is gathered on all ranks or on none: a rank without images takes part."""
     expected = with_images(arch, frozen, 0, 1)
