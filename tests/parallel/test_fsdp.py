@@ -504,9 +504,12 @@ def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]
     return {"loss": mean(out.loss), "gradients": gradients(model)}
 
 
+IMAGE_ARCHS = ["qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava", "internvl"]
+
+
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("frozen", ["nothing", "tower", "language model"])
-@pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "internvl"])
+@pytest.mark.parametrize("arch", IMAGE_ARCHS)
 def test_images_on_one_rank_alone(two, arch, frozen):
     """The tower is gathered on all ranks or on none: a rank without images takes part."""
     expected = with_images(arch, frozen, 0, 1)
