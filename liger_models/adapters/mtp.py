@@ -1,17 +1,18 @@
-"""Multi-token prediction for Qwen3-Next and Qwen3.5, by a block that predicts the token after the next one.
+"""Multi-token prediction by a block that predicts the token after the next one.
 
 Let e_t be the embedding of token t, and h_t the normalized output of the model's last block::
 
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
-The block is a block of the model's family with full attention. L is the model's own loss. L' is the mean cross entropy
+The block is a block of the model's family, in Qwen3.5 one with full attention, and in DeepSeek V3 one with experts. L is the model's own loss. L' is the mean cross entropy
 of the model's head applied to h'_t, over all tokens whose target, two positions ahead, is in the same document and not
 ignored. Training does not materialize the logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
 
+import copy
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -21,8 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.adapters.lora_layers import adapted_layers
-from liger_models.arch.qwen3_5.block import FULL, HybridConfig
-from liger_models.arch.qwen3_5.names import KEPT
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import as_dtype, some
 from liger_models.convert.format import format_of
@@ -31,10 +30,8 @@ from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import take_cu_seqlens
 from liger_models.layers.head_request import check_num_items
+from liger_models.layers.layer import wide_parameters
 from liger_models.layers.linear import is_sharded
-from liger_models.layers.norm import zero_centered_norm
-
-(PREFIX,) = KEPT
 
 
 class MTPOutput(NamedTuple):
@@ -57,29 +54,31 @@ class MTPOutput(NamedTuple):
 class LigerMTP(nn.Module):
     """A model and its block for multi-token prediction. The forward trains both. ``model`` can be used by itself.
 
-    The weights of the block come from the checkpoint that the model was loaded from (``mtp.…``). If the checkpoint has
-    no such weights, they are initialized like those of a new model. Once this object exists, ``model.save_pretrained``
+    The weights of the block come from the checkpoint that the model was loaded from. If the checkpoint has no such
+    weights, they are initialized like those of a new model. Once this object exists, ``model.save_pretrained``
     also writes the current weights of the block. The block has the checkpointing policy of the model's last block
     (`Decoder.set_checkpointing`).
 
     Args:
-        model: a Qwen3-Next or Qwen3.5 model whose weights are loaded. This module can be wrapped by
+        model: a model of a family with such a block (Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 to 4.7) whose weights
+            are loaded. This module can be wrapped by
             `torch.nn.parallel.DistributedDataParallel`; sharding is not supported.
         loss_weight: weight of L'. A schedule may change this attribute.
 
     Raises:
         ValueError: the model belongs to another family, has no weights yet, or has an adapter on its head; or the
-            ``mtp`` tensors in the checkpoint do not match one block.
+            tensors of the block in the checkpoint do not match one block.
     """
 
     def __init__(self, model: CausalLM, *, loss_weight: float = 0.1) -> None:
         super().__init__()
-        config = model.config
-        if not isinstance(config, HybridConfig):
+        config, mtp_format = model.config, format_of(type(model)).mtp
+        if mtp_format is None:
             raise ValueError(
-                f"LigerMTP: model must be Qwen3-Next or Qwen3.5, got {type(model).__name__}. LigerMedusa takes any "
-                "model."
+                "LigerMTP: model must be of a family with a block for multi-token prediction, such as Qwen3.5 or "
+                f"DeepSeek V3, got {type(model).__name__}. LigerMedusa takes any model."
             )
+        self.format = mtp_format(config)
         if "lm_head" in adapted_layers(model):
             raise ValueError(
                 "LigerMTP: the model's head must have no adapter. Call merge_lora first, or adapt other layers."
@@ -89,9 +88,10 @@ class LigerMTP(nn.Module):
         self.model, self.loss_weight = model, loss_weight
 
         # The block is built as the only block of a model with a tiny vocabulary.
-        stored = {name: tensor for name, tensor in model.current_kept_tensors().items() if name.startswith(PREFIX)}
-        single: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
-        self._sizes = replace(config, **single, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
+        kept, prefix = model.current_kept_tensors(), self.format.prefix
+        stored = {name: tensor for name, tensor in kept.items() if name.startswith(prefix)}
+        changes: dict[str, Any] = {**self.format.sizes}
+        self._sizes = replace(config, **changes, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
         predictor = type(model).from_config(self._sizes, dtype=model.dtype, device="meta", kernels=model.kernels)
         predictor.visual = None
         if not stored:
@@ -99,13 +99,16 @@ class LigerMTP(nn.Module):
             predictor.reset_parameters()
 
         # Build the norms and the projection in front of the block.
-        norm, C = zero_centered_norm(config, model.kernels), config.hidden_size
+        C = config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (copy.deepcopy(predictor.norm) for _ in range(2))
         with torch.device(predictor.device):
-            self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(C).to(model.dtype), norm(C).to(model.dtype)
             self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)
         self.layers, self.norm = predictor.layers, predictor.norm
         self._predictor = [predictor]  # in a list, its embedding and head are hidden from `parameters`
 
+        # The dtypes of parameters that stay in fp32; those of a checkpoint replace them.
+        self._wide = dict.fromkeys(wide_parameters(self.layers), torch.float32)
+        self._wide = {f"layers.{name}": dtype for name, dtype in self._wide.items()}
         self._layout = self._layouts()[0]
         if stored:
             self._load(stored)
@@ -117,23 +120,30 @@ class LigerMTP(nn.Module):
         """Return the parameters of this module without those of ``model``."""
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
-    def _layouts(self) -> list[dict[str, tuple[Expression, str]]]:
-        """For each layout of checkpoints, map our names to the expression over a model's names, and to their prefix."""
+    def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
+        """For each layout of checkpoints, map our names to an expression, and each name in it to the stored name."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
-            prefix = weights.entries["norm.weight"].names()[0].removesuffix("norm.weight")
-            names = self._own_parameters()
-            layouts.append({name: (weights.entries.get(name, Name(f"{prefix}{name}")), prefix) for name in names})
+            layout: dict[str, tuple[Expression, dict[str, str]]] = {}
+            for name in self._own_parameters():
+                module, _, parameter = name.rpartition(".")
+                if module in self.format.names:
+                    layout[name] = (Name(name), {name: f"{self.format.names[module]}.{parameter}"})
+                    continue
+                expression = weights.entries[name]
+                names = {theirs: theirs.partition("layers.0.")[2] for theirs in expression.names()}
+                layout[name] = (expression, {theirs: self.format.block + rest for theirs, rest in names.items()})
+            layouts.append(layout)
         return layouts
 
     def _load(self, stored: dict[str, Tensor]) -> None:
         """Replace the parameters by tensors of a checkpoint."""
 
-        def names(layout: dict[str, tuple[Expression, str]]) -> set[str]:
-            pairs = [(name, prefix) for expression, prefix in layout.values() for name in expression.names()]
-            return {PREFIX + name.removeprefix(prefix) for name, prefix in pairs}
+        def names(layout: dict[str, tuple[Expression, dict[str, str]]]) -> set[str]:
+            return {theirs for _, names in layout.values() for theirs in names.values()}
 
-        # Choose the layout that fits best, so that an error lists as few tensors as possible.
+        # Choose the layout that fits best, so that an error lists as few tensors as possible. Copies may be missing.
+        stored = {name: tensor for name, tensor in stored.items() if name not in self.format.copies}
         self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
         wrong = sorted(names(self._layout) ^ stored.keys())
         if wrong:
@@ -142,20 +152,21 @@ class LigerMTP(nn.Module):
                 f"or left over: {some(wrong)}."
             )
         for name, parameter in self._own_parameters().items():
-            expression, prefix = self._layout[name]
-            packed = expression.pack(
-                {tensor: stored[PREFIX + tensor.removeprefix(prefix)] for tensor in expression.names()}
-            )
+            expression, names_of = self._layout[name]
+            packed = expression.pack({theirs: stored[names_of[theirs]] for theirs in expression.names()})
             if packed.shape != parameter.shape:
                 raise ValueError(
-                    f"LigerMTP: {PREFIX}{name} must be {list(parameter.shape)} for this model, got "
-                    f"{list(packed.shape)}."
+                    f"LigerMTP: {', '.join(names_of.values())} must be {list(parameter.shape)} for this model, "
+                    f"got {list(packed.shape)}."
                 )
 
             # The parameter is on the meta device, so it is replaced by a new one.
             owner, _, attribute = name.rpartition(".")
-            loaded = packed.to(self.model.device, self.model.dtype, copy=True).contiguous()
-            setattr(self.get_submodule(owner), attribute, nn.Parameter(loaded))
+            dtype = self.model.dtype
+            if name in self._wide:
+                self._wide[name], dtype = packed.dtype, torch.float32
+            loaded = packed.to(self.model.device, dtype, copy=True).contiguous()
+            setattr(self.get_submodule(owner), attribute, nn.Parameter(loaded, parameter.requires_grad))
 
     def forward(
         self,
@@ -231,9 +242,14 @@ class LigerMTP(nn.Module):
         chosen = self.model.dtype if dtype is None else as_dtype("tensors: dtype", dtype)
         tensors = {}
         for name, parameter in self._own_parameters().items():
-            expression, prefix = self._layout[name]
+            expression, names = self._layout[name]
+            stored = self._wide.get(name, chosen)
             for theirs, tensor in expression.unpack(parameter.detach()).items():
-                tensors[PREFIX + theirs.removeprefix(prefix)] = tensor.to("cpu", chosen, copy=True).contiguous()
+                tensors[names[theirs]] = tensor.to("cpu", stored, copy=True).contiguous()
+        copied = self.format.copies.keys() & self.model.kept_tensors.keys()
+        for theirs in sorted(copied):
+            weight = self.model.get_parameter(self.format.copies[theirs]).detach()
+            tensors[theirs] = weight.to("cpu", chosen, copy=True).contiguous()
         return tensors
 
     def save_pretrained(

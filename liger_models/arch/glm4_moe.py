@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -149,4 +150,5 @@ add_family(
     other_maps=lambda config: [weight_map(config, fused=True)],
     from_json=from_json,
     ignored_keys=IGNORED_KEYS,
+    mtp=partial(deepseek_mtp, first_k_dense_replace=0),
 )

@@ -8,6 +8,50 @@ from liger_models.convert.weight_map import WeightMap
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPFormat:
+    """Where a checkpoint stores the block for multi-token prediction, which `liger_models.adapters.LigerMTP` trains.
+
+    Attributes:
+        sizes: fields of the config of a model that has only this block.
+        prefix: prefix of all tensors.
+        block: prefix of the tensors of the block itself.
+        names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names.
+        copies: maps the names of further tensors to the parameters of the model that they are copies of.
+    """
+
+    sizes: Mapping[str, Any]
+    prefix: str
+    block: str
+    names: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+
+def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
+    """Return the format of DeepSeek V3 and its relatives, in which the block is one more layer.
+
+    Args:
+        config: config of the model.
+        sizes: as in `MTPFormat`.
+    """
+    block = f"model.layers.{config.num_hidden_layers}."
+    return MTPFormat(
+        sizes={"num_hidden_layers": 1, **sizes},
+        prefix=block,
+        block=block,
+        names={
+            "fc": f"{block}eh_proj",
+            "pre_fc_norm_embedding": f"{block}enorm",
+            "pre_fc_norm_hidden": f"{block}hnorm",
+            "norm": f"{block}shared_head.norm",
+        },
+        copies={
+            f"{block}embed_tokens.weight": "embed_tokens.weight",
+            f"{block}shared_head.head.weight": "lm_head.weight",
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
     """The names of the parameters and settings of a family in a Hugging Face checkpoint.
 
@@ -28,6 +72,8 @@ class CheckpointFormat:
             configuration is their ``text_config``, and its tensors have the names of one of ``other_maps``.
         peft_exchanges: whether PEFT takes the experts' matrices in transformers, [X, in, out], for [X, out, in],
             because their module does not say that they are transposed. A and B then change places in PEFT's files.
+        mtp: function that takes a config and returns where the block for multi-token prediction is; None for families
+            without one.
         module: name of a module of the transformers model in memory. The layout of the modules in memory is the first
             layout that contains the weight of this module.
     """
@@ -40,6 +86,7 @@ class CheckpointFormat:
     from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     ignored_keys: Collection[str] = ()
+    mtp: Callable[[Any], MTPFormat] | None = None
     contained_in: Collection[str] = ()
     peft_exchanges: bool = False
     aliases: Collection[str] = ()

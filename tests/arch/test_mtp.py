@@ -18,7 +18,17 @@ from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from ..convert.conftest import assert_same_bits
-from .families import LIMIT, assert_same_gradients, error, gradients_of, is_tower, load, tokens
+from .families import (
+    LIMIT,
+    assert_same_gradients,
+    error,
+    gradients_of,
+    hf_model,
+    is_tower,
+    load,
+    make_folder,
+    tokens,
+)
 from .test_vision import ONE, Batch
 
 CASES = [("qwen3_next", "aux"), ("qwen3_5_text", "gqa"), ("qwen3_5_moe_text", "aux"), ("qwen3_next", "mixed")]
@@ -163,6 +173,76 @@ def test_loss_and_gradients_are_those_of_plain_torch(pair, bounds):
     assert found.keys() == plain.tensors.keys()
     for name, tensor in plain.tensors.items():
         assert error(found[name], tensor.grad) <= LIMIT, name
+
+
+LAYERS = [("deepseek_v3", "yarn"), ("glm4_moe", "norms"), ("glm4_moe_lite", "sparse_first")]
+
+
+@pytest.mark.parametrize("case", LAYERS, ids="-".join)
+def test_a_block_that_is_one_more_layer(case, tmp_path):
+    """Loss and gradients are those of transformers' layer, and an untrained block is saved as it was read."""
+    folder = make_folder(*case, tmp_path)
+    theirs = hf_model(folder)
+    layer = their_layer(theirs)
+    number = theirs.config.num_hidden_layers
+    names = {name: their_name(name, number) for name in layer.state_dict()}
+    tensors = {names[name]: tensor.contiguous() for name, tensor in layer.state_dict().items()}
+    copies = {f"model.layers.{number}.embed_tokens.weight": theirs.model.embed_tokens.weight.detach().clone()}
+    copies[f"model.layers.{number}.shared_head.head.weight"] = theirs.lm_head.weight.detach().clone()
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors | copies, file, {"format": "pt"})
+
+    ours = load(case[0], folder)
+    mtp = LigerMTP(ours, loss_weight=0.3)
+    mtp.save_pretrained(tmp_path / "saved")
+    again = load_file(tmp_path / "saved" / "model.safetensors")
+    assert_same_bits({name: again[name] for name in tensors | copies}, tensors | copies)
+
+    ids = tokens(*case, 2, 12)
+    hidden, embeds = theirs.model(ids).last_hidden_state, theirs.model.embed_tokens(ids)
+    positions = torch.arange(11)[None]
+    second = layer(
+        embeds[:, 1:], hidden[:, :-1], theirs.model.rotary_emb(embeds, position_ids=positions),
+        torch.full((11, 11), -torch.inf).triu(1)[None, None], positions, None,
+    )  # fmt: skip
+    want = [
+        F.cross_entropy(theirs.lm_head(x[:, :-1]).flatten(0, 1), ids[:, ahead:].flatten())
+        for ahead, x in ((1, hidden), (2, second))
+    ]
+    got = mtp(ids, labels=ids)
+    assert error(got.base_loss, want[0]) <= LIMIT
+    assert error(got.mtp_loss, want[1]) <= LIMIT
+    got.loss.backward()
+    (want[0] + 0.3 * want[1]).backward()
+    assert_same_gradients(ours, theirs)
+    found = gradients(mtp)
+    for name, parameter in layer.named_parameters():
+        assert error(found[names[name]], parameter.grad) <= LIMIT, name
+
+    # Copies of the embedding and the head are written as they are now.
+    with torch.no_grad():
+        ours.lm_head.weight += 1
+    assert torch.equal(mtp.tensors()[f"model.layers.{number}.shared_head.head.weight"], ours.lm_head.weight)
+
+
+def their_layer(theirs: Any) -> Any:
+    """transformers' layer for multi-token prediction, with random weights."""
+    from transformers.modeling_layers import MtpLayer
+
+    config = copy.deepcopy(theirs.config)
+    config.num_hidden_layers, config.first_k_dense_replace, config.mlp_layer_types = 1, 0, ["sparse"]
+    torch.manual_seed(3)
+    layer = MtpLayer(config, type(theirs.model.layers[-1]), type(theirs.model.norm), 0).train(theirs.training)
+    with torch.no_grad():
+        for name, tensor in layer.state_dict().items():
+            torch.nn.init.normal_(tensor, mean=float("norm" in name), std=0.2)
+    return layer
+
+
+def their_name(name: str, number: int) -> str:
+    """The name of a tensor of transformers' layer in a checkpoint."""
+    stored = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+    return f"model.layers.{number}.{stored}"
 
 
 @one_case
@@ -357,7 +437,7 @@ def test_a_gpu_computes_the_same(pair):
 def test_other_families_are_refused():
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     llama = LigerLlama(LlamaConfig(num_hidden_layers=1, **sizes))
-    with pytest.raises(ValueError, match=r"model must be Qwen3-Next or Qwen3\.5, got LigerLlama"):
+    with pytest.raises(ValueError, match=r"must be of a family with a block .* or DeepSeek V3, got LigerLlama"):
         LigerMTP(llama)
 
 

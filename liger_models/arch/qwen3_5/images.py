@@ -12,7 +12,7 @@ from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConf
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
 from liger_models.arch.qwen3_5.block import HybridModel
-from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, check_gate, multimodal_maps
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, check_gate, mtp_format, multimodal_maps
 from liger_models.arch.qwen3_5.text import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 from liger_models.arch.registry import add_family
 
@@ -108,6 +108,7 @@ def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FORMAT: dict[str, Any] = {
+    "mtp": mtp_format,
     "weight_map": lambda config: multimodal_maps(config)[0],
     "other_maps": lambda config: multimodal_maps(config)[1:],
     "ignored_keys": (*IGNORED_KEYS, *TEXT_IGNORED_KEYS),

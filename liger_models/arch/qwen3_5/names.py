@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from liger_models.arch._qwen_vl.names import qwen3_vl_tower
-from liger_models.arch.qwen3_5.block import HybridConfig
+from liger_models.arch.qwen3_5.block import FULL, HybridConfig
+from liger_models.convert.format import MTPFormat
 from liger_models.convert.weight_map import (
     Cat,
     Expression,
@@ -20,6 +21,14 @@ from liger_models.convert.weight_map import (
 
 KEPT = ("mtp.",)
 """Prefixes of the tensors of the block for multi-token prediction, which `LigerMTP` trains."""
+
+
+def mtp_format(config: HybridConfig) -> MTPFormat:
+    """Where the block for multi-token prediction is."""
+    parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    sizes = {"num_hidden_layers": 1, "layer_types": [FULL]}
+    names = {part: f"mtp.{part}" for part in parts}
+    return MTPFormat(sizes=sizes, prefix="mtp.", block="mtp.layers.0.", names=names)
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:

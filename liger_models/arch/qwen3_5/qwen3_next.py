@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from liger_models.arch.qwen3_5.block import HybridModel, HybridMoeConfig
-from liger_models.arch.qwen3_5.names import check_gate, hybrid_map
+from liger_models.arch.qwen3_5.names import check_gate, hybrid_map, mtp_format
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap
 
@@ -68,4 +68,5 @@ add_family(
     weight_map=weight_map,
     other_maps=other_maps,
     from_json=from_json,
+    mtp=mtp_format,
 )

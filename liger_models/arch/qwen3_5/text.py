@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from liger_models.arch.qwen3_5.block import HybridConfig, HybridModel, HybridMoeConfig
-from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
+from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, mtp_format, read_text, text_maps, write_text
 from liger_models.arch.registry import add_family
 from liger_models.layers.rope import MultimodalRotaryEmbedding
 
@@ -70,6 +70,7 @@ class LigerQwen3_5MoEText(LigerQwen3_5Text):
 
 
 FORMAT: dict[str, Any] = {
+    "mtp": mtp_format,
     "weight_map": lambda config: text_maps(config)[0],
     "other_maps": lambda config: text_maps(config)[1:],
     "from_json": read_text,
