@@ -5,9 +5,9 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
-The block is a block of the model's family, in Qwen3.5 one with full attention, and in DeepSeek V3 one with experts. L is the model's own loss. L' is the mean cross entropy
-of the model's head applied to h'_t, over all tokens whose target, two positions ahead, is in the same document and not
-ignored. Training does not materialize the logits.
+The block is a block of the model's family, in Qwen3.5 one with full attention, and in DeepSeek V3 one with experts. L
+is the model's own loss. L' is the mean cross entropy of the model's head applied to h'_t, over all tokens whose target,
+two positions ahead, is in the same document and not ignored. Training does not materialize the logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
