@@ -15,7 +15,6 @@ Source: https://mistral.ai/news/mistral-small-3-1, transformers ``models/mistral
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,8 +112,23 @@ TOP = (
 """Keys of config.json that do not belong to the language model."""
 
 
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read config.json as `read_llava` does.
+
+    Raises:
+        ValueError: the language model is not Mistral.
+    """
+    text_type = (hf.get("text_config") or {}).get("model_type", "mistral")
+    if text_type != "mistral":
+        raise ValueError(
+            f"config.json: text_config.model_type must be 'mistral' in a model with images, got {text_type!r}. If it "
+            f"is 'mistral4', liger_models.arch.get_arch('mistral4').from_pretrained(folder) loads the language model."
+        )
+    return read_llava(Mistral3Config, hf, TOP)
+
+
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_llava`: move the language model's keys back into ``text_config``."""
+    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
     return write_llava(keys, TOP, "mistral", "pixtral")
 
 
@@ -154,7 +168,7 @@ add_family(
     hf_class="Mistral3ForConditionalGeneration",
     weight_map=weight_map,
     other_maps=other_maps,
-    from_json=partial(read_llava, Mistral3Config, top=TOP),
+    from_json=from_json,
     to_json=to_json,
     ignored_keys=IGNORED_KEYS,
 )

@@ -245,3 +245,10 @@ def test_towers_that_are_not_supported():
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(PixtralVisionConfig(), **changes)
+
+
+def test_other_language_models_are_refused_by_name():
+    from liger_models import AutoLigerModel
+
+    with pytest.raises(ValueError, match=r"text_config.model_type must be 'mistral' .* got 'mistral4'.*get_arch"):
+        AutoLigerModel.from_config({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, device="meta")
