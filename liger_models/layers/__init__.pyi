@@ -23,6 +23,7 @@ from liger_models.layers.mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
 from liger_models.layers.mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
 from liger_models.layers.moe import LigerMoE as LigerMoE
 from liger_models.layers.moe import LigerSharedExpertMoE as LigerSharedExpertMoE
+from liger_models.layers.moe import update_correction_biases as update_correction_biases
 from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
 from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerGatedAttention as LigerGatedAttention

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from liger_models.distributed.collectives import (
     Group,
+    all_reduce,
     copy_to_region,
     divide_gradient,
     gather_tokens,
@@ -24,7 +25,14 @@ from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.routing import Routing, route, route_reference
 from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none, replicated
+from liger_models.layers.linear import (
+    ReplicatedLinear,
+    check_divisible,
+    is_sharded,
+    local,
+    local_or_none,
+    replicated,
+)
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.layers.recompute import run_twice
@@ -440,3 +448,45 @@ class LigerSharedExpertMoE(Layer):
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * shared
         return y + shared, router_logits
+
+
+@torch.no_grad()
+def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
+    """Let routers with a `CorrectionBias` choose experts more often that had few tokens, and others less often.
+
+    Call this function after the backward of a step, on all ranks. The bias of expert e of a layer changes by ``rate ·
+    sign(mean(load) − load_e)``, where load is the number of tokens that each expert had on all ranks.
+
+    Args:
+        model: a model with routed experts.
+        experts: [N, L, K] integers, the experts of the N tokens of the step in each of L layers, as
+            `Decoder.choose_experts` returns them. Leave out padding.
+        rate: how much a bias changes.
+
+    Raises:
+        ValueError: ``experts`` does not have the shape of the model's routers.
+
+    Source: https://arxiv.org/abs/2408.15664.
+    """
+    routers = [layer for layer in model.routers if isinstance(layer, LigerMoE)]
+    if experts.dim() != 3 or experts.shape[1] != len(routers):
+        raise ValueError(
+            f"update_correction_biases: experts must be [tokens, {len(routers)}, experts of a token], got "
+            f"{list(experts.shape)}. Pass model.choose_experts(out.router_logits)."
+        )
+    for layer, chosen in zip(routers, experts.unbind(1), strict=True):
+        if layer.correction is None:
+            continue
+        # FSDP has gathered the bias for `choose_experts`, and only the sharded parameter is kept.
+        getattr(layer.correction, "reshard", lambda: None)()
+        bias: Any = layer.correction.bias
+        load = torch.bincount(chosen.flatten().long(), minlength=bias.numel()).float()
+        if model.groups.balance is not None:
+            load = all_reduce(load, model.groups.balance)
+        change = (rate * (load.mean() - load).sign()).to(bias.device)
+        if is_sharded(bias):
+            from torch.distributed.tensor import distribute_tensor  # slow to import
+
+            # Every rank has the whole change, and takes its rows.
+            change = distribute_tensor(change, bias.device_mesh, bias.placements, src_data_rank=None)
+        bias.add_(change)

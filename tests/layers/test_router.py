@@ -8,7 +8,7 @@ import torch
 from liger_models import AutoLigerModel
 from liger_models.kernels.moe import Routing, route
 from liger_models.layers.layer import wide_parameters
-from liger_models.layers.moe import CorrectionBias, WideRouter
+from liger_models.layers.moe import CorrectionBias, WideRouter, update_correction_biases
 
 from ..arch.families import tiny
 from ..late import Late
@@ -100,3 +100,18 @@ def test_a_model_in_bf16_is_saved_and_read_with_its_bias(tmp_path):
     for name, bias in biases.items():
         assert torch.equal(read.get_parameter(name), bias)
         assert not read.get_parameter(name).requires_grad
+
+
+def test_biases_move_towards_experts_with_few_tokens():
+    model = AutoLigerModel.from_config({"model_type": "deepseek_v3", **tiny("deepseek_v3")["yarn"]})
+    (name,) = wide_parameters(model)
+    X, K = model.get_parameter(name).numel(), model.routers[0].top_k
+    experts = torch.zeros(4, 1, K, dtype=torch.int16) + torch.arange(K)  # all tokens have the first K
+    update_correction_biases(model, experts, rate=0.25)
+    want = torch.full((X,), 0.25)
+    want[:K] = -0.25
+    assert torch.equal(model.get_parameter(name).detach(), want)
+    update_correction_biases(model, torch.arange(X).view(-1, 1, K), rate=0.25)
+    assert torch.equal(model.get_parameter(name).detach(), want)  # the load is even
+    with pytest.raises(ValueError, match=r"experts must be \[tokens, 1, experts of a token\], got \[4, 3\]"):
+        update_correction_biases(model, experts[:, 0])

@@ -24,6 +24,7 @@ from liger_models.arch.llama import LigerLlama
 from liger_models.convert import files, hub, save
 from liger_models.distributed import ranks
 from liger_models.layers.layer import wide_parameters
+from liger_models.layers.moe import update_correction_biases
 from liger_models.parallel import apply_fsdp
 
 from ..arch import families
@@ -427,6 +428,35 @@ def read_in_bf16(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     loss.backward()
     biases = {name: model.get_parameter(name).full_tensor().detach() for name in wide_parameters(model)}
     return biases, gradients(model)["layers.1.mlp.experts.gate.weight"]
+
+
+def update_biases(folder: Path, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bias after an update, and the logits with it."""
+    options = {"shard": lambda model: apply_fsdp(model, param_dtype=None)} if ranks > 1 else {}
+    model = load("deepseek_v3", folder, **options)
+    inputs = share(batch(0), rank, ranks)
+    for _ in range(2):
+        out = model(**inputs, return_logits=True)
+        out.loss.backward()
+        update_correction_biases(model, model.choose_experts(out.router_logits), rate=0.5)
+    (name,) = wide_parameters(model)
+    bias = model.get_parameter(name)
+    return (bias.full_tensor() if ranks > 1 else bias).detach(), model(**inputs, return_logits=True).logits.detach()
+
+
+def update_biases_on_ranks(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    return update_biases(folder, dist.get_rank(), 2)
+
+
+def test_biases_of_routers_follow_the_load_of_all_ranks(two, tmp_path):
+    AutoLigerModel.from_config({"model_type": "deepseek_v3", **families.tiny("deepseek_v3")["yarn"]}).save_pretrained(
+        tmp_path
+    )
+    want, logits = update_biases(tmp_path, 0, 1)
+    assert want.abs().sum() > 0
+    parts = two(update_biases_on_ranks, tmp_path)
+    assert all(torch.equal(bias, want) for bias, _ in parts)
+    torch.testing.assert_close(torch.cat([part for _, part in parts]), logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_bias_of_the_router_stays_in_fp32_on_ranks(two, tmp_path):
