@@ -385,11 +385,13 @@ class Decoder(nn.Module):
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
         # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`.
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
+        routers = {id(weight) for layer in self.routers if layer.router for weight in layer.router.parameters()}
         return {
             name: weight
             for name, weight in self.named_parameters()
             if (name in linear and weight is not self.lm_head.weight)
             or (name.rpartition(".")[0] in routed and weight.dim() == 3)
+            or (id(weight) in routers and weight.dim() == 2)
         }
 
     def print_trainable_parameters(self) -> None:

@@ -563,6 +563,8 @@ def test_which_tie_word_embeddings_counts(arch, top, text):
         theirs = auto_class(arch).from_config(transformers.AutoConfig.for_model(**copy.deepcopy(hf)))
     theirs.tie_weights()
     tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+    if arch == "mistral3" and top is None:  # released files have a head of their own, and no key
+        tied = bool(text)
     assert read_config(get_arch(arch).config_class, hf).tie_word_embeddings == tied
 
 

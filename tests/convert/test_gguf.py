@@ -45,16 +45,28 @@ GGUF = {
     "seed_oss": "SEED_OSS",
     "smollm3": "SMOLLM3",
     "starcoder2": "STARCODER2",
+    "deepseek_v2": "DEEPSEEK2",
+    "deepseek_v3": "DEEPSEEK2",
+    "falcon_h1": "FALCON_H1",
+    "glm4_moe": "GLM4_MOE",
+    "glm4_moe_lite": "DEEPSEEK2",
+    "lfm2": "LFM2",
+    "minimax_m2": "MINIMAXM2",
+    "mistral4": "MISTRAL4",
+    "olmoe": "OLMOE",
+    "qwen2_moe": "QWEN2MOE",
 }
 """Family -> its name among `gguf.MODEL_ARCH`."""
 
 VISION = {
     "gemma3", "gemma4", "gemma4_unified", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
-    "qwen3_5_moe",
+    "qwen3_5_moe", "idefics3", "internvl", "llama4", "llava", "llava_next", "mistral3", "muse_glimmer", "smolvlm",
 }  # fmt: skip
 
-TAKEN_APART = {"gpt_oss"}
-"""Families whose experts' tensors the converter splits before it looks up a name."""
+TAKEN_APART = {
+    "apertus", "bamba", "gpt_oss", "granitemoehybrid", "lfm2_moe", "llama4_text", "mamba2", "nemotron_h",
+}  # fmt: skip
+"""Families some of whose tensors or keys the converter splits, renames or moves before it looks up a name."""
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -66,6 +78,7 @@ def test_every_text_family_has_a_name_in_gguf():
 def as_stacked(name: str) -> str:
     """The name under which the converter looks up a tensor: it stacks the experts of a layer first, and renames."""
     name = name.replace(".dt_bias", ".dt_proj.bias").replace("model.language_model.", "model.")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     name = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe\.experts\.\d+\.", r"\1.feed_forward.experts.", name)
     return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from liger_models import get_hf_state_dict, load_hf_tensors
 from liger_models.arch import get_arch
 from liger_models.kernels import dispatch
-from liger_models.kernels.moe import expert_parallel
+from liger_models.kernels.moe import Routing, expert_parallel
 from liger_models.layers import moe
 from liger_models.layers.linear import local
 from liger_models.parallel import (
@@ -204,8 +204,9 @@ def test_experts_in_and_out_of_a_checkpoint(two, four, tmp_path, shape):
         assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
 
 
-def to_the_first(logits: torch.Tensor, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def to_the_first(logits: torch.Tensor, routing: Routing, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A router that sends all tokens to the experts of one rank."""
+    top_k = routing.top_k
     return logits[:, :top_k].float().softmax(-1), torch.arange(top_k).expand(len(logits), top_k)
 
 

@@ -158,6 +158,8 @@ def from_json(
         )
     text = TEXT[text_type] | {key: value for key, value in text.items() if key not in UNREAD[text_type]}
     vision = VISION[vision_type] | vision | {"model_type": vision_type}
+    if not text_ties:
+        hf = {"tie_word_embeddings": False, **hf}
     flat = read_llava(config_class, {**hf, "text_config": text, "vision_config": vision}, top)
     tied = bool(flat["tie_word_embeddings"] or (text_ties and text.get("tie_word_embeddings")))
     return flat | {"text_type": text_type, "tie_word_embeddings": tied}
