@@ -107,8 +107,7 @@ class LigerMTP(nn.Module):
         self._predictor = [predictor]  # in a list, its embedding and head are hidden from `parameters`
 
         # The dtypes of parameters that stay in fp32; those of a checkpoint replace them.
-        self._wide = dict.fromkeys(wide_parameters(self.layers), torch.float32)
-        self._wide = {f"layers.{name}": dtype for name, dtype in self._wide.items()}
+        self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
         if stored:
             self._load(stored)

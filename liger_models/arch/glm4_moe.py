@@ -91,17 +91,7 @@ class Glm4MoeBlock(nn.Module):
         if not config.is_sparse(layer):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
-            self.mlp = LigerSharedExpertMoE(
-                config.hidden_size,
-                config.moe_intermediate_size,
-                config.n_routed_experts,
-                config.routing,
-                shared_size=config.n_shared_experts * config.moe_intermediate_size,
-                gated=False,
-                correction_bias=True,
-                fp32_router=True,
-                kernel=kernels.swiglu,
-            )
+            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""

@@ -137,15 +137,7 @@ class Mistral4Block(nn.Module):
         if not config.is_sparse(layer):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
-            self.mlp = LigerSharedExpertMoE(
-                config.hidden_size,
-                config.moe_intermediate_size,
-                config.n_routed_experts,
-                config.routing,
-                shared_size=config.n_shared_experts * config.moe_intermediate_size,
-                gated=False,
-                kernel=kernels.swiglu,
-            )
+            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, fp32_router=False)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.routing import Routing, route, route_reference
+from liger_models.kernels.options import KernelOptions
 from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
@@ -36,6 +37,9 @@ from liger_models.layers.linear import (
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.layers.recompute import run_twice
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MATRICES = ("gate_up_weight", "down_weight")
 """The parameters of `LigerMoE` that hold the experts' matrices."""
@@ -426,6 +430,24 @@ class LigerSharedExpertMoE(Layer):
         )  # fmt: skip
         self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, bias=shared_bias, kernel=kernel)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if gated else None
+
+    @classmethod
+    def from_config(cls, config: Any, kernels: KernelOptions, **options: Any) -> "Self":
+        """Build the experts of DeepSeek and its relatives: the router is in fp32, and shared experts have no gate.
+
+        Args:
+            config: config with ``moe_intermediate_size``, ``n_routed_experts``, ``n_shared_experts`` and ``routing``.
+            kernels: which parts run on fused kernels.
+            options: further arguments of the class.
+        """
+        return cls(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.n_routed_experts,
+            config.routing,
+            shared_size=config.n_shared_experts * config.moe_intermediate_size,
+            **{"gated": False, "fp32_router": True, "kernel": kernels.swiglu, **options},
+        )
 
     def shard(self, group: Group) -> dict[str, int]:
         """Replicate the gate of the shared expert. The routed experts and the shared expert shard themselves."""
