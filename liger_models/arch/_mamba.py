@@ -1,4 +1,4 @@
-"""What the families with `LigerMamba2` share: settings in config.json, and names in checkpoints."""
+"""Settings in config.json and names in checkpoints that all families with `LigerMamba2` have."""
 
 import math
 from collections.abc import Mapping, Sequence

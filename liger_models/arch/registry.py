@@ -27,7 +27,7 @@ which maps each ``model_type`` to the file that registers it.
 """
 
 LANGUAGE_MODELS = {"kimi_k25": f"{__package__}.deepseek_v3.kimi_k25"}
-"""Maps the ``model_type`` of a model with images, of which only the language model is implemented, to its module.
+"""Maps a ``model_type`` to its module, for models with images whose language model alone is implemented.
 
 These are not among `built_in_modules`.
 """

@@ -30,7 +30,7 @@ SETTINGS = {"outputs": ("log_probs", "entropy", "is_top1"), "temperature": 1.0, 
 
 
 class TokenNumbers(NamedTuple):
-    """What TRL computes with labels: the loss, and tensors of all targets [B, T - 1], or [B, T] if they were shifted.
+    """The result of TRL's forward with labels: the loss, and numbers of each target, [B, T - 1], or [B, T] if shifted.
 
     Attributes:
         loss: [], with the weighted auxiliary loss.

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Latents(NamedTuple):
-    """What the first projections return for each token.
+    """The results of the first projections for each token.
 
     Attributes:
         q: [B, T, Q], the latent of the queries, before its norm; without low-rank queries, the queries themselves,
@@ -319,7 +319,7 @@ class LigerLatentAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and the layer's cost in training."""
+        """The requirements of the layer, and its cost in training."""
         columns = self.nope_dim + self.rope_dim + self.value_dim
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,

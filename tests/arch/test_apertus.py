@@ -1,4 +1,4 @@
-"""What is Apertus's alone: the coefficients of its activation, and the rotation of a config.json without parameters."""
+"""Apertus: the coefficients of its activation, and the rotation if config.json has no parameters for it."""
 
 import copy
 

@@ -179,7 +179,7 @@ def test_compiled_in_one_graph(pair, fresh_dynamo):
 
 @pytest.mark.parametrize("case", CASES[:1], ids="-".join)
 def test_all_spellings_of_names_are_read(case, root, tmp_path):
-    """Of files and modules, with the level ``vision_model`` and without; written is the hub's, bit for bit."""
+    """The names of files and modules are read, with and without ``vision_model``; the hub's are written, bit for bit."""
     folder = make_folder(*case, root)
     stored = load_file(folder / "model.safetensors")
     plain = {name.replace("vision_tower.vision_model.", "vision_tower."): tensor for name, tensor in stored.items()}

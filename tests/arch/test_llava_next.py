@@ -116,7 +116,7 @@ def test_packed_documents_are_separate_documents(pair):
 
 
 def test_numbers_of_tokens_are_transformers():
-    """Of the processor, for sizes around all borders."""
+    """The sizes are those of the processor, also around all borders."""
     resolutions = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
     processor = object.__new__(theirs_processor.LlavaNextProcessor)
     processor.image_processor = type("Images", (), {"image_grid_pinpoints": resolutions})

@@ -1,4 +1,4 @@
-"""What is Muse Glimmer's alone: which embeddings are normalized, where positions come from, and which layers rotate."""
+"""Muse Glimmer: which embeddings are normalized, where positions come from, and which layers rotate."""
 
 import dataclasses
 

@@ -171,7 +171,7 @@ def test_a_conversation():
 
 
 def test_what_is_written_for_a_size_and_pixels_of_a_row():
-    """What counts the tokens of a data set reads no pixels."""
+    """Tokens of a data set are counted without reading pixels."""
     processor = make().processor
     images = [picture(40, 20), picture(9, 90), picture(5, 5)]
     batch = processor(["<|image|> and <|image|>.", "<|image|>", "none"], images=images, bos=False)

@@ -140,7 +140,7 @@ def test_sampled_frames_are_transformers(theirs):
 
 
 def test_texts_are_transformers():
-    """Of an image, and of a video with times of the file and of frames that were chosen already."""
+    """The tokens of an image, and of a video whose frames have times from the file or were chosen before."""
     processing = pytest.importorskip("transformers.models.muse_glimmer.processing_muse_glimmer").MuseGlimmerProcessor
     settings = SimpleNamespace(merge_size=2, temporal_patch_size=2, frame_timestamp_format="Time: {timestamp:.1f}s")
     names = {"image": "<|patch|>", "image_start": TOKENS[2], "image_end": TOKENS[3], "video": "<|video|>"}

@@ -206,7 +206,7 @@ def patch(model):
         return original_forward(*args, **kwargs)
     model.forward = types.MethodType(_chunked_ce_forward, model)
 """
-"""What `SFTTrainer` of TRL before 1.15 does with a model, without the loss."""
+"""The call that `SFTTrainer` of TRL before 1.15 makes to change a model's loss."""
 
 
 @pytest.mark.parametrize("hf", [("mixtral", "aux")], indirect=True, ids="-".join)
