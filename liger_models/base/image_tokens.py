@@ -1,4 +1,4 @@
-"""The base class of models in which image tokens replace placeholders in the text (Gemma 3 and 4).
+"""The base class of models in which image tokens replace placeholders in the text (Gemma 3, Llama 4, LLaVA and others).
 
 The ``forward`` of a family checks its inputs, and then calls `ImageTokenModel.run_with_images`. A family also defines
 the abstract methods of `ImageTokenModel`.
@@ -10,11 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_images
+from liger_models.base.vision_language import (
+    VisionLanguageModel,
+    check_input_ids,
+    check_placeholders,
+    repeated_images,
+)
 from liger_models.common.errors import is_traced
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.patches import ends_of_runs
+from liger_models.layers.patches import count_torn, ends_of_runs
 
 
 class ImageTokenModel(VisionLanguageModel):
@@ -86,9 +91,9 @@ class ImageTokenModel(VisionLanguageModel):
         """Whether the tokens of an image attend to each other in both directions."""
         return True
 
-    @abstractmethod
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Return the ids [B, T] to embed. Placeholders, at ``places``, may have no rows in the embedding."""
+        """Return the ids [B, T] to embed, with 0 at the placeholders if the embedding has no row for them."""
+        return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
 
     @abstractmethod
     def check_images(
@@ -118,3 +123,18 @@ class ImageTokenModel(VisionLanguageModel):
             chosen = repeated_images(counts, self.token_counts(images), times)
             repeated |= {name: inputs[name][chosen] for name in names}
         return repeated
+
+
+def check_equal_images(places: Tensor, count: int | None, per_image: int, cu_seqlens: Tensor | None) -> None:
+    """Raise ValueError unless the placeholders match images, or tiles, of equally many tokens.
+
+    Args:
+        places: [B, T] bool, where placeholders are.
+        count: number of images; None without images.
+        per_image: number of tokens of each image.
+        cu_seqlens: the bounds of packed documents, or None.
+    """
+    sizes = torch.full((count or 0,), per_image, dtype=torch.int64, device=places.device)
+    # One wait for the device for both numbers.
+    tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
+    check_placeholders(tokens, (count or 0) * per_image, torn, count, f"{per_image} ")

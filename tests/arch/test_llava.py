@@ -179,7 +179,7 @@ def test_compiled_in_one_graph(pair, fresh_dynamo):
 
 @pytest.mark.parametrize("case", CASES[:1], ids="-".join)
 def test_all_spellings_of_names_are_read(case, root, tmp_path):
-    """The names of files and modules are read, with and without ``vision_model``; the hub's are written, bit for bit."""
+    """Names of files and modules, with and without ``vision_model``, are read; the hub's are written, bit for bit."""
     folder = make_folder(*case, root)
     stored = load_file(folder / "model.safetensors")
     plain = {name.replace("vision_tower.vision_model.", "vision_tower."): tensor for name, tensor in stored.items()}

@@ -62,10 +62,6 @@ class ImageSizesModel(ImageTokenModel):
         """False: the text model is causal for image tokens as well."""
         return False
 
-    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """The ids, with 0 at the placeholders if the embedding has no row for them."""
-        return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
-
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return the arguments of the tower, or None without images.
 

@@ -8,9 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.base.image_tokens import ImageTokenModel
-from liger_models.base.vision_language import check_placeholders
-from liger_models.layers.patches import count_torn
+from liger_models.base.image_tokens import ImageTokenModel, check_equal_images
 
 
 class TileModel(ImageTokenModel):
@@ -39,20 +37,13 @@ class TileModel(ImageTokenModel):
         """False: the tokens of an image attend to the tokens before them, like text."""
         return False
 
-    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """The ids, with 0 at the placeholders if the embedding has no row for them."""
-        return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
-
     def check_images(
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
         """See `ImageTokenModel.check_images`."""
         count = None if images is None else len(images[0])
         per_tile = self.config.tokens_per_tile if images is None else self.tokens_of(images[0])
-        sizes = input_ids.new_full((count or 0,), per_tile)
-        # One wait for the device for both numbers.
-        tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
-        check_placeholders(tokens, (count or 0) * per_tile, torn, count, f"{per_tile} ")
+        check_equal_images(places, count, per_tile, cu_seqlens)
 
     def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
         """See `ImageTokenModel.blank_image`."""

@@ -18,13 +18,11 @@ from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.gemma3.text import Gemma3Decoder
 from liger_models.arch.gemma3.tower import Gemma3Config, Gemma3Tower
 from liger_models.arch.registry import add_family
-from liger_models.base.image_tokens import ImageTokenModel
-from liger_models.base.vision_language import check_placeholders
+from liger_models.base.image_tokens import ImageTokenModel, check_equal_images
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
 from liger_models.layers.decoder import CausalLMOutput
-from liger_models.layers.patches import count_torn
 
 
 class LigerGemma3(ImageTokenModel, Gemma3Decoder):
@@ -78,19 +76,12 @@ class LigerGemma3(ImageTokenModel, Gemma3Decoder):
         token: int = self.config.image_token_index
         return token
 
-    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """The ids, with 0 at the placeholders if the embedding has no row for them."""
-        return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
-
     def check_images(
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
         """See `ImageTokenModel.check_images`."""
         per_image, count = self.config.mm_tokens_per_image, None if images is None else len(images[0])
-        sizes = input_ids.new_full((count or 0,), per_image)
-        # One wait for the device for both numbers.
-        tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
-        check_placeholders(tokens, (count or 0) * per_image, torn, count, f"{per_image} ")
+        check_equal_images(places, count, per_image, cu_seqlens)
 
     def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
         """See `ImageTokenModel.blank_image`."""

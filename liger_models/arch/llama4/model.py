@@ -21,13 +21,11 @@ from liger_models.arch.llama4.processor import Llama4Processor
 from liger_models.arch.llama4.text import Llama4Decoder
 from liger_models.arch.llama4.tower import Llama4Config, Llama4Tower
 from liger_models.arch.registry import add_family
-from liger_models.base.image_tokens import ImageTokenModel
-from liger_models.base.vision_language import check_placeholders
+from liger_models.base.image_tokens import ImageTokenModel, check_equal_images
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import WeightMap, decoder_map, qkv_rows
 from liger_models.layers.decoder import CausalLMOutput
-from liger_models.layers.patches import count_torn
 
 
 class LigerLlama4(ImageTokenModel, Llama4Decoder):
@@ -80,19 +78,12 @@ class LigerLlama4(ImageTokenModel, Llama4Decoder):
         """Whether the tokens of an image attend to each other in both directions."""
         return False
 
-    def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """The ids, with 0 at the placeholders if the embedding has no row for them."""
-        return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
-
     def check_images(
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
         """See `ImageTokenModel.check_images`."""
         per_tile, count = self.config.vision_config.tokens_per_tile, None if images is None else len(images[0])
-        sizes = input_ids.new_full((count or 0,), per_tile)
-        # One wait for the device for both numbers.
-        tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
-        check_placeholders(tokens, (count or 0) * per_tile, torn, count, f"{per_tile} ")
+        check_equal_images(places, count, per_tile, cu_seqlens)
 
     def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
         """See `ImageTokenModel.blank_image`."""
