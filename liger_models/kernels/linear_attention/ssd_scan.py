@@ -70,10 +70,13 @@ SCAN_ROWS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 128, 32, 4, 3
 """A program of a scan holds SCAN_ROWS x SCAN_COLUMNS of one head's state. With 32 columns, 64 heads of 64 columns have
 128 programs, so that a single sequence occupies a GPU."""
 
-READ_HEADS, READ_COLUMNS, READ_WARPS, READ_STAGES = 8, 64, 8, 1
+READ_HEADS, READ_COLUMNS = 8, 64
 """READ_HEADS is the largest number of heads of a group for which a program computes one product of B and C."""
+READ_WARPS, READ_STAGES = (4, 8), (2, 3)
+"""In the forward and in the backward. With one stage, half precision and fewer than 64 columns, the code that Triton 3.6
+generates for Hopper computes wrong products."""
 
-PAIR_WARPS, PAIR_STAGES = 4, 2
+PAIR_WARPS, PAIR_STAGES = 8, 3
 SHARED_WARPS, SHARED_STAGES = 8, 1
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -132,6 +135,22 @@ class _Sizes:
         constants = {"BLOCK_N": rows, "BLOCK_P": columns, "STAGES": stages, "num_warps": SCAN_WARPS}
         return programs, self.shape | constants
 
+    def read(self, x: Tensor, *, reverse: bool) -> dict[str, Any]:
+        """Return the constants of the kernel that reads the states."""
+        tiles = self.tiles()
+        rows, columns = tiles["BLOCK_N"], tiles["BLOCK_P"]
+        # A stage holds what the program loads for one head: states, x or dy and, in the backward, x, and also B or C if
+        # these are wider than a block.
+        blocks_n, blocks_p = cdiv(self.N, rows), cdiv(self.P, columns)
+        stage = blocks_p * columns * (blocks_n * rows + (2 if reverse else 1) * CHUNK)
+        outside = CHUNK * CHUNK + CHUNK * rows  # the weights of pairs of tokens, and B or C
+        if blocks_n > 1:
+            stage, outside = stage + blocks_p * blocks_n * CHUNK * rows, CHUNK * CHUNK
+        stages = READ_STAGES[reverse]
+        while stages > 1 and fitting_stages(x, stages, (stage + cdiv(outside, stages)) * x.element_size()) == 1:
+            stages -= 1
+        return tiles | {"REVERSE": reverse, "STAGES": stages, "num_warps": READ_WARPS[reverse]}
+
     def tiles(self) -> dict[str, Any]:
         """Return the constants of the kernels that process the chunks in parallel."""
         blocks = {"BLOCK_N": min(self.block_n, SCAN_ROWS), "BLOCK_P": min(self.block_p, READ_COLUMNS)}
@@ -184,8 +203,8 @@ def _ssd_scan(
         )  # fmt: skip
         read_kernel[(sizes.slots, sizes.parts)](
             C, B, x, x, sums if D is None else D.contiguous(), sizes.cu, sums, states, out, sums, sums, *sizes.counts,
-            *C.stride()[:2], *B.stride()[:2], *x.stride()[:2], *x.stride()[:2], HAS_D=D is not None, REVERSE=False,
-            STAGES=READ_STAGES, num_warps=READ_WARPS, **sizes.tiles(),
+            *C.stride()[:2], *B.stride()[:2], *x.stride()[:2], *x.stride()[:2], HAS_D=D is not None,
+            **sizes.read(x, reverse=False),
         )  # fmt: skip
     return out, final
 
@@ -223,7 +242,7 @@ def _ssd_scan_backward(
         read_kernel[(sizes.slots, sizes.parts)](
             B, C, dy, x, sums if D is None else D.contiguous(), sizes.cu, sums, d_states, dx, d_steps, partial_d,
             *sizes.counts, *B.stride()[:2], *C.stride()[:2], *dy.stride()[:2], *x.stride()[:2], HAS_D=D is not None,
-            REVERSE=True, STAGES=READ_STAGES, num_warps=READ_WARPS, **tiles,
+            **sizes.read(x, reverse=True),
         )  # fmt: skip
         d_delta.copy_(d_steps.view(d_delta.shape))
         if D is not None:
@@ -232,9 +251,11 @@ def _ssd_scan_backward(
         # Gradients of B, C and g.
         pairs = x.new_empty(sizes.parts, sizes.tokens, CHUNK)
         d_sums = torch.empty_like(sums)
+        columns = cdiv(sizes.P, tiles["BLOCK_P"]) * tiles["BLOCK_P"]
+        stages = fitting_stages(x, PAIR_STAGES, 2 * TILE * columns * x.element_size())
         pair_kernel[(sizes.slots, sizes.parts, 3)](
             B, C, x, dy, sizes.cu, sums, pairs, d_sums, *sizes.counts, *B.stride()[:2], *C.stride()[:2],
-            *x.stride()[:2], *dy.stride()[:2], TILE=TILE, STAGES=PAIR_STAGES, num_warps=PAIR_WARPS, **tiles,
+            *x.stride()[:2], *dy.stride()[:2], TILE=TILE, STAGES=stages, num_warps=PAIR_WARPS, **tiles,
         )  # fmt: skip
         read, written = (sums.new_empty(blocks, sizes.H, sizes.tokens) for _ in range(2))
         kept = sums.new_empty(blocks, sizes.slots, sizes.H)
