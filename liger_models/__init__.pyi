@@ -44,8 +44,8 @@ from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
 from liger_models.arch.granite import LigerGranite as LigerGranite
 from liger_models.arch.granitemoehybrid import GraniteMoeHybridConfig as GraniteMoeHybridConfig
 from liger_models.arch.granitemoehybrid import LigerGraniteMoeHybrid as LigerGraniteMoeHybrid
-from liger_models.arch.hunyuan_v1_dense import HunYuanDenseV1Config as HunYuanDenseV1Config
-from liger_models.arch.hunyuan_v1_dense import LigerHunYuanDenseV1 as LigerHunYuanDenseV1
+from liger_models.arch.hunyuan_v1.dense import HunYuanDenseV1Config as HunYuanDenseV1Config
+from liger_models.arch.hunyuan_v1.dense import LigerHunYuanDenseV1 as LigerHunYuanDenseV1
 from liger_models.arch.idefics3.model import LigerIdefics3 as LigerIdefics3
 from liger_models.arch.idefics3.smolvlm import LigerSmolVLM as LigerSmolVLM
 from liger_models.arch.internvl.model import LigerInternVL as LigerInternVL
