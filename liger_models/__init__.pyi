@@ -21,6 +21,8 @@ from liger_models.arch.cohere2 import Cohere2Config as Cohere2Config
 from liger_models.arch.cohere2 import LigerCohere2 as LigerCohere2
 from liger_models.arch.ernie4_5 import Ernie4_5Config as Ernie4_5Config
 from liger_models.arch.ernie4_5 import LigerErnie4_5 as LigerErnie4_5
+from liger_models.arch.ernie4_5_moe import Ernie4_5MoeConfig as Ernie4_5MoeConfig
+from liger_models.arch.ernie4_5_moe import LigerErnie4_5Moe as LigerErnie4_5Moe
 from liger_models.arch.exaone4 import Exaone4Config as Exaone4Config
 from liger_models.arch.exaone4 import LigerExaone4 as LigerExaone4
 from liger_models.arch.falcon_h1 import FalconH1Config as FalconH1Config
@@ -46,6 +48,8 @@ from liger_models.arch.granitemoehybrid import GraniteMoeHybridConfig as Granite
 from liger_models.arch.granitemoehybrid import LigerGraniteMoeHybrid as LigerGraniteMoeHybrid
 from liger_models.arch.hunyuan_v1.dense import HunYuanDenseV1Config as HunYuanDenseV1Config
 from liger_models.arch.hunyuan_v1.dense import LigerHunYuanDenseV1 as LigerHunYuanDenseV1
+from liger_models.arch.hunyuan_v1.moe import HunYuanMoEV1Config as HunYuanMoEV1Config
+from liger_models.arch.hunyuan_v1.moe import LigerHunYuanMoEV1 as LigerHunYuanMoEV1
 from liger_models.arch.idefics3.model import LigerIdefics3 as LigerIdefics3
 from liger_models.arch.idefics3.smolvlm import LigerSmolVLM as LigerSmolVLM
 from liger_models.arch.internvl.model import LigerInternVL as LigerInternVL

@@ -17,6 +17,7 @@ from ..text.folders import SPECIAL, byte_level
 GGUF = {
     "cohere2": "COHERE2",
     "ernie4_5": "ERNIE4_5",
+    "ernie4_5_moe": "ERNIE4_5_MOE",
     "exaone4": "EXAONE4",
     "gemma": "GEMMA",
     "gemma2": "GEMMA2",
@@ -27,6 +28,7 @@ GGUF = {
     "glm4": "GLM4",
     "granite": "GRANITE",
     "hunyuan_v1_dense": "HUNYUAN_DENSE",
+    "hunyuan_v1_moe": "HUNYUAN_MOE",
     "llama": "LLAMA",
     "ministral": "LLAMA",
     "ministral3": "MISTRAL3",
