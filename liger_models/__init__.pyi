@@ -55,6 +55,7 @@ from liger_models.arch.idefics3.smolvlm import LigerSmolVLM as LigerSmolVLM
 from liger_models.arch.internvl.model import LigerInternVL as LigerInternVL
 from liger_models.arch.lfm2.dense import Lfm2Config as Lfm2Config
 from liger_models.arch.lfm2.dense import LigerLfm2 as LigerLfm2
+from liger_models.arch.lfm2.images import LigerLfm2Vl as LigerLfm2Vl
 from liger_models.arch.lfm2.moe import Lfm2MoeConfig as Lfm2MoeConfig
 from liger_models.arch.lfm2.moe import LigerLfm2Moe as LigerLfm2Moe
 from liger_models.arch.llama import LigerLlama as LigerLlama

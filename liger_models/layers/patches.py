@@ -212,6 +212,39 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
     return total
 
 
+def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
+    """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
+
+    The interpolation is bilinear, and averages over more positions if the grid of the image is smaller (``antialias``).
+    The borders of both grids coincide.
+
+    Args:
+        weight: [side², C].
+        patches: the N patches of a batch.
+
+    Returns:
+        [N, C] fp32, or fp64 if ``weight`` is fp64.
+    """
+    side, dtype = int(weight.shape[0] ** 0.5), torch.promote_types(weight.dtype, torch.float32)
+    rows, columns = (
+        _averaging_weights(index, length, side, dtype) for index, length in zip(patches[2:4], patches[4:6], strict=True)
+    )
+    # [N, side, 1] · [N, 1, side] are the weights of all positions.
+    shares = (rows[:, :, None] * columns[:, None, :]).flatten(1)
+    with torch.autocast(weight.device.type, enabled=False):
+        return shares @ weight.to(dtype)
+
+
+def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights [N, side] of ``side`` points for each position on a line that becomes ``length`` points."""
+    scale = side / length.clamp_min(1).to(dtype)
+    center = (index.to(dtype) + 0.5) * scale
+    points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
+    # A triangle around the center, which is as wide as a point of the wider grid on each side.
+    weights = (1 - (points - center[:, None]).abs() / scale.clamp_min(1.0)[:, None]).clamp_min(0.0)
+    return weights / weights.sum(1, keepdim=True)
+
+
 def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
     """Return the two neighbors of each position on a line of ``side`` points, and their weights."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)

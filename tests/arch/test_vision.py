@@ -538,6 +538,7 @@ def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
     strange = {
         "rms_norm_eps": 0.5, "sliding_window": 3, "final_logit_softcapping": 2.0, "use_bidirectional_attention": None,
         "hidden_size": 8, "num_hidden_layers": 1, "rope_parameters": rope, "max_position_embeddings": 5,
+        "norm_eps": 0.5,
     }  # fmt: skip
     strange = {key: value for key, value in strange.items() if key in hf["text_config"]}
     assert len(strange) >= 5

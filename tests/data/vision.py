@@ -12,6 +12,7 @@ from ..base import test_processor_gemma3 as gemma3
 from ..base import test_processor_gemma4 as gemma4
 from ..base import test_processor_idefics3 as idefics3
 from ..base import test_processor_internvl as internvl
+from ..base import test_processor_lfm2_vl as lfm2_vl
 from ..base import test_processor_llama4 as llama4
 from ..base import test_processor_llava as llava
 from ..base import test_processor_mllama as mllama
@@ -21,7 +22,7 @@ from ..base.conftest import picture
 
 FAMILIES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3",
-    "muse_glimmer", "llava", "internvl", "llava_next", "idefics3",
+    "muse_glimmer", "llava", "internvl", "llava_next", "idefics3", "lfm2_vl",
 )  # fmt: skip
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
@@ -48,6 +49,8 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         return internvl.make(**settings)
     if family == "idefics3":
         return idefics3.make(**settings)
+    if family == "lfm2_vl":
+        return lfm2_vl.make(**settings)
     if family == "mllama":
         model = mllama.make(**settings)
         with torch.no_grad():  # open the gates, so that images matter

@@ -136,6 +136,17 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         LLAMA4,
     ),
     "llava": ("llava", {"image_token_index": 90}, CLIP),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {
+            "image_token_id": 90, "projector_hidden_size": 24, "block_multiple_of": 8,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+        {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "patch_size": 2, "num_patches": 9,
+        },
+    ),
     "mistral3": ("mistral3", {"image_token_index": 90, "sliding_window": 5}, PIXTRAL),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
@@ -171,6 +182,11 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
     if hasattr(config, "tokens_per_tile"):
         pixels = torch.randn(1, 3, vision.side, vision.side, generator=generator)
         return [config.image_token_id] * config.tokens_per_tile, {"pixel_values": pixels}
+    if hasattr(config, "downsample_factor"):
+        shape = torch.tensor([[length * config.downsample_factor for length in size]])
+        pixels = torch.randn(1, 6 * config.downsample_factor**2, 3 * vision.patch_size**2, generator=generator)
+        tokens = [91, *[config.image_token_id] * (size[0] * size[1]), 92]
+        return tokens, {"pixel_values": pixels, "spatial_shapes": shape}
     if hasattr(config, "image_token_id"):
         side = getattr(vision, "spatial_merge_size", 2)
         rows, columns = (length * side for length in size)
