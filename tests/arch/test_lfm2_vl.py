@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
 
-from liger_models import AutoLigerModel, KernelOptions
+from liger_models import AutoLigerModel, KernelOptions, LigerLfm2Vl
 from liger_models.arch.lfm2.tower import Lfm2VisionConfig
+from liger_models.convert.config_map import read_config
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.patches import locate_patches, resample_positions
@@ -297,11 +298,19 @@ def test_settings_that_are_not_supported():
 
 
 def test_the_size_of_lfm2_vl_450m():
+    """Read from the keys of the released file, which are all known."""
     text = {
-        "model_type": "lfm2", "hidden_size": 1024, "intermediate_size": 6656, "num_hidden_layers": 16,
-        "num_attention_heads": 16, "num_key_value_heads": 8,
-        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+        "model_type": "lfm2", "hidden_size": 1024, "block_dim": 1024, "block_ff_dim": 6656, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_heads": 16, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "rope_theta": 1e6, "theta": 1e6, "block_norm_eps": 1e-5, "block_use_swiglu": True, "use_pos_enc": True,
     }  # fmt: skip
-    config = {"model_type": "lfm2_vl", "text_config": text, "vision_config": {"vision_use_head": False}}
-    model = AutoLigerModel.from_config(config, device="meta")
+    vision = {"model_type": "siglip2_vision_model", "torch_dtype": "bfloat16", "vision_use_head": False}
+    hf = {
+        "model_type": "lfm2_vl", "text_config": text, "vision_config": vision, "do_image_splitting": True,
+        "encoder_patch_size": 16, "max_image_tokens": 256, "max_num_patches": 1024, "max_pixels_tolerance": 2.0,
+        "max_tiles": 10, "min_image_tokens": 64, "min_tiles": 2, "tile_size": 512, "use_image_special_tokens": True,
+        "use_thumbnail": True, "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
+        "image_token_index": 396, "torch_dtype": "bfloat16", "transformers_version": "4.55.0",
+    }  # fmt: skip
+    model = LigerLfm2Vl.from_config(read_config(LigerLfm2Vl.config_class, hf, strict=True), device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == 450_822_656
