@@ -195,13 +195,13 @@ def test_a_conversation():
 def test_changed_settings_are_saved(tmp_path):
     model = make()
     assert model.processor.changed_settings() == {}
-    model.processor.images.limits["max_tiles"] = 3
-    model.processor.images.switches["use_thumbnail"] = False
+    model.processor.images.max_tiles = 3
+    model.processor.images.thumbnail = False
     model.save_pretrained(tmp_path)
     again = AutoLigerModel.from_pretrained(tmp_path, progress=False).processor.images
     assert again.sizes() == model.processor.images.sizes()
-    assert again.limits["max_tiles"] == 3
-    assert not again.switches["use_thumbnail"]
+    assert again.max_tiles == 3
+    assert not again.thumbnail
 
 
 def test_what_does_not_fit_is_named():

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 BILINEAR = 2
 FILE = "processor_config.json"
-LIMITS = {"min_tiles": 2, "max_tiles": 10, "min_image_tokens": 64, "max_image_tokens": 256}
-SWITCHES = {"do_image_splitting": True, "use_thumbnail": True}
 
 
 class Grid(NamedTuple):
@@ -66,10 +64,10 @@ class Lfm2VlImages:
         merge: number of rows, and of columns, of patches that become one image token.
 
     Attributes:
-        limits: the settings ``min_tiles`` and ``max_tiles`` of a cut image, and ``min_image_tokens`` and
-            ``max_image_tokens`` of an image that is not cut.
-        switches: the settings ``do_image_splitting``, whether large images are cut, and ``use_thumbnail``, whether the
-            copy of the whole image is added.
+        splits: whether large images are cut into tiles.
+        thumbnail: whether a cut image is followed by a small copy of the whole image.
+        min_tiles, max_tiles: minimum and maximum number of tiles of a cut image, without the copy.
+        min_image_tokens, max_image_tokens: minimum and maximum number of tokens of an image that is not cut.
 
     Raises:
         ValueError: the settings request a feature that is not implemented, or a number is not positive.
@@ -81,8 +79,11 @@ class Lfm2VlImages:
             resample=BILINEAR, encoder_patch_size=patch, downsample_factor=merge,
         )  # fmt: skip
         self.patch, self.merge = patch, merge
-        self.limits = {key: self._number(settings, key, value) for key, value in LIMITS.items()}
-        self.switches = {key: settings.get(key) is not False for key in SWITCHES}
+        self.splits = settings.get("do_image_splitting") is not False
+        self.thumbnail = settings.get("use_thumbnail") is not False
+        self.min_tiles, self.max_tiles = self._number(settings, "min_tiles", 2), self._number(settings, "max_tiles", 10)
+        self.min_image_tokens = self._number(settings, "min_image_tokens", 64)
+        self.max_image_tokens = self._number(settings, "max_image_tokens", 256)
         self.tile = self._number(settings, "tile_size", 512)
         self.tolerance = self._number(settings, "max_pixels_tolerance", 2.0)
         if self.tile % self.side:
@@ -90,9 +91,10 @@ class Lfm2VlImages:
                 f"preprocessor_config.json: tile_size must be a multiple of {self.side}, the height of an image token "
                 f"in pixels, got {self.tile}."
             )
-        least, most = self.limits["min_tiles"], self.limits["max_tiles"]
-        if self.switches["do_image_splitting"] and least > most:
-            raise ValueError(f"preprocessor_config.json: min_tiles ({least}) must be at most max_tiles ({most}).")
+        if self.splits and self.min_tiles > self.max_tiles:
+            raise ValueError(
+                f"preprocessor_config.json: min_tiles ({self.min_tiles}) must be at most max_tiles ({self.max_tiles})."
+            )
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
         self.as_read = self.sizes()
 
@@ -109,8 +111,12 @@ class Lfm2VlImages:
         return f"Lfm2VlImages({sizes})"
 
     def sizes(self) -> dict[str, Any]:
-        """The settings that users may change."""
-        return {**self.limits, **self.switches}
+        """The attributes that users may change, under their names in the settings."""
+        return {
+            "do_image_splitting": self.splits, "use_thumbnail": self.thumbnail,
+            "min_tiles": self.min_tiles, "max_tiles": self.max_tiles,
+            "min_image_tokens": self.min_image_tokens, "max_image_tokens": self.max_image_tokens,
+        }  # fmt: skip
 
     @property
     def side(self) -> int:
@@ -120,8 +126,8 @@ class Lfm2VlImages:
     @property
     def most_patches(self) -> int:
         """The number of patches to which all tiles are padded."""
-        of_tile = (self.tile // self.patch) ** 2 if self.switches["do_image_splitting"] else 0
-        return int(max(self.limits["max_image_tokens"] * self.merge**2, of_tile))
+        of_tile = (self.tile // self.patch) ** 2 if self.splits else 0
+        return int(max(self.max_image_tokens * self.merge**2, of_tile))
 
     def grid(self, size: tuple[int, int]) -> Grid:
         """Return the tiles of an image with the given width and height.
@@ -129,9 +135,9 @@ class Lfm2VlImages:
         Raises:
             ValueError: the image is so elongated that it has more patches than a row of patches can hold.
         """
-        (width, height), side, limits = size, self.side, self.limits
+        (width, height), side = size, self.side
         rows, columns = (round(length / side) * side for length in (height, width))
-        most, least = (limits[key] * side**2 for key in ("max_image_tokens", "min_image_tokens"))
+        most, least = self.max_image_tokens * side**2, self.min_image_tokens * side**2
         is_large = max(rows, self.patch) * max(columns, self.patch) > most * self.tolerance
 
         # The size of the whole image, with an area within the limits.
@@ -147,9 +153,9 @@ class Lfm2VlImages:
                 f"Lfm2VlImages: an image must have at most {self.most_patches} patches when its shorter side is "
                 f"{side} pixels, got an image of {width} x {height}. Crop it."
             )
-        if not is_large or not self.switches["do_image_splitting"] or limits["max_tiles"] == 1:
+        if not is_large or not self.splits or self.max_tiles == 1:
             return Grid(1, 1, rows, columns)
-        return Grid(*choose_grid(size, self.tile, limits["min_tiles"], limits["max_tiles"]), rows, columns)
+        return Grid(*choose_grid(size, self.tile, self.min_tiles, self.max_tiles), rows, columns)
 
     def tokens(self, grid: Grid) -> list[int]:
         """Return the numbers of image tokens of the tiles, row by row, and then that of the whole image."""
@@ -157,7 +163,7 @@ class Lfm2VlImages:
         if grid.columns * grid.rows == 1:
             return [whole]
         cut = [(self.tile // self.side) ** 2] * (grid.columns * grid.rows)
-        return cut + ([whole] if self.switches["use_thumbnail"] else [])
+        return cut + ([whole] if self.thumbnail else [])
 
     def __call__(self, source: "Source") -> dict[str, Tensor]:
         """Return ``pixel_values``, ``pixel_attention_mask`` and ``spatial_shapes`` of the tiles of an image."""
@@ -170,7 +176,7 @@ class Lfm2VlImages:
             cut = rearrange(
                 to_tensor(image, size, BILINEAR), "c (r h) (k w) -> (r k) c h w", r=grid.rows, k=grid.columns
             )
-            tiles = [*cut, *([whole] if self.switches["use_thumbnail"] else [])]
+            tiles = [*cut, *([whole] if self.thumbnail else [])]
         parts = [self._patches(tile) for tile in tiles]
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
@@ -191,7 +197,7 @@ class Lfm2VlProcessor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: converter of images to patches; change its ``limits`` or ``switches`` for fewer tokens.
+        images: converter of images to patches; set its attribute ``max_tiles`` for fewer tokens.
         image: the placeholder, which is repeated for the tokens of a tile.
         begin, thumbnail, end: the tokens before an image, before the small copy of a cut image, and after an image.
         marks: whether the text has these tokens, and one before each tile.
@@ -286,7 +292,7 @@ class Lfm2VlProcessor(Processor):
         marks = [""]
         if grid.columns * grid.rows > 1:
             marks = [f"<|img_row_{i // grid.columns + 1}_col_{i % grid.columns + 1}|>" for i in range(len(counts))]
-            if self.images.switches["use_thumbnail"]:
+            if self.images.thumbnail:
                 marks[-1] = self.thumbnail
         if not self.marks:
             marks = [""] * len(counts)
