@@ -116,7 +116,7 @@ def under_peft_names(model, values) -> dict[str, torch.Tensor]:
 
 def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
     """Tokens, and what ours and transformers' model get beside them; of a vision-language model an image."""
-    if arch == "gemma3":
+    if arch in test_gemma3.FAMILIES:
         ids, types, _, _, pixels = test_gemma3.make(model, [[3, test_gemma3.IMAGE, 9]])
         return ids, {"pixel_values": pixels}, {"pixel_values": pixels, "token_type_ids": types}
     if arch in ("gemma4", "gemma4_unified"):

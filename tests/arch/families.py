@@ -235,6 +235,10 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         if arch == "nemotron_h" and hasattr(mixer, "time_step_limit"):
             # Transformers 5.23 limits step sizes to (time_step_min, infinity), but not in decoding.
             mixer.time_step_limit = tuple(model.config.time_step_limit)
+    if arch == "paligemma":
+        for name, with_types in (("forward", with_prefix_of_labels), ("generate", with_prefix_of_prompts)):
+            method = functools.partial(with_types, getattr(model, name))
+            setattr(model, name, functools.update_wrapper(method, getattr(model, name)))
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
@@ -281,6 +285,22 @@ def without_padding(mixer, linear, args, out):
     """The output of a mixer's projection, 0 for padding."""
     mask = vars(mixer)["kept_mask"]
     return None if mask is None else out * mask[:, -out.shape[1] :, None].to(out.dtype)
+
+
+def with_prefix_of_labels(forward, input_ids=None, labels=None, token_type_ids=None, attention_mask=None, **inputs):
+    """PaliGemma's forward; without ``token_type_ids`` the prefix of a row ends before its first label."""
+    if token_type_ids is None and labels is not None:
+        after = labels != -100 if attention_mask is None else (labels != -100) & (attention_mask != 0)
+        token_type_ids = (after.cumsum(1) > 0).long()
+    if token_type_ids is not None:
+        inputs["token_type_ids"] = token_type_ids
+    return forward(input_ids=input_ids, labels=labels, attention_mask=attention_mask, **inputs)
+
+
+def with_prefix_of_prompts(generate, input_ids=None, token_type_ids=None, **options):
+    """PaliGemma's ``generate``; without ``token_type_ids`` prompts are prefixes."""
+    types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+    return generate(input_ids, token_type_ids=types, **options)
 
 
 def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None, mm_token_type_ids=None, **inputs):

@@ -175,7 +175,7 @@ def test_a_warning_shows_what_a_stranger_wrote():
 
 
 @pytest.mark.parametrize(
-    "arch", ["qwen2_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava", "lfm2_vl"]
+    "arch", ["qwen2_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava", "lfm2_vl", "paligemma"]
 )
 def test_models_with_images(arch, tmp_path):
     """Random tokens would hit placeholders of images, of which the small vocabularies have many."""

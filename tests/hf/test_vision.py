@@ -33,6 +33,7 @@ CASES = [
     for rows in ("images", "videos")
 ] + [
     (("gemma3", "tied"), "images"),
+    (("paligemma", "gemma2"), "images"),
     (("gemma4", "shared"), "images"),
     (("llama4", "chunks"), "images"),
     (("mllama", "four"), "images"),
@@ -47,7 +48,7 @@ CASES += [(case, "images") for case in test_tiles.FIRST]
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
     """input_ids and mask with padding on the left, labels, and the other inputs."""
     decoder, count = ours.model.decoder, 1 if rows == "one" else None
-    if family == "gemma3":
+    if family in test_gemma3.FAMILIES:
         ids, types, mask, labels, pixels = test_gemma3.make(decoder, test_gemma3.ROWS[:count])
         return ids, mask, labels, {"pixel_values": pixels, "token_type_ids": types}
     if family == "gemma4":

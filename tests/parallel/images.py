@@ -147,6 +147,14 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "patch_size": 2, "num_patches": 9,
         },
     ),
+    "paligemma": (
+        "paligemma",
+        {
+            "text_type": "gemma2", "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 5.0, "image_token_index": 90,
+        },
+        {**GEMMA3, "patch_size": 4},
+    ),
     "mistral3": ("mistral3", {"image_token_index": 90, "sliding_window": 5}, PIXTRAL),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
@@ -195,7 +203,7 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
             "pixel_values": torch.randn(rows * columns, width, generator=generator),
             "image_grid_thw": torch.tensor([[1, rows, columns]]),
         }
-    if hasattr(config, "vision_feature_select_strategy"):
+    if hasattr(config, "vision_feature_select_strategy") or hasattr(config, "tokens_per_image"):
         return [config.image_token_index] * 4, {"pixel_values": torch.randn(1, 3, 8, 8, generator=generator)}
     if hasattr(config, "spatial_merge_size"):
         rows, columns = size

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 FAMILIES = (
     "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3", "muse_glimmer",
-    "llava", "internvl", "llava_next", "idefics3", "lfm2_vl",
+    "llava", "internvl", "llava_next", "idefics3", "lfm2_vl", "paligemma",
 )  # fmt: skip
 
 
