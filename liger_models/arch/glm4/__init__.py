@@ -1,0 +1,3 @@
+"""GLM-4: the text models."""
+
+MODEL_TYPES = {"glm4": "text"}
