@@ -477,6 +477,8 @@ def shared_moe_map(
     correction: bool = True,
     mlp_bias: bool = False,
     prefix: str = "model",
+    also: Mapping[str, Expression | str] | None = None,
+    over: Mapping[str, Sequence[int]] | None = None,
     **more: Any,
 ) -> WeightMap:
     """Return the weight map of a decoder with `LigerSharedExpertMoE` in some layers and gated MLPs in the others.
@@ -491,6 +493,7 @@ def shared_moe_map(
         correction: whether routers have a bias for the choice of experts.
         mlp_bias: whether dense MLPs and shared experts have biases.
         prefix: prefix of all names in the checkpoint except that of the head.
+        also, over: entries of other parts of the model, as in `decoder_map`.
         more: further arguments of `decoder_map`.
     """
     layers = range(config.num_hidden_layers)
@@ -503,7 +506,9 @@ def shared_moe_map(
     arguments = sparse_mlps([i for i in layers if config.is_sparse(i)], len(layers), prefix, *stacked)
 
     # The routed experts are a layer of their own, and the shared experts are one MLP.
-    also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
+    also = dict(also or {}) | {
+        name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()
+    }
     if correction:
         also[f"{ours}.experts.correction.bias"] = f"{theirs}.gate.e_score_correction_bias"
     if gated:
@@ -519,7 +524,8 @@ def shared_moe_map(
     instead = arguments["instead"]
     if isinstance(config, LatentDecoderConfig):
         instead = instead | latent_attention_entries(config, f"{prefix}.layers.{{i}}")
-    return decoder_map(config, prefix=prefix, instead=instead, also=also, over=arguments["over"], **more)
+    over = {**(over or {}), **arguments["over"]}
+    return decoder_map(config, prefix=prefix, instead=instead, also=also, over=over, **more)
 
 
 def _parameters(bias: bool) -> tuple[str, ...]:

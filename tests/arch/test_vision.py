@@ -55,24 +55,37 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         config, merge = model.config, model.visual.merge
         ids: list[list[int]] = []
+        kinds: list[list[int]] = []
+        start, end = (getattr(config, f"video_{edge}_token_id", None) for edge in ("start", "end"))
         grids: dict[str, list[Grid]] = {"image": [], "video": []}
         for row in rows:
             ids.append([])
+            kinds.append([])
             for part in row:
                 if isinstance(part, int):
                     ids[-1] += torch.randint(3, 80, (part,), generator=generator).tolist()
+                    kinds[-1] += [0] * part
                     continue
                 kind, (t, h, w) = part
                 token = {"image": config.image_token_id, "video": config.video_token_id}[kind]
+                around: list[list[int]] = [[], []]
+                if kind == "video" and start is not None:  # frames have the placeholder of images
+                    token, around = config.image_token_id, [[start], [end]]
                 grids[kind].append((t, h * merge, w * merge))
+                ids[-1] += around[0]
+                kinds[-1] += [0] * len(around[0])
                 for frame in range(t):
                     ids[-1] += [token] * (h * w)
+                    kinds[-1] += [1 + (kind == "video")] * (h * w)
                     if model.frames_apart and frame < t - 1:
                         ids[-1] += [50 + frame]  # where the time of the next frame stands
+                        kinds[-1] += [0]
+                ids[-1] += around[1]
+                kinds[-1] += [0] * len(around[1])
         T = max(map(len, ids))
         self.ids = torch.tensor([row + [0] * (T - len(row)) for row in ids])
         self.mask = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in ids])
-        self.kinds = (self.ids == config.image_token_id).int() + 2 * (self.ids == config.video_token_id).int()
+        self.kinds = torch.tensor([row + [0] * (T - len(row)) for row in kinds], dtype=torch.int32)
         self.labels = self.ids.masked_fill((self.kinds > 0) | (self.mask == 0), -100)
         width = model.visual.patch_embed.in_features
         self.inputs: dict[str, Tensor] = {}
@@ -343,7 +356,8 @@ def test_a_frozen_part(pair, part):
     every = gradients_of(ours)
     ours.zero_grad()
     for name, parameter in ours.named_parameters():
-        parameter.requires_grad_(is_tower(name) != (part == "tower"))
+        if is_tower(name) == (part == "tower"):
+            parameter.requires_grad_(False)
     run()
     left = gradients_of(ours)
     assert {is_tower(name) for name in left} == {part != "tower"}

@@ -1,3 +1,3 @@
-"""GLM-4: the text models."""
+"""GLM-4, with and without images."""
 
-MODEL_TYPES = {"glm4": "text"}
+MODEL_TYPES = {"glm4": "text", "glm4v": "images"}
