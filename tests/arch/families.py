@@ -237,6 +237,9 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
             mixer.time_step_limit = tuple(model.config.time_step_limit)
     if arch.startswith("glm4v"):
         model.model.get_placeholder_mask = functools.partial(placeholders_of_glm4v, model.config)
+        # That of other families repeats the images of a row for beams as a group; transformers 5.23 has each by itself.
+        expand = functools.partial(transformers.GenerationMixin._expand_multimodal_outputs, model)
+        model._expand_multimodal_outputs = expand
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
