@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from liger_models import KernelOptions, LigerLlama, LlamaConfig
+from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LlamaConfig
 from liger_models.arch import get_arch
 from liger_models.cli.compare import where_it_differs
 from liger_models.convert.config_map import read_config, write_config
@@ -258,6 +258,38 @@ def test_images_in_later_pieces(pair):
             both = {name: torch.cat([tensor, tensor]) for name, tensor in given.items()}
             got.append(ours(ids.expand(2, -1), cache=cache, **both).logits[1:])
     assert error(torch.cat(got, 1), want) <= LIMIT
+
+
+@pytest.mark.parametrize("pair", [("glm4v", "gqa")], indirect=True, ids="-".join)
+def test_a_video_without_its_end_does_not_reach_the_next_document(pair):
+    """Truncation may cut off the end of a video, and what follows in a packed row is another document."""
+    _, _, _, ours = pair
+    cut = Batch(ours, VIDEO[:1])
+    end = int((cut.ids[0] == ours.config.video_end_token_id).nonzero()[-1])
+    image = Batch(ours, ONE)
+    ids, kinds = (torch.cat([x[:, :end], y], 1) for x, y in ((cut.ids, image.ids), (cut.kinds, image.kinds)))
+    bounds = torch.tensor([0, end, ids.shape[1]])
+    places = ours.media_places(ids, bounds)
+    assert torch.equal(places[0].int() + 2 * places[1].int(), kinds)
+    assert not torch.equal(ours.media_places(ids)[0], places[0])
+    inputs = {name: torch.cat([tensor, image.inputs.get(name, tensor[:0])]) for name, tensor in cut.inputs.items()}
+    packed = ours(ids, cu_seqlens=bounds, **inputs).logits
+    alone = [ours(cut.ids[:, :end], **cut.inputs).logits, ours(image.ids, **image.inputs).logits]
+    assert error(packed, torch.cat(alone, 1)) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "count"),
+    [
+        ("glm4v", {"rope_parameters": {"partial_rotary_factor": 0.5}}, 10_292_777_472),
+        ("glm4v_moe", {"head_dim": 128, "vocab_size": 151552}, 107_744_743_936),
+    ],
+)
+def test_the_sizes_of_glm4v(family, text, count):
+    """Of GLM-4.1V-9B-Thinking and GLM-4.5V, whose sizes are the defaults but for these."""
+    model = AutoLigerModel.from_config({"model_type": family, "text_config": text}, device="meta")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sum(size for name, size in sizes.items() if "correction" not in name) == count
 
 
 def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

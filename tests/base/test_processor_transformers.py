@@ -23,8 +23,6 @@ gemma4 = Late("transformers.models.gemma4.processing_gemma4", "a transformers wi
 mixin = Late("transformers.processing_utils")
 
 SMALL = {"size": {"shortest_edge": 64, "longest_edge": 400}}
-# From numpy, for the masks of transformers' GLM-4.1V, which it makes of tensors.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 """Families whose images are patches with a grid."""
 FAMILIES = (*GRIDS, "gemma3", "gemma4", "mllama", "internvl", "idefics3")
