@@ -40,8 +40,10 @@ from liger_models.arch.gemma4.text import LigerGemma4UnifiedText as LigerGemma4U
 from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
 from liger_models.arch.gemma4.unified import LigerGemma4Unified as LigerGemma4Unified
 from liger_models.arch.glm import LigerGLM as LigerGLM
-from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
-from liger_models.arch.glm4_moe import LigerGlm4Moe as LigerGlm4Moe
+from liger_models.arch.glm4.images import LigerGlm4v as LigerGlm4v
+from liger_models.arch.glm4.text import LigerGLM4 as LigerGLM4
+from liger_models.arch.glm4_moe.images import LigerGlm4vMoe as LigerGlm4vMoe
+from liger_models.arch.glm4_moe.text import LigerGlm4Moe as LigerGlm4Moe
 from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
 from liger_models.arch.granite import LigerGranite as LigerGranite
 from liger_models.arch.granitemoehybrid import GraniteMoeHybridConfig as GraniteMoeHybridConfig

@@ -479,6 +479,7 @@ def shared_moe_map(
     prefix: str = "model",
     instead: Mapping[str, Expression | str | None] | None = None,
     also: Mapping[str, Expression | str] | None = None,
+    over: Mapping[str, Sequence[int]] | None = None,
     **more: Any,
 ) -> WeightMap:
     """Return the weight map of a decoder with `LigerSharedExpertMoE` in some layers and gated MLPs in the others.
@@ -493,7 +494,7 @@ def shared_moe_map(
         correction: whether routers have a bias for the choice of experts.
         mlp_bias: whether dense MLPs and shared experts have biases.
         prefix: prefix of all names in the checkpoint except that of the head.
-        instead: as in `decoder_map`.
+        instead, over: as in `decoder_map`.
         also: further entries, which may replace those of the experts; ``{sparse}`` is a layer with experts.
         more: further arguments of `decoder_map`.
     """
@@ -525,7 +526,8 @@ def shared_moe_map(
     instead = {**arguments["instead"], **(instead or {})}
     if isinstance(config, LatentDecoderConfig):
         instead |= latent_attention_entries(config, f"{prefix}.layers.{{i}}")
-    return decoder_map(config, prefix=prefix, instead=instead, also=entries, over=arguments["over"], **more)
+    over = {**(over or {}), **arguments["over"]}
+    return decoder_map(config, prefix=prefix, instead=instead, also=entries, over=over, **more)
 
 
 def _parameters(bias: bool) -> tuple[str, ...]:

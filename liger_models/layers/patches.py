@@ -187,8 +187,8 @@ def ends_of_runs(inside: Tensor) -> Tensor:
     return torch.where(inside, ends, index)
 
 
-def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = True) -> Tensor:
-    """Interpolate the learned positions of a square grid bilinearly to the grid of each image.
+def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = True, bicubic: bool = False) -> Tensor:
+    """Interpolate the learned positions of a square grid to the grid of each image, bilinearly or bicubically.
 
     Args:
         weight: [side², C].
@@ -196,14 +196,16 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
         aligned: whether the centers of the corner patches of an image coincide with those of the learned grid. If
             False, the borders of both grids coincide, and positions outside of the learned grid are 0, as in PyTorch's
             ``grid_sample`` with its default settings.
+        bicubic: whether to interpolate bicubically. The borders of both grids coincide, and outside of the learned grid
+            the positions at its border are repeated, as in PyTorch's ``grid_sample``.
 
     Returns:
         [N, C] fp32.
     """
     side = int(weight.shape[0] ** 0.5)
-    neighbors = _aligned_neighbors if aligned else _unaligned_neighbors
+    neighbors = _cubic_neighbors if bicubic else _aligned_neighbors if aligned else _unaligned_neighbors
     rows, columns = (neighbors(index, length, side) for index, length in zip(patches[2:4], patches[4:6], strict=True))
-    # Each patch lies between four points of the grid, which are weighted by its distances to them.
+    # Each patch lies between points of the grid, which are weighted by its distances to them.
     total: Tensor = sum(
         torch.nn.functional.embedding(row * side + column, weight) * (down * across)[:, None]
         for row, down in rows
@@ -263,6 +265,24 @@ def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple
         (first.clamp_min(0), (1 - distance) * (first >= 0)),
         (second.clamp_max(side - 1), distance * (second < side)),
     ]
+
+
+def _cubic_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the four neighbors of each position on a line whose ends coincide; the weights may be negative.
+
+    The weight of a neighbor is a cubic function of its distance, with the parameter −0.75 of PyTorch.
+
+    Source: Keys, Cubic convolution interpolation for digital image processing, 1981.
+    """
+    position = (index.float() + 0.5) / length * side - 0.5
+    first = position.floor()
+    distance, first = position - first, first.long()
+    neighbors = []
+    for step in (-1, 0, 1, 2):
+        d = (distance - step).abs()
+        weight = (1.25 * d - 2.25) * d * d + 1 if step in (0, 1) else ((-0.75 * d + 3.75) * d - 6) * d + 3
+        neighbors.append(((first + step).clamp(0, side - 1), weight))
+    return neighbors
 
 
 def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:

@@ -239,10 +239,22 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         for name, with_types in (("forward", with_prefix_of_labels), ("generate", with_prefix_of_prompts)):
             method = functools.partial(with_types, getattr(model, name))
             setattr(model, name, functools.update_wrapper(method, getattr(model, name)))
+    if arch.startswith("glm4v"):
+        model.model.get_placeholder_mask = functools.partial(placeholders_of_glm4v, model.config)
+        # That of other families repeats the images of a row for beams as a group; transformers 5.23 has each by itself.
+        expand = functools.partial(transformers.GenerationMixin._expand_multimodal_outputs, model)
+        model._expand_multimodal_outputs = expand
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
     return model
+
+
+def placeholders_of_glm4v(config, input_ids, inputs_embeds, image_features=None, video_features=None):
+    """The masks of GLM-4.1V's images and videos, [B, T, 1]. Transformers 5.23 takes all placeholders for both."""
+    inside = (input_ids == config.video_start_token_id).cumsum(1) > (input_ids == config.video_end_token_id).cumsum(1)
+    here = input_ids == config.image_token_id
+    return (here & ~inside)[..., None], (here & inside)[..., None]
 
 
 def scale_queries_by_position(model) -> None:

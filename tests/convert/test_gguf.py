@@ -62,8 +62,8 @@ GGUF = {
 
 VISION = {
     "gemma3", "gemma4", "gemma4_unified", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
-    "qwen3_5_moe", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next", "mistral3", "muse_glimmer",
-    "paligemma", "smolvlm",
+    "qwen3_5_moe", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next", "mistral3",
+    "muse_glimmer", "paligemma", "smolvlm",
 }  # fmt: skip
 
 TAKEN_APART = {

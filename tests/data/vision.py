@@ -22,7 +22,7 @@ from ..base import test_processor_pixtral as pixtral
 from ..base.conftest import picture
 
 FAMILIES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "gemma4", "llama4", "mllama", "mistral3",
     "muse_glimmer", "llava", "internvl", "llava_next", "idefics3", "lfm2_vl", "paligemma",
 )  # fmt: skip
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}

@@ -12,6 +12,7 @@ from .models import TINY
 
 PATCHES = {"num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
 MROPE = {"head_dim": 8, "image_token_id": 90, "video_token_id": 91, "mrope_section": [2, 1, 1]}
+GLM4V = {**MROPE, "partial_rotary_factor": 1.0, "video_start_token_id": 92, "video_end_token_id": 93}
 GEMMA3 = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 2,
@@ -71,6 +72,21 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        } | PATCHES,
+    ),
+    "glm4v": (
+        "glm4v", {**GLM4V, "head_dim": None, "partial_rotary_factor": 1.0},
+        {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8,
+            "rms_norm_eps": 1.0,
+        } | PATCHES,
+    ),
+    "glm4v_moe": (
+        "glm4v_moe",
+        {**GLM4V, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8,
+            "rms_norm_eps": 1.0,
         } | PATCHES,
     ),
     "gemma3": (
