@@ -95,10 +95,11 @@ def models() -> str:
 
 def liger_kernel_models() -> str:
     """The classes that replace Liger-Kernel's patches."""
-    known = list_archs()
+    known, read_as = list_archs(), LIGER_KERNEL["read_as"]
     name = "`apply_liger_kernel_to_{}`".format
-    rows = [[name(arch), f"`{get_arch(arch).__name__}`"] for arch in LIGER_KERNEL["models"] if arch in known]
-    absent = [name(arch) for arch in LIGER_KERNEL["models"] if arch not in known]
+    pairs = [(name(arch), read_as.get(arch, arch)) for arch in LIGER_KERNEL["models"]]
+    rows = [[theirs, f"`{get_arch(arch).__name__}`"] for theirs, arch in pairs if arch in known]
+    absent = [theirs for theirs, arch in pairs if arch not in known]
     return f"{table(['Liger-Kernel', 'liger_models'], rows)}\n\nNo counterpart: {', '.join(absent) or 'none'}."
 
 

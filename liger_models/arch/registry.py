@@ -32,7 +32,7 @@ LANGUAGE_MODELS = {"kimi_k25": f"{__package__}.deepseek_v3.kimi_k25"}
 These are not among `built_in_modules`.
 """
 
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "lfm2-vl": "lfm2_vl"}
 """Maps further values of ``model_type`` in released files to that of the family that reads them."""
 
 _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")

@@ -142,7 +142,7 @@ class GridImageModel(VisionLanguageModel):
                 input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
             )
         # The tower sees the images of all tokens; each rank keeps its share of the DeepStack features.
-        embeds, levels = self._insert(input_ids, images, videos, skip=decoding)
+        embeds, levels = self._insert(input_ids, images, videos, cu_seqlens, skip=decoding)
         levels = [self.groups.token_share(level) for level in levels]
         shape = embeds.shape[0], embeds.shape[1]
         layout = self.layout(shape, embeds, position_ids=position_ids, deepstack=levels, **masks)
@@ -178,6 +178,15 @@ class GridImageModel(VisionLanguageModel):
             )
         return None
 
+    def media_places(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return where the placeholders of images and those of videos are, both [B, T] bool.
+
+        Args:
+            input_ids: [B, T] int64.
+            cu_seqlens: [n + 1], boundaries of packed documents, or None.
+        """
+        return input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
+
     def ids_to_embed(self, input_ids: Tensor) -> Tensor:
         """Return the ids [B, T] to embed, in which placeholders may be replaced."""
         return input_ids
@@ -187,6 +196,7 @@ class GridImageModel(VisionLanguageModel):
         input_ids: Tensor,
         images: tuple[Tensor, Tensor] | None,
         videos: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
         *,
         skip: bool,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -198,20 +208,19 @@ class GridImageModel(VisionLanguageModel):
         """
         embeds = self.embed_tokens(self.ids_to_embed(input_ids))
         side = self.visual.merge
-        media = [
-            (*pair, token)
-            for pair, token in ((images, self.config.image_token_id), (videos, self.config.video_token_id))
-            if pair is not None
-        ]  # pixels, grid and the id of the placeholder
-        if not media and (skip or not self.tower_is_sharded):
+        pairs = (images, videos)
+        if all(pair is None for pair in pairs) and (skip or not self.tower_is_sharded):
             return embeds, []
-        if not media:
+        if all(pair is None for pair in pairs):
             # Times 0, so that the result is unchanged and the tower still takes part in the backward.
             nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
             unused, unused_levels = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
             total = sum((level.sum() for level in unused_levels), unused.sum())
             return embeds + 0 * total.to(embeds.dtype), []
 
+        # Pixels, grid, and where the placeholders are.
+        places = self.media_places(input_ids, cu_seqlens)
+        media = [(*pair, here) for pair, here in zip(pairs, places, strict=True) if pair is not None]
         tokens, levels = self.visual(
             torch.cat([pixels for pixels, _, _ in media]),
             torch.cat([grid.to(pixels.device) for pixels, grid, _ in media]),
@@ -220,8 +229,8 @@ class GridImageModel(VisionLanguageModel):
 
         def insert(base: Tensor, tokens: Tensor) -> Tensor:
             """Return ``base`` [B, T, C] with the tokens in place of their placeholders."""
-            for part, (_, _, token) in zip(tokens.to(base.dtype).split(counts), media, strict=True):
-                base = base.masked_scatter((input_ids == token)[..., None], part)
+            for part, (_, _, here) in zip(tokens.to(base.dtype).split(counts), media, strict=True):
+                base = base.masked_scatter(here[..., None], part)
             return base
 
         return insert(embeds, tokens), [insert(torch.zeros_like(embeds), level) for level in levels]
@@ -235,14 +244,14 @@ class GridImageModel(VisionLanguageModel):
     ) -> None:
         """Raise ValueError unless the placeholders match the patches. Synchronizes with the device once."""
         side, width = self.visual.merge, self.visual.patch_embed.in_features
+        image_places, video_places = self.media_places(input_ids, cu_seqlens)  # [B, T] each
         media = (
-            ("image", images, self.config.image_token_id, "pixel_values", "image_grid_thw"),
-            ("video", videos, self.config.video_token_id, "pixel_values_videos", "video_grid_thw"),
+            ("image", images, image_places, "pixel_values", "image_grid_thw"),
+            ("video", videos, video_places, "pixel_values_videos", "video_grid_thw"),
         )
         counts = []
-        for medium, pair, token, _, _ in media:
+        for medium, pair, here, _, _ in media:
             # Numbers of all checks, [] each; they go to the host together.
-            here = input_ids == token  # [B, T]
             thw = input_ids.new_zeros(0, 3) if pair is None else pair[1].to(input_ids)
             frame = thw[:, 1:].prod(1) // side**2  # placeholders of a frame
             size = frame * thw[:, 0]
@@ -285,14 +294,13 @@ class GridImageModel(VisionLanguageModel):
         """See `VisionLanguageModel.repeat_prompts`. Images and videos are in the order of their placeholders."""
         of_rows = {name: x for name, x in inputs.items() if name == "mm_token_type_ids"}
         repeated = inputs | super().repeat_prompts(input_ids, of_rows, times)
-        for medium, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        names = (("image", "pixel_values"), ("video", "pixel_values_videos"))
+        for (medium, pixels), here in zip(names, self.media_places(input_ids), strict=True):
             grid = inputs.get(f"{medium}_grid_thw")
             if not isinstance(grid, Tensor) or not len(grid):
                 continue
             patches = grid.prod(1)
-            placeholders = (input_ids == getattr(self.config, f"{medium}_token_id")).sum(1)
-            tokens = patches // self.visual.merge**2
-            chosen = repeated_images(placeholders, tokens, times)
+            chosen = repeated_images(here.sum(1), patches // self.visual.merge**2, times)
             parts = inputs[pixels].split(patches.tolist())
             repeated[pixels] = torch.cat([parts[i] for i in chosen])
             repeated[f"{medium}_grid_thw"] = grid[chosen]

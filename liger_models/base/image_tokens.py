@@ -33,6 +33,7 @@ class ImageTokenModel(VisionLanguageModel):
         input_ids: Tensor | None,
         images: tuple[Tensor, ...] | None,
         *,
+        prefix: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -45,6 +46,8 @@ class ImageTokenModel(VisionLanguageModel):
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
             images: arguments of the tower; None without images.
+            prefix: [B, T] bool, the tokens at the start of each document that attend to each other in both directions.
+                Default: none.
             position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`.
 
         Raises:
@@ -52,10 +55,14 @@ class ImageTokenModel(VisionLanguageModel):
         """
         batch: dict[str, Any] = {"position_ids": position_ids, "attention_mask": attention_mask, "cache": cache}
         batch["cu_seqlens"] = cu_seqlens = take_cu_seqlens(cu_seqlens, options)
+        if prefix is not None:
+            batch |= {"prefix": prefix, "visible_until": ends_of_runs(prefix)}
         if input_ids is None or inputs_embeds is not None:
             if images is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
-            return super().forward(input_ids, inputs_embeds=inputs_embeds, **batch, **options)
+            embeds, shape = self.embed(input_ids, inputs_embeds)
+            inputs = self.layout_inputs(input_ids, embeds, shape[1])
+            return self.run(embeds, self.layout(shape, embeds, **batch, **inputs), **options)
 
         # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values.
         check_input_ids(input_ids)
@@ -63,8 +70,8 @@ class ImageTokenModel(VisionLanguageModel):
         decoding = cache is not None and cache.length > 0 and images is None
         if not decoding and not is_traced():
             self.check_images(input_ids, places, images, cu_seqlens)
-        bidirectional = images is not None and self.images_are_bidirectional
-        visible_until = ends_of_runs(places) if bidirectional else None  # [B, T], the last token of each token's image
+        if images is not None and self.images_are_bidirectional:
+            batch["visible_until"] = ends_of_runs(places)  # [B, T], the last token of each token's image
 
         # Embeddings [B, T, C], with image tokens in place of their placeholders.
         ids = self.ids_to_embed(input_ids, places)
@@ -78,7 +85,7 @@ class ImageTokenModel(VisionLanguageModel):
         # The rest is the language model's forward on these embeddings.
         shape = embeds.shape[0], embeds.shape[1]
         inputs = self.layout_inputs(ids, embeds, shape[1])
-        layout = self.layout(shape, embeds, **batch, visible_until=visible_until, **inputs)
+        layout = self.layout(shape, embeds, **batch, **inputs)
         return self.run(embeds, layout, **options)
 
     @property

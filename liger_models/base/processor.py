@@ -209,6 +209,8 @@ class Processor(ABC):
         hf_config: the content of the checkpoint's config.json.
     """
 
+    places_bos: ClassVar[bool] = False
+    """Whether `framed` writes the special token at the beginning of a text, which the tokenizer then does not add."""
     takes_videos: ClassVar[bool] = False
     takes_bounds: ClassVar[bool] = False
 
@@ -306,6 +308,15 @@ class Processor(ABC):
             [Edit(*match.span(), next(following[str(match.lastgroup)])) for match in self.placeholder.finditer(text)]
             for text in texts
         ]
+
+    def framed(self, text: str, *, is_prompt: bool) -> str:
+        """Return a text without a chat template in the form of the model's training data.
+
+        Args:
+            text: a whole text, or the prompt that an answer follows.
+            is_prompt: whether it is a prompt.
+        """
+        return text
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
         """Return the arguments of a call of the processor besides the texts, for the result of `image_parts`."""

@@ -51,7 +51,7 @@ not read, keys that transformers writes into every config, and generation settin
 
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4096),
 }
 """Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors than this number.
 

@@ -472,11 +472,14 @@ def shared_moe_map(
     *,
     fused: bool = False,
     experts: int | None = None,
-    shared: str = "shared_experts",
+    shared: str | None = "shared_experts",
     gated: bool = False,
     correction: bool = True,
     mlp_bias: bool = False,
     prefix: str = "model",
+    instead: Mapping[str, Expression | str | None] | None = None,
+    also: Mapping[str, Expression | str] | None = None,
+    over: Mapping[str, Sequence[int]] | None = None,
     **more: Any,
 ) -> WeightMap:
     """Return the weight map of a decoder with `LigerSharedExpertMoE` in some layers and gated MLPs in the others.
@@ -486,11 +489,13 @@ def shared_moe_map(
             `LigerLatentAttention`.
         fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
         experts: number of routed experts; None for ``config.n_routed_experts``.
-        shared: name of the shared experts.
+        shared: name of the shared experts; None if there are none, and the layers are `LigerMoE`.
         gated: whether the shared experts have a gate.
         correction: whether routers have a bias for the choice of experts.
         mlp_bias: whether dense MLPs and shared experts have biases.
         prefix: prefix of all names in the checkpoint except that of the head.
+        instead, over: as in `decoder_map`.
+        also: further entries, which may replace those of the experts; ``{sparse}`` is a layer with experts.
         more: further arguments of `decoder_map`.
     """
     layers = range(config.num_hidden_layers)
@@ -503,23 +508,26 @@ def shared_moe_map(
     arguments = sparse_mlps([i for i in layers if config.is_sparse(i)], len(layers), prefix, *stacked)
 
     # The routed experts are a layer of their own, and the shared experts are one MLP.
-    also = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): rows for name, rows in arguments["also"].items()}
+    routed = ours if shared is None else f"{ours}.experts"
+    entries = {name.replace(ours, routed): rows for name, rows in arguments["also"].items()}
     if correction:
-        also[f"{ours}.experts.correction.bias"] = f"{theirs}.gate.e_score_correction_bias"
+        entries[f"{routed}.correction.bias"] = f"{theirs}.gate.e_score_correction_bias"
     if gated:
-        also[f"{ours}.shared_expert_gate.weight"] = f"{theirs}.{shared}_gate.weight"
+        entries[f"{ours}.shared_expert_gate.weight"] = f"{theirs}.{shared}_gate.weight"
     dense = f"{prefix}.layers.{{dense}}.mlp"
     for mlp, names, parameters in (
-        (f"{ours}.shared_expert", f"{theirs}.{shared}", _parameters(mlp_bias)),
+        (f"{ours}.shared_expert", f"{theirs}.{shared}", () if shared is None else _parameters(mlp_bias)),
         ("layers.{dense}.mlp", dense, _parameters(mlp_bias)[1:]),
     ):
         for parameter in parameters:
             gate, up, down = (f"{names}.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
-            also |= {f"{mlp}.gate_up_proj.{parameter}": gate_up_rows(gate, up), f"{mlp}.down_proj.{parameter}": down}
-    instead = arguments["instead"]
+            entries |= {f"{mlp}.gate_up_proj.{parameter}": gate_up_rows(gate, up), f"{mlp}.down_proj.{parameter}": down}
+    entries |= also or {}
+    instead = {**arguments["instead"], **(instead or {})}
     if isinstance(config, LatentDecoderConfig):
-        instead = instead | latent_attention_entries(config, f"{prefix}.layers.{{i}}")
-    return decoder_map(config, prefix=prefix, instead=instead, also=also, over=arguments["over"], **more)
+        instead |= latent_attention_entries(config, f"{prefix}.layers.{{i}}")
+    over = {**(over or {}), **arguments["over"]}
+    return decoder_map(config, prefix=prefix, instead=instead, also=entries, over=over, **more)
 
 
 def _parameters(bias: bool) -> tuple[str, ...]:

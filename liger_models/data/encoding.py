@@ -204,6 +204,10 @@ class Encoder:
             raise ValueError(
                 f"{where}: messages must be a list of messages, got the text {answer[:60]!r}. If it is JSON, parse it."
             )
+        if self.processor is not None:
+            whole = prompt is None
+            framed = self.processor.framed(answer if prompt is None else prompt, is_prompt=not whole)
+            prompt, answer = (None, framed) if whole else (framed, answer)
         # Prompt and answer are tokenized as one text, so that a token may span both.
         text = (prompt or "") + answer
         spans = None if prompt is None else [(len(prompt), len(text))]
@@ -309,7 +313,9 @@ class Encoder:
         # The other texts are tokenized together, on all cores. Offsets cost time, so only texts with spans have them.
         plain = [i for i, text in texts.items() if text.spans is None and i not in encoded]
         masked = [i for i, text in texts.items() if text.spans is not None and i not in encoded]
-        encodings: Any = backend.encode_batch_fast([texts[i].text for i in plain])  # with special tokens
+        encodings: Any = backend.encode_batch_fast(
+            [texts[i].text for i in plain], add_special_tokens=self._adds_special_tokens
+        )
         encoded |= {i: array("i", encoding.ids) for i, encoding in zip(plain, encodings, strict=True)}
         encodings = backend.encode_batch([texts[i].text for i in masked], add_special_tokens=False)
         for i, encoding in zip(masked, encodings, strict=True):
@@ -383,10 +389,17 @@ class Encoder:
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the tokenizer adds before and after a text."""
+        if not self._adds_special_tokens:
+            return [], []
         backend = self.tokenizer.backend
         plain, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
         start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
+
+    @property
+    def _adds_special_tokens(self) -> bool:
+        """Whether the tokenizer adds special tokens to texts without a chat template."""
+        return self.processor is None or not self.processor.places_bos
 
     def _check_text(self, where: str, text: str) -> str:
         """Return the text unchanged. Raises ValueError for a placeholder in it, because there is no image for it."""

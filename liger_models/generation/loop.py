@@ -103,7 +103,8 @@ def generate(
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    inputs = select_inputs(model, options)
+    given = select_inputs(model, options)
+    inputs = model.complete_inputs(ids, given)
     computed: Iterator[Step]
     if settings.draft_model is None:
         ahead = steps_ahead(model.device, settings)
@@ -113,7 +114,7 @@ def generate(
 
     # Under FSDP, a rank with fewer steps finally runs further forwards of one token with a cache. Their collectives
     # match those of the other ranks only if the other ranks also run forwards of tokens with a cache.
-    alike = settings.draft_model is None and settings.use_cache and not inputs
+    alike = settings.draft_model is None and settings.use_cache and not given
     with resharded(model, settings.draft_model), in_lockstep(model) if alike else nullcontext():
         steps = list(computed)
     ids = ids.repeat_interleave(settings.num_return_sequences, 0)
@@ -145,7 +146,8 @@ def stream(
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
     run = run_steps if settings.draft_model is None else speculate
-    return _tokens(model, settings, run(model, ids, mask, settings, select_inputs(model, options)))
+    inputs = model.complete_inputs(ids, select_inputs(model, options))
+    return _tokens(model, settings, run(model, ids, mask, settings, inputs))
 
 
 def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterator[Tensor]:

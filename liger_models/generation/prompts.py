@@ -81,7 +81,8 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ValueError(f"generate: input_ids must be integers, got {ids.dtype}.")
     ids = ids.to(model.device, torch.int64)
-    low, high = (int(bound) for bound in ids.aminmax())
+    placeholder = getattr(model, "placeholder_id", 0)
+    low, high = (int(bound) for bound in ids.masked_fill(ids == placeholder, 0).aminmax())
     if not (low >= 0 and high < vocab):
         raise ValueError(
             f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"

@@ -100,6 +100,8 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
     unpaged = [path for path, layer in layers if layer.attention and not layer.attention.takes_pages]
     if unpaged:
         return f"attention layers must take pages of a cache, got layers.{', layers.'.join(unpaged)} of {name}"
+    if not model.prompts_are_causal:
+        return f"prompts must be causal, got {name}, in whose prompts each token attends to all others"
     if any(is_compiled(module) for module in model.modules()):
         return f"model must not be compiled, got a compiled {name}"
     shares_tokens = groups.context or groups.expert or (groups.tensor is not None and groups.tensor.sequence_parallel)

@@ -742,6 +742,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> tuple[Tensor | None, dict[str, Any]]:
         decoder: Any = self.model.decoder
         pixels = {name: value for name, value in model_kwargs.items() if name in decoder.prompt_inputs}
+        if input_ids is not None:
+            pixels = decoder.complete_inputs(input_ids, pixels)
         others = {name: value for name, value in model_kwargs.items() if name not in pixels}
         # The first axis of pixels counts images, not prompts, so the images of each prompt are repeated together.
         repeated = pixels
@@ -751,6 +753,14 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             repeated = decoder.repeat_prompts(input_ids, pixels, expand_size)
         input_ids, others = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **others)
         return input_ids, others | repeated
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *rest: Any, **options: Any
+    ) -> dict[str, Any]:
+        # Token types are those of the prompt. Transformers would repeat the last for each new token.
+        types = model_kwargs.pop("token_type_ids", None)
+        updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *rest, **options)
+        return updated if types is None else {**updated, "token_type_ids": types}
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         decoder = self.model.decoder

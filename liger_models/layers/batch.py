@@ -109,6 +109,7 @@ class BatchLayout:
         cu_seqlens: Tensor | None = None,
         cache: DecodeCache | None = None,
         visible_until: Tensor | None = None,
+        prefix: Tensor | None = None,
         dtype: torch.dtype | None = None,
         needs_bounds: bool = False,
         chunks: Collection[int] = (),
@@ -138,6 +139,8 @@ class BatchLayout:
             cache: the decode cache that holds the preceding tokens.
             visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to,
                 which may be a later token of the same image. By default, it is the token itself.
+            prefix: [B, T] bool, the tokens whose attention has no window, such as those of a prefix whose tokens attend
+                to each other in both directions (by ``visible_until``). By default, there are none.
             dtype: dtype of the activations. If it is given, masks may have forms that only the kernels for this dtype
                 support; otherwise they have forms that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
@@ -189,7 +192,7 @@ class BatchLayout:
         for window, needed in ({None: False} if windows is None else windows).items():
             until = None if window is None and cls.images_need_window else visible_until
             alternative = segments if until is None else None
-            masks[window] = text_mask(documents, past, window, B, T, device, needed, until, alternative)
+            masks[window] = text_mask(documents, past, window, B, T, device, needed, until, alternative, prefix)
 
         # Compute cos and sin of every rotary embedding once for all layers.
         count = 1 if cu_seqlens is None else len(cu_seqlens)  # larger than every document number
@@ -203,7 +206,10 @@ class BatchLayout:
         spans = None
         if is_batch_invariant():
             if visible_until is not None:
-                raise ValueError("forward: deterministic_forward can't be used with images. Leave them out.")
+                raise ValueError(
+                    "forward: deterministic_forward can't be used with tokens that attend to later tokens, as those of "
+                    "images or of a prefix, got some. Leave them out."
+                )
             spans = _spans(documents, B, T, past, device, pages)
         options = {"attention_mask": attention_mask, "bounds": bounds, "pages": pages, "spans": spans, **extra}
         layout = cls(positions, tables, documents, past, cache, masks, **options)

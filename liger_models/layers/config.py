@@ -21,7 +21,8 @@ _SIZES = """
     qk_nope_head_dim state_size n_groups conv_kernel expand conv_L_cache block_multiple_of mamba_d_ssm mamba_n_heads
     mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand ssm_state_size mamba_num_heads mamba_head_dim
     moe_shared_expert_intermediate_size moe_latent_size n_group topk_group intermediate_size_mlp
-    interleave_moe_layer_step projector_input_dim projector_output_dim vision_output_dim
+    interleave_moe_layer_step projector_input_dim projector_output_dim vision_output_dim moe_k moe_topk
+    moe_layer_interval
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
@@ -37,7 +38,7 @@ _NOT_NEGATIVE = """
     rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
     embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
     hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
-    n_routed_experts layer_norm_epsilon
+    n_routed_experts layer_norm_epsilon moe_num_experts moe_num_shared_experts moe_layer_start_index
     time_step_limit
 """
 LIMITS: Mapping[str, tuple[float, float]] = {

@@ -121,6 +121,8 @@ class Decoder(nn.Module):
     """The class of the result of `layout`. A family whose layers need further tensors derives its own class."""
     prompt_inputs: ClassVar[tuple[str, ...]] = ()
     """Arguments of `forward` that belong to a prompt in addition to its tokens, such as pixels."""
+    prompts_are_causal: ClassVar[bool] = True
+    """Whether the tokens of a prompt attend only to earlier tokens, so that a prompt may be computed in pieces."""
     replays_routing: ClassVar[bool] = False
     """Whether blocks pass `BatchLayout.experts` to their layers with routed experts."""
     embed_tokens: LigerEmbedding
@@ -783,6 +785,10 @@ class Decoder(nn.Module):
         if mask is None:
             return torch.arange(T, device=prompts.device)[None]
         return (nn.functional.pad(mask, (0, new), value=1).cumsum(1) - 1).clamp_min(0)
+
+    def complete_inputs(self, prompts: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `forward` that belong to prompts [B, T], with the defaults for those not given."""
+        return inputs
 
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
         """Return the weighted auxiliary loss that is added to the cross entropy, or None if there is none.

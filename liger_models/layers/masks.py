@@ -172,6 +172,7 @@ def text_mask(
     needed: bool,
     visible_until: Tensor | None = None,
     segments: Segments | None = None,
+    prefix: Tensor | None = None,
 ) -> Mask:
     """Build the mask of a batch of text for the layers with one window.
 
@@ -184,6 +185,7 @@ def text_mask(
         needed: whether a mask is required even for plainly causal attention.
         visible_until: [B, T] int64; see `BatchLayout.build`.
         segments: the packed documents as segments if variable-length attention supports the batch; otherwise None.
+        prefix: [B, T] bool, the tokens whose attention has no window; see `BatchLayout.build`.
     """
     if T == 1 and documents is None:
         return Mask()  # a single token attends to the whole cache, or to a window that `attention` slices
@@ -195,14 +197,15 @@ def text_mask(
         return Mask(segments=segments)
     # On an accelerator, the mask is a block mask instead of a T × T tensor.
     if T > 1 and device.type in ACCELERATORS:
-        block = _block_mask(documents, past, window, B, T, device, visible_until)
+        block = _block_mask(documents, past, window, B, T, device, visible_until, prefix)
         return Mask(block=block, later=visible_until is not None)
     # On the CPU, and for a single token, the mask is dense: [1 or B, 1, T, S].
     query = torch.arange(past, past + T, device=device)[:, None]
     key = torch.arange(past + T, device=device)
     visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
     if window is not None:
-        visible = visible & (query - key < window)
+        near = query - key < window
+        visible = visible & (near if prefix is None else near | prefix[:, None, :, None])
     dense = visible if visible.dim() == 4 else visible[None, None]
     if documents is not None:
         dense = dense & (documents[:, None, past:, None] == documents[:, None, None, :])
@@ -243,6 +246,7 @@ def _block_mask(
     T: int,
     device: torch.device,
     visible_until: Tensor | None = None,
+    prefix: Tensor | None = None,
 ) -> "BlockMask":
     """Build the block mask of `text_mask`.
 
@@ -256,7 +260,8 @@ def _block_mask(
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         last = q if visible_until is None else visible_until[b, q]
-        seen = (last + start >= k) & (q + start - k < reach)
+        near = q + start - k < reach
+        seen = (last + start >= k) & (near if prefix is None else near | prefix[b, q])
         return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
 
     # Find which blocks of 128 × 128 pairs have some visible pairs, and which have only visible pairs.
@@ -268,8 +273,12 @@ def _block_mask(
     # A token of an image attends up to the end of its image.
     if visible_until is not None:
         least, most = (past + x[:, :, None] for x in _block_range(visible_until))
-        some = (most >= key) & (nearest < reach)
-        every = (least >= key_end - 1) & (furthest < reach)
+        near, whole = nearest < reach, furthest < reach
+        if prefix is not None:  # its tokens see any distance
+            all_far, some_far = (x[:, :, None].bool() for x in _block_range(prefix.int()))
+            near, whole = near | some_far, whole | all_far
+        some = (most >= key) & near
+        every = (least >= key_end - 1) & whole
         every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
     # Document numbers ascend, so those of a block form a range.
     if documents is not None:

@@ -116,6 +116,12 @@ class WideRouter(Layer):
             return F.linear(x.to(wide), weight.to(wide))
 
 
+class Fp32Router(WideRouter):
+    """A `WideRouter` whose weight is in fp32, too, whatever the dtype of the model."""
+
+    wide = ("weight",)
+
+
 class LigerMoE(Layer):
     """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects per token.
 
@@ -126,6 +132,7 @@ class LigerMoE(Layer):
         routing: how the router chooses the K experts of a token, and how it weights them.
         correction_bias: whether the router has a `CorrectionBias`.
         fp32_router: whether the router computes its logits in fp32, whatever the dtype of the model.
+        fp32_router_weight: whether the weight of an ``fp32_router`` is in fp32, too.
         weights_input: whether the routing weight multiplies the input of an expert instead of its output. This is
             possible only with one expert for each token.
         act: "silu", "gelu", "gelu_tanh", "clamped_swiglu" or "relu2", as in `liger_models.kernels.moe.moe_mlp`. With
@@ -152,6 +159,7 @@ class LigerMoE(Layer):
         *,
         correction_bias: bool = False,
         fp32_router: bool = False,
+        fp32_router_weight: bool = False,
         weights_input: bool = False,
         act: str = "silu",
         limit: float = 0.0,
@@ -169,7 +177,7 @@ class LigerMoE(Layer):
         # The router maps [N, C] to logits [N, X].
         self.gate: nn.Module
         if fp32_router:
-            self.gate = WideRouter(hidden_size, num_experts)
+            self.gate = (Fp32Router if fp32_router_weight else WideRouter)(hidden_size, num_experts)
         else:
             self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
         self.correction = CorrectionBias(num_experts) if correction_bias else None

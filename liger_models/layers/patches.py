@@ -187,8 +187,8 @@ def ends_of_runs(inside: Tensor) -> Tensor:
     return torch.where(inside, ends, index)
 
 
-def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = True) -> Tensor:
-    """Interpolate the learned positions of a square grid bilinearly to the grid of each image.
+def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = True, bicubic: bool = False) -> Tensor:
+    """Interpolate the learned positions of a square grid to the grid of each image, bilinearly or bicubically.
 
     Args:
         weight: [side², C].
@@ -196,20 +196,55 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
         aligned: whether the centers of the corner patches of an image coincide with those of the learned grid. If
             False, the borders of both grids coincide, and positions outside of the learned grid are 0, as in PyTorch's
             ``grid_sample`` with its default settings.
+        bicubic: whether to interpolate bicubically. The borders of both grids coincide, and outside of the learned grid
+            the positions at its border are repeated, as in PyTorch's ``grid_sample``.
 
     Returns:
         [N, C] fp32.
     """
     side = int(weight.shape[0] ** 0.5)
-    neighbors = _aligned_neighbors if aligned else _unaligned_neighbors
+    neighbors = _cubic_neighbors if bicubic else _aligned_neighbors if aligned else _unaligned_neighbors
     rows, columns = (neighbors(index, length, side) for index, length in zip(patches[2:4], patches[4:6], strict=True))
-    # Each patch lies between four points of the grid, which are weighted by its distances to them.
+    # Each patch lies between points of the grid, which are weighted by its distances to them.
     total: Tensor = sum(
         torch.nn.functional.embedding(row * side + column, weight) * (down * across)[:, None]
         for row, down in rows
         for column, across in columns
     )  # type: ignore[assignment]
     return total
+
+
+def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
+    """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
+
+    The interpolation is bilinear, and averages over more positions if the grid of the image is smaller (``antialias``).
+    The borders of both grids coincide.
+
+    Args:
+        weight: [side², C].
+        patches: the N patches of a batch.
+
+    Returns:
+        [N, C] fp32, or fp64 if ``weight`` is fp64.
+    """
+    side, dtype = int(weight.shape[0] ** 0.5), torch.promote_types(weight.dtype, torch.float32)
+    rows, columns = (
+        _averaging_weights(index, length, side, dtype) for index, length in zip(patches[2:4], patches[4:6], strict=True)
+    )
+    # [N, side, 1] · [N, 1, side] are the weights of all positions.
+    shares = (rows[:, :, None] * columns[:, None, :]).flatten(1)
+    with torch.autocast(weight.device.type, enabled=False):
+        return shares @ weight.to(dtype)
+
+
+def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights [N, side] of ``side`` points for each position on a line that becomes ``length`` points."""
+    scale = side / length.clamp_min(1).to(dtype)
+    center = (index.to(dtype) + 0.5) * scale
+    points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
+    # A triangle around the center, which is as wide as a point of the wider grid on each side.
+    weights = (1 - (points - center[:, None]).abs() / scale.clamp_min(1.0)[:, None]).clamp_min(0.0)
+    return weights / weights.sum(1, keepdim=True)
 
 
 def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
@@ -230,6 +265,24 @@ def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple
         (first.clamp_min(0), (1 - distance) * (first >= 0)),
         (second.clamp_max(side - 1), distance * (second < side)),
     ]
+
+
+def _cubic_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the four neighbors of each position on a line whose ends coincide; the weights may be negative.
+
+    The weight of a neighbor is a cubic function of its distance, with the parameter −0.75 of PyTorch.
+
+    Source: Keys, Cubic convolution interpolation for digital image processing, 1981.
+    """
+    position = (index.float() + 0.5) / length * side - 0.5
+    first = position.floor()
+    distance, first = position - first, first.long()
+    neighbors = []
+    for step in (-1, 0, 1, 2):
+        d = (distance - step).abs()
+        weight = (1.25 * d - 2.25) * d * d + 1 if step in (0, 1) else ((-0.75 * d + 3.75) * d - 6) * d + 3
+        neighbors.append(((first + step).clamp(0, side - 1), weight))
+    return neighbors
 
 
 def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ class VisionBlock(nn.Module):
         kernels: which parts run on fused kernels.
         rotary: name of the rotary embedding; None for no rotation.
         bias: whether the projections of attention have biases.
+        o_bias: whether the output projection has a bias, if this differs from ``bias``.
         interleaved: as in `LigerAttention`.
     """
 
@@ -35,13 +36,15 @@ class VisionBlock(nn.Module):
         *,
         rotary: str | None = "default",
         bias: bool = True,
+        o_bias: bool | None = None,
         interleaved: bool = False,
     ) -> None:
         super().__init__()
         self.norm1 = norm()
         self.attn = LigerAttention(
             hidden_size, num_heads, num_heads, hidden_size // num_heads,
-            layer=0, qkv_bias=bias, o_bias=bias, rotary=rotary, interleaved=interleaved, rope_kernel=kernels.rope,
+            layer=0, qkv_bias=bias, o_bias=bias if o_bias is None else o_bias, rotary=rotary, interleaved=interleaved,
+            rope_kernel=kernels.rope,
         )  # fmt: skip
         self.norm2 = norm()
         self.mlp = mlp

@@ -197,7 +197,8 @@ def apply_fsdp(
         for layer in sharded:
             assert layer.router is not None
             assert experts_options is not None
-            _shard(layer.router, passes, **options)
+            if not isinstance(layer.router, FSDPModule):  # sharded above
+                _shard(layer.router, passes, **options)
             _shard(layer, passes, **experts_options)
         _shard(block, passes, **options)
     if not tied:

@@ -34,6 +34,7 @@ from ..arch import (
     test_gemma3,
     test_gemma4_images,
     test_image_sizes,
+    test_lfm2_vl,
     test_llama4,
     test_llava,
     test_llava_next,
@@ -115,7 +116,7 @@ def under_peft_names(model, values) -> dict[str, torch.Tensor]:
 
 def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
     """Tokens, and what ours and transformers' model get beside them; of a vision-language model an image."""
-    if arch == "gemma3":
+    if arch in test_gemma3.FAMILIES:
         ids, types, _, _, pixels = test_gemma3.make(model, [[3, test_gemma3.IMAGE, 9]])
         return ids, {"pixel_values": pixels}, {"pixel_values": pixels, "token_type_ids": types}
     if arch in ("gemma4", "gemma4_unified"):
@@ -135,6 +136,9 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
         return ids, images, images
     if arch == "mistral3":
         ids, _, _, images = test_image_sizes.make(model, [[3, (2, 3), 9]])
+        return ids, images, images
+    if arch == "lfm2_vl":
+        ids, _, _, images = test_lfm2_vl.make(model, [[3, (2, 3), 9]])
         return ids, images, images
     if arch in test_tiles.FAMILIES:
         rows = [[3, test_tiles.TILE, 9]]

@@ -58,9 +58,13 @@ BY_PATTERN = ("mllama", "llama4", "llama4_text")
 """Llama 4's router is a linear layer in transformers, and would be a target as well."""
 
 
+WITH_EXPERTS = ("ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")
+"""Families in which PEFT takes the targets in MLPs for experts as well."""
+
+
 def adapters(arch: str, **options):
     """All linear layers that both sides have."""
-    targets: Any = SEVEN[:4] if arch in ("mixtral", "qwen3_moe") else "all-linear"  # there PEFT adapts experts as well
+    targets: Any = SEVEN[:4] if arch in WITH_EXPERTS else "all-linear"
     targets = r".*attn\.\w*proj\w*|.*shared_expert_gate" if arch in SHARED_EXPERTS else targets
     targets = r".*\.(?!out_proj|fc\d_latent)\w*_proj" if arch in STATE_SPACE else targets
     targets = r".*\.(qkv?|proj|fc[12]|[qkvo]_proj|gate_proj|up_proj|down_proj)" if arch in BY_PATTERN else targets

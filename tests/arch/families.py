@@ -235,10 +235,26 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         if arch == "nemotron_h" and hasattr(mixer, "time_step_limit"):
             # Transformers 5.23 limits step sizes to (time_step_min, infinity), but not in decoding.
             mixer.time_step_limit = tuple(model.config.time_step_limit)
+    if arch == "paligemma":
+        for name, with_types in (("forward", with_prefix_of_labels), ("generate", with_prefix_of_prompts)):
+            method = functools.partial(with_types, getattr(model, name))
+            setattr(model, name, functools.update_wrapper(method, getattr(model, name)))
+    if arch.startswith("glm4v"):
+        model.model.get_placeholder_mask = functools.partial(placeholders_of_glm4v, model.config)
+        # That of other families repeats the images of a row for beams as a group; transformers 5.23 has each by itself.
+        expand = functools.partial(transformers.GenerationMixin._expand_multimodal_outputs, model)
+        model._expand_multimodal_outputs = expand
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
     return model
+
+
+def placeholders_of_glm4v(config, input_ids, inputs_embeds, image_features=None, video_features=None):
+    """The masks of GLM-4.1V's images and videos, [B, T, 1]. Transformers 5.23 takes all placeholders for both."""
+    inside = (input_ids == config.video_start_token_id).cumsum(1) > (input_ids == config.video_end_token_id).cumsum(1)
+    here = input_ids == config.image_token_id
+    return (here & ~inside)[..., None], (here & inside)[..., None]
 
 
 def scale_queries_by_position(model) -> None:
@@ -283,6 +299,22 @@ def without_padding(mixer, linear, args, out):
     return None if mask is None else out * mask[:, -out.shape[1] :, None].to(out.dtype)
 
 
+def with_prefix_of_labels(forward, input_ids=None, labels=None, token_type_ids=None, attention_mask=None, **inputs):
+    """PaliGemma's forward; without ``token_type_ids`` the prefix of a row ends before its first label."""
+    if token_type_ids is None and labels is not None:
+        after = labels != -100 if attention_mask is None else (labels != -100) & (attention_mask != 0)
+        token_type_ids = (after.cumsum(1) > 0).long()
+    if token_type_ids is not None:
+        inputs["token_type_ids"] = token_type_ids
+    return forward(input_ids=input_ids, labels=labels, attention_mask=attention_mask, **inputs)
+
+
+def with_prefix_of_prompts(generate, input_ids=None, token_type_ids=None, **options):
+    """PaliGemma's ``generate``; without ``token_type_ids`` prompts are prefixes."""
+    types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+    return generate(input_ids, token_type_ids=types, **options)
+
+
 def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None, mm_token_type_ids=None, **inputs):
     """The forward with the masks that ``generate`` makes: of transformers 5.23's two they are those of Gemma 4.
 
@@ -304,7 +336,9 @@ def hf_gradients(model) -> dict[str, Tensor]:
     crossing = cross_blocks(dict(model.named_parameters()))
     with torch.no_grad():
         for (name, parameter), source in zip(gradients.named_parameters(), model.parameters(), strict=True):
-            assert source.grad is not None or is_tower(name) or name.startswith(crossing), name
+            chooses = name.endswith("e_score_correction_bias")  # a bias for the choice of experts alone
+            trains = not chooses and not is_tower(name) and not name.startswith(crossing)
+            assert source.grad is not None or not trains, name
             parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
         for buffer in gradients.buffers():
             buffer.zero_()

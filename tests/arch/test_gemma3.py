@@ -1,4 +1,4 @@
-"""Gemma 3 with images, against transformers: logits, loss, gradients, decoding; who sees whom among image tokens."""
+"""Gemma 3 and PaliGemma, against transformers: logits, loss, gradients, decoding; who sees whom among image tokens."""
 
 import dataclasses
 import math
@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from liger_models import KernelOptions
+from liger_models import KernelOptions, LigerPaliGemma
+from liger_models.convert.config_map import read_config
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.patches import ends_of_runs
@@ -21,27 +22,34 @@ from .families import (
     is_tower,
     load,
     make_folder,
+    tiny,
 )
 
-CASES = [case for case in VISION_CASES if case[0] == "gemma3"]
+FAMILIES = ("gemma3", "paligemma")
+CASES = [case for case in VISION_CASES if case[0] in FAMILIES]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
-one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
+FIRST = [next(case for case in CASES if case[0] == family) for family in FAMILIES]
+one_case_each = pytest.mark.parametrize("pair", FIRST, indirect=True, ids="-".join)
+one_case = pytest.mark.parametrize("pair", FIRST[:1], indirect=True, ids="-".join)
+one_paligemma = pytest.mark.parametrize("pair", FIRST[1:], indirect=True, ids="-".join)
 IMAGE = -1
 
 
 def make(model, rows, seed=0):
-    """input_ids, token types, mask, labels and pixels of rows of word counts and images."""
+    """input_ids, token types, mask, labels and pixels of rows of word counts and images.
+
+    Of PaliGemma, the answer is about half of the last words, and types are 1 and labels are given only there.
+    """
     generator = torch.Generator().manual_seed(seed)
-    config, tokens = model.config, model.config.mm_tokens_per_image
+    config = model.config
+    has_prefix = isinstance(model, LigerPaliGemma)
+    image = [config.image_token_index] * tokens_of(model)
+    image = image if has_prefix else [config.boi_token_index, *image, config.eoi_token_index]
     ids = [
         [
             token
             for part in row
-            for token in (
-                [config.boi_token_index, *[config.image_token_index] * tokens, config.eoi_token_index]
-                if part == IMAGE
-                else torch.randint(3, 80, (part,), generator=generator).tolist()
-            )
+            for token in (image if part == IMAGE else torch.randint(3, 80, (part,), generator=generator).tolist())
         ]
         for row in rows
     ]
@@ -49,13 +57,21 @@ def make(model, rows, seed=0):
     mask = torch.tensor([[0] * (T - len(row)) + [1] * len(row) for row in ids])
     ids = torch.tensor([[0] * (T - len(row)) + row for row in ids])
     types = (ids == config.image_token_index).long()
+    if has_prefix:
+        types = torch.tensor([[0] * (T - row[-1] // 2 - 1) + [1] * (row[-1] // 2 + 1) for row in rows])
     size = config.vision_config.image_size
     count = sum(row.count(IMAGE) for row in rows)
     pixels = torch.randn(count, 3, size, size, generator=generator)
     # A padding token before the first real one has nothing to predict it from: we ignore that target.
     first = (mask == 1) & (torch.nn.functional.pad(mask, (1, 0))[:, :-1] == 0)
-    labels = ids.masked_fill((types == 1) | (mask == 0) | first, -100)
+    unlearned = types == (0 if has_prefix else 1)
+    labels = ids.masked_fill(unlearned | (mask == 0) | first, -100)
     return ids, types, mask, labels, pixels
+
+
+def tokens_of(model):
+    config = model.config
+    return config.tokens_per_image if isinstance(model, LigerPaliGemma) else config.mm_tokens_per_image
 
 
 ROWS = [[3, IMAGE, 9, IMAGE, 4], [2, IMAGE, 12], [11]]
@@ -70,24 +86,26 @@ def test_logits_loss_and_gradients(pair):
     want.loss.backward()
     kept = mask.bool()
     options = {"pixel_values": pixels, "attention_mask": mask}
-    assert error(ours(ids, **options).logits[kept], want.logits[kept]) <= LIMIT
-    got = ours(ids, labels=labels, token_type_ids=types, **options)
+    assert error(ours(ids, token_type_ids=types, **options).logits[kept], want.logits[kept]) <= LIMIT
+    got = ours(ids, labels=labels, **options)
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
     assert_same_gradients(ours, theirs)
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 
-@one_case
+@one_case_each
 def test_packed_documents_are_separate_documents(pair):
     _, _, theirs, ours = pair
-    rows = [[3, IMAGE, 5], [9], [IMAGE, 4, IMAGE, 2]]
+    rows = [[3, IMAGE, 15], [9], [IMAGE, 4, IMAGE, 12]]
     alone = [make(ours, [row], seed) for seed, row in enumerate(rows)]
     bounds = torch.tensor([0, *(each[0].shape[1] for each in alone)]).cumsum(0)
     ids, labels, pixels = (torch.cat([each[i] for each in alone], dim) for i, dim in ((0, 1), (3, 1), (4, 0)))
     got = ours(ids, labels=labels, cu_seqlens=bounds, pixel_values=pixels, return_logits=True)
     got.loss.backward()
-    assert_bounds_under_other_names(ours, bounds, got.logits, input_ids=ids, pixel_values=pixels)
+    types = torch.cat([each[1] for each in alone], 1)
+    inputs = {"input_ids": ids, "token_type_ids": types, "pixel_values": pixels}
+    assert_bounds_under_other_names(ours, bounds, got.logits, **inputs)
     logits, losses, targets = [], [], 0
     for own, types, _, own_labels, own_pixels in alone:
         images = {"pixel_values": own_pixels} if len(own_pixels) else {}
@@ -110,11 +128,11 @@ def test_generate(pair, use_cache):
     assert torch.equal(got, want)
 
 
-@one_case
+@one_case_each
 def test_pieces_with_a_cache_are_the_whole(pair):
     _, _, _, ours = pair
     ids, _, _, _, pixels = make(ours, [[3, IMAGE, 4, IMAGE, 5]])
-    first = 3 + 18 + 2
+    first = (ids.shape[1] - 12) // 2 + 5
     cache = DecodeCache(ids.shape[1])
     with torch.no_grad():
         got = [
@@ -126,7 +144,7 @@ def test_pieces_with_a_cache_are_the_whole(pair):
         assert error(torch.cat(got, 1), ours(ids, pixel_values=pixels).logits) <= LIMIT
 
 
-@one_case
+@one_case_each
 def test_a_placeholder_that_was_generated(pair):
     """It is embedded as any other token is."""
     _, _, theirs, ours = pair
@@ -135,7 +153,7 @@ def test_a_placeholder_that_was_generated(pair):
     with torch.no_grad():
         past = theirs(ids, token_type_ids=types, pixel_values=pixels, use_cache=True).past_key_values
         want = theirs(new, past_key_values=past).logits
-        ours(ids, pixel_values=pixels, cache=cache)
+        ours(ids, token_type_ids=types, pixel_values=pixels, cache=cache)
         assert error(ours(new, cache=cache).logits, want) <= LIMIT
 
 
@@ -160,7 +178,53 @@ def test_ends_of_runs():
     assert ends_of_runs(inside).tolist() == [[0, 2, 2, 3, 4, 5], [1, 1, 2, 3, 5, 5]]
 
 
-@one_case
+@one_paligemma
+def test_a_prefix_sees_itself_and_an_answer_what_is_before(pair):
+    _, _, _, ours = pair
+    ids, types, _, labels, pixels = make(ours, [[3, IMAGE, 14]])
+    before = ours(ids, token_type_ids=types, pixel_values=pixels).logits[0]
+    start = int(types[0].argmax())
+    for place in (0, start - 1, start, ids.shape[1] - 1):
+        changed = ids.clone()
+        changed[0, place] += 1
+        same = torch.isclose(ours(changed, token_type_ids=types, pixel_values=pixels).logits[0], before, atol=1e-6)
+        first = 0 if place < start else place
+        assert [bool(row.all()) for row in same[: start + 1]] == [index < first for index in range(start + 1)]
+        assert same[:first].all()
+    # The number of types may be that of the prompt, and types do not count after cached tokens.
+    short = ours(ids, token_type_ids=types[:, :start], pixel_values=pixels).logits[0]
+    assert torch.equal(short, before)
+    # Labels are never seen by the tokens that predict them, unlike in transformers without types.
+    assert torch.equal(ours(ids, labels=labels, pixel_values=pixels, return_logits=True).logits[0], before)
+
+
+@one_paligemma
+def test_types_that_do_not_fit_are_named(pair):
+    _, _, _, ours = pair
+    ids, types, mask, _, pixels = make(ours, [[3, IMAGE, 6], [5]])
+    options = {"attention_mask": mask, "pixel_values": pixels}
+    turned = 1 - types
+    with pytest.raises(ValueError, match="token_type_ids must be 0 in the prefix of each document and 1 after it"):
+        ours(ids, token_type_ids=turned, **options)
+    with pytest.raises(ValueError, match=r"token_type_ids and labels must be \[2, 18\], got \[2, 19\]"):
+        ours(ids, token_type_ids=torch.nn.functional.pad(types, (1, 0)), **options)
+    with pytest.raises(ValueError, match="labels must be -100 where token_type_ids are 0"):
+        ours(ids, token_type_ids=torch.zeros_like(types), labels=ids.masked_fill(mask == 0, -100), **options)
+    with pytest.raises(TypeError, match="token_type_ids must be int64"):
+        ours(ids, token_type_ids=types.float(), **options)
+    with pytest.raises(ValueError, match="prompts must be causal, got LigerPaliGemma"):
+        ours.rollout([[3, 4, 5]], max_new_tokens=2)
+    base = tiny("paligemma")["gemma2"]
+    for changes, message in (
+        ({"projection_dim": 32}, "projection_dim must be the width of the language model, 64, got 32"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.model_type must be one of gemma, gemma2, got 'llama'"),
+        ({"vision_config": {"model_type": "clip"}}, "vision_config.model_type must be one of siglip_vision_model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config(type(ours.config), {"model_type": "paligemma", **base, **changes})
+
+
+@one_case_each
 def test_frozen_parts_and_checkpointing(pair):
     _, _, _, ours = pair
     ids, _, mask, labels, pixels = make(ours, ROWS)
@@ -185,7 +249,7 @@ def test_frozen_parts_and_checkpointing(pair):
 
 @pytest.mark.matrix
 @pytest.mark.compile
-@one_case
+@one_case_each
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair
     ids, _, mask, labels, pixels = make(ours, ROWS)
@@ -198,10 +262,10 @@ def test_compiled_in_one_graph(pair, fresh_dynamo):
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
-@one_case
+@one_case_each
 def test_kernels_match_transformers(pair, kernel_device, root):
     arch, variant, theirs, ours = pair
-    ids, types, _, labels, pixels = make(ours, [[2, IMAGE, 3]])
+    ids, types, _, labels, pixels = make(ours, [[2, IMAGE, 13]])
     want = theirs(ids, token_type_ids=types, pixel_values=pixels, labels=labels)
     want.loss.backward()
     off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
@@ -215,7 +279,7 @@ def test_kernels_match_transformers(pair, kernel_device, root):
 
 
 @pytest.mark.gpu
-@one_case
+@one_case_each
 def test_on_gpu(pair):
     """flex_attention over more than one block there."""
     _, _, theirs, ours = pair

@@ -61,7 +61,9 @@ def test_logits_loss_and_gradients(pair):
     labels[0, :7] = -100
     want = theirs(ids, labels=labels)
     want.loss.backward()
-    assert error(ours(ids).logits, want.logits) <= LIMIT, where_it_differs(ours, theirs, input_ids=ids)
+    types = {"token_type_ids": (labels != -100).long()} if "token_type_ids" in ours.prompt_inputs else {}
+    got = ours(ids, **types).logits
+    assert error(got, want.logits) <= LIMIT, where_it_differs(ours, theirs, input_ids=ids, **types)
     got = ours(ids, labels=labels)
     assert got.logits is None
     assert error(got.loss, want.loss) <= LIMIT

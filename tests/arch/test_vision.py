@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from liger_models import KernelOptions, LigerLlama, LlamaConfig
+from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LlamaConfig
 from liger_models.arch import get_arch
 from liger_models.cli.compare import where_it_differs
 from liger_models.convert.config_map import read_config, write_config
@@ -55,24 +55,37 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         config, merge = model.config, model.visual.merge
         ids: list[list[int]] = []
+        kinds: list[list[int]] = []
+        start, end = (getattr(config, f"video_{edge}_token_id", None) for edge in ("start", "end"))
         grids: dict[str, list[Grid]] = {"image": [], "video": []}
         for row in rows:
             ids.append([])
+            kinds.append([])
             for part in row:
                 if isinstance(part, int):
                     ids[-1] += torch.randint(3, 80, (part,), generator=generator).tolist()
+                    kinds[-1] += [0] * part
                     continue
                 kind, (t, h, w) = part
                 token = {"image": config.image_token_id, "video": config.video_token_id}[kind]
+                around: list[list[int]] = [[], []]
+                if kind == "video" and start is not None:  # frames have the placeholder of images
+                    token, around = config.image_token_id, [[start], [end]]
                 grids[kind].append((t, h * merge, w * merge))
+                ids[-1] += around[0]
+                kinds[-1] += [0] * len(around[0])
                 for frame in range(t):
                     ids[-1] += [token] * (h * w)
+                    kinds[-1] += [1 + (kind == "video")] * (h * w)
                     if model.frames_apart and frame < t - 1:
                         ids[-1] += [50 + frame]  # where the time of the next frame stands
+                        kinds[-1] += [0]
+                ids[-1] += around[1]
+                kinds[-1] += [0] * len(around[1])
         T = max(map(len, ids))
         self.ids = torch.tensor([row + [0] * (T - len(row)) for row in ids])
         self.mask = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in ids])
-        self.kinds = (self.ids == config.image_token_id).int() + 2 * (self.ids == config.video_token_id).int()
+        self.kinds = torch.tensor([row + [0] * (T - len(row)) for row in kinds], dtype=torch.int32)
         self.labels = self.ids.masked_fill((self.kinds > 0) | (self.mask == 0), -100)
         width = model.visual.patch_embed.in_features
         self.inputs: dict[str, Tensor] = {}
@@ -247,6 +260,38 @@ def test_images_in_later_pieces(pair):
     assert error(torch.cat(got, 1), want) <= LIMIT
 
 
+@pytest.mark.parametrize("pair", [("glm4v", "gqa")], indirect=True, ids="-".join)
+def test_a_video_without_its_end_does_not_reach_the_next_document(pair):
+    """Truncation may cut off the end of a video, and what follows in a packed row is another document."""
+    _, _, _, ours = pair
+    cut = Batch(ours, VIDEO[:1])
+    end = int((cut.ids[0] == ours.config.video_end_token_id).nonzero()[-1])
+    image = Batch(ours, ONE)
+    ids, kinds = (torch.cat([x[:, :end], y], 1) for x, y in ((cut.ids, image.ids), (cut.kinds, image.kinds)))
+    bounds = torch.tensor([0, end, ids.shape[1]])
+    places = ours.media_places(ids, bounds)
+    assert torch.equal(places[0].int() + 2 * places[1].int(), kinds)
+    assert not torch.equal(ours.media_places(ids)[0], places[0])
+    inputs = {name: torch.cat([tensor, image.inputs.get(name, tensor[:0])]) for name, tensor in cut.inputs.items()}
+    packed = ours(ids, cu_seqlens=bounds, **inputs).logits
+    alone = [ours(cut.ids[:, :end], **cut.inputs).logits, ours(image.ids, **image.inputs).logits]
+    assert error(packed, torch.cat(alone, 1)) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "count"),
+    [
+        ("glm4v", {"rope_parameters": {"partial_rotary_factor": 0.5}}, 10_292_777_472),
+        ("glm4v_moe", {"head_dim": 128, "vocab_size": 151552}, 107_744_743_936),
+    ],
+)
+def test_the_sizes_of_glm4v(family, text, count):
+    """Of GLM-4.1V-9B-Thinking and GLM-4.5V, whose sizes are the defaults but for these."""
+    model = AutoLigerModel.from_config({"model_type": family, "text_config": text}, device="meta")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sum(size for name, size in sizes.items() if "correction" not in name) == count
+
+
 def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids, kinds of tokens and mask."""
     shifts = (batch.mask == 0).sum(1)
@@ -343,7 +388,8 @@ def test_a_frozen_part(pair, part):
     every = gradients_of(ours)
     ours.zero_grad()
     for name, parameter in ours.named_parameters():
-        parameter.requires_grad_(is_tower(name) != (part == "tower"))
+        if is_tower(name) == (part == "tower"):
+            parameter.requires_grad_(False)
     run()
     left = gradients_of(ours)
     assert {is_tower(name) for name in left} == {part != "tower"}
@@ -538,6 +584,7 @@ def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
     strange = {
         "rms_norm_eps": 0.5, "sliding_window": 3, "final_logit_softcapping": 2.0, "use_bidirectional_attention": None,
         "hidden_size": 8, "num_hidden_layers": 1, "rope_parameters": rope, "max_position_embeddings": 5,
+        "norm_eps": 0.5,
     }  # fmt: skip
     strange = {key: value for key, value in strange.items() if key in hf["text_config"]}
     assert len(strange) >= 5

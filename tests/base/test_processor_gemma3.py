@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from liger_models import LigerGemma3
+from liger_models.arch._towers.siglip import SiglipVisionConfig
 from liger_models.arch.gemma3.processor import Gemma3Images
-from liger_models.arch.gemma3.tower import Gemma3Config, Gemma3VisionConfig
+from liger_models.arch.gemma3.tower import Gemma3Config
 
 from ..late import Late
 from ..text.folders import byte_tokens
@@ -43,7 +44,7 @@ def make(**settings):
         vocab_size=262, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=16, image_token_index=256,
         boi_token_index=257, eoi_token_index=258, mm_tokens_per_image=4, eos_token_id=261, bos_token_id=259,
-        vision_config=Gemma3VisionConfig(
+        vision_config=SiglipVisionConfig(
             hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=16,
             patch_size=4,
         ),

@@ -1,16 +1,19 @@
+import itertools
 import math
 
 import pytest
 import torch
 
+from liger_models.arch._glm4v.processor import Glm4vProcessor
 from liger_models.arch._qwen_vl.processor import CLIP_MEAN, CLIP_STD, QwenVLImages, smart_resize
 from liger_models.base.images import to_tensor
 
 from ..late import Late
 from ..oracle_version import needs_newest
-from .conftest import encoded, make_model, picture
+from .conftest import around, encoded, make_model, picture
 
 theirs = Late("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "a transformers with a Pillow backend")
+glm4v = Late("transformers.models.glm4v.image_processing_pil_glm4v", "a transformers with GLM-4.1V")
 
 SIZES = [(40, 56), (97, 31), (300, 211), (33, 640), (5, 7), (1, 100)]
 SETTINGS = {
@@ -29,11 +32,41 @@ SETTINGS = {
 def test_patches_are_transformers_bit_for_bit(settings):
     ours = QwenVLImages(settings)
     processor = theirs.Qwen2VLImageProcessorPil(**settings)
+    assert_same_patches(ours, processor)
+
+
+def assert_same_patches(ours, processor):
+    """Of odd sizes, and of images in other modes."""
     images = [picture(width, height, seed=width) for height, width in SIZES] + [picture(50, 60, "RGBA")]
+    images += [picture(40, 28, mode) for mode in ("L", "CMYK")] + [picture(50, 20).convert("P")]
     want = processor(images, return_tensors="pt")
     patches, grids = zip(*(ours([image]) for image in images), strict=True)
     assert torch.equal(torch.stack(grids), want["image_grid_thw"])
     assert torch.equal(torch.cat(patches), want["pixel_values"])
+    for image, grid in zip(images, grids, strict=True):
+        assert ours.resized(*image.size) == (grid[1] * ours.patch, grid[2] * ours.patch)
+
+
+@needs_newest("resizing of these bits")
+@pytest.mark.parametrize("settings", [{}, SETTINGS["small"], SETTINGS["merge 3"] | {"temporal_patch_size": 2}], ids=str)
+def test_patches_of_glm4v_are_transformers_bit_for_bit(settings):
+    settings = {key: value for key, value in settings.items() if value is not None}
+    ours, _ = Glm4vProcessor.makers(settings, {}, True)
+    assert_same_patches(ours, glm4v.Glm4vImageProcessorPil(**settings))
+
+
+def test_sizes_of_glm4v_are_transformers():
+    images, videos = Glm4vProcessor.makers({}, {}, True)
+    tokens = {(640, 480): 391, (1920, 1080): 2691, (200, 150): 35}
+    assert {size: math.prod(images.resized(*size)) // 28**2 for size in tokens} == tokens
+    for height, width in itertools.product(range(1, 4000, 397), range(2, 3000, 217)):
+        for count, most, make in ((2, 28 * 28 * 15000, images), (2, 28 * 28 * 60000, videos), (90, 47040000, videos)):
+            bounds = {"min_pixels": 112 * 112, "max_pixels": most}
+            if max(height, width) * 28 <= 200 * min(height, width) * max(28, min(height, width)):
+                want = glm4v.smart_resize(count, height, width, **bounds)
+                assert make.resized(width, height, count) == want
+    with pytest.raises(ValueError, match="at most 200 times as long as wide, got 28 x 28000"):
+        images.resized(1000, 1)
 
 
 def test_sizes_are_transformers():
@@ -177,14 +210,17 @@ def test_a_conversation(model, arch):
     text = model.tokenizer.decode(batch["input_ids"][0], skip_special_tokens=False)
     image, (t, h, w) = int(batch["image_grid_thw"].prod() // 4), (batch["video_grid_thw"][0]).tolist()
     assert t == 2
-    frame = "<|video_pad|>" * (h * w // 4)
-    if arch == "qwen3_vl":  # frames 0 and 1, then 2 twice, at two frames a second
+    frame = ("<|image_pad|>" if arch == "glm4v" else "<|video_pad|>") * (h * w // 4)
+    starts, ends = zip(*(around(arch, kind) for kind in ("image", "video")), strict=True)
+    if arch == "glm4v":
+        video = f"{starts[1]}{starts[0]}{frame}{ends[0]}0{starts[0]}{frame}{ends[0]}1{ends[1]}"
+    elif arch == "qwen3_vl":  # frames 0 and 1, then 2 twice, at two frames a second
         video = f"<0.2 seconds><|vision_start|>{frame}<|vision_end|><1.0 seconds><|vision_start|>{frame}<|vision_end|>"
     else:
         video = f"<|vision_start|>{frame}{frame}<|vision_end|>"
     assert text == (
-        "<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * image
-        + f"<|vision_end|>{video}What is it?<|im_end|>\n<|im_start|>assistant\n"
+        f"<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\n{starts[0]}" + "<|image_pad|>" * image
+        + f"{ends[0]}{video}What is it?<|im_end|>\n<|im_start|>assistant\n"
     )  # fmt: skip
     assert batch.get("second_per_grid_ts") == ([1.0] if arch == "qwen2_5_vl" else None)
     continued = model.generate(**batch, max_new_tokens=3, eos_token_id=[])

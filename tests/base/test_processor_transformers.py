@@ -14,15 +14,18 @@ from . import test_processor_gemma4 as test_gemma4
 from . import test_processor_idefics3 as test_idefics3
 from . import test_processor_internvl as test_internvl
 from . import test_processor_mllama as test_mllama
-from .conftest import make_model, picture
+from .conftest import around, make_model, picture
 
 qwen2_vl = Late("transformers.models.qwen2_vl.processing_qwen2_vl")
 internvl = Late("transformers.models.internvl.processing_internvl")
+glm4v = Late("transformers.models.glm4v.processing_glm4v", "a transformers with GLM-4.1V")
 gemma4 = Late("transformers.models.gemma4.processing_gemma4", "a transformers with Gemma 4")
 mixin = Late("transformers.processing_utils")
 
 SMALL = {"size": {"shortest_edge": 64, "longest_edge": 400}}
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama", "internvl", "idefics3")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+"""Families whose images are patches with a grid."""
+FAMILIES = (*GRIDS, "gemma3", "gemma4", "mllama", "internvl", "idefics3")
 PLACEHOLDER = {
     "gemma3": "<boi>",
     "gemma4": "<|image|>",
@@ -44,12 +47,12 @@ CONTENT = (
 def make(arch: str):
     """A model with the files that its family has on the hub."""
     named = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<img>"}
-    if "qwen" in arch:
+    if arch in GRIDS:
         vision = make_model(arch).config.vision_config
         sizes = {"merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size}
         settings = {**SMALL, "patch_size": vision.patch_size, **sizes}
         model = make_model(arch, preprocessor_config=settings, video_preprocessor_config=settings)
-        words, named = ("", "<|im_start|>", "<|im_end|>", "<|vision_start|><|image_pad|><|vision_end|>"), {}
+        words, named = ("", "<|im_start|>", "<|im_end|>", "<|image_pad|>".join(around(arch, "image"))), {}
     else:
         modules = {"gemma3": test_gemma3, "gemma4": test_gemma4, "mllama": test_mllama, "internvl": test_internvl}
         modules |= {"idefics3": test_idefics3}
@@ -69,7 +72,7 @@ def make(arch: str):
 
 
 TOKENS = {
-    "qwen": {"image": "<|image_pad|>", "video": "<|video_pad|>"},
+    "grid": {"image": "<|image_pad|>", "video": "<|video_pad|>"},
     "gemma4": {
         "image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "video": "<|video|>", "audio": "<|audio|>",
         "boa": "<|audio>", "eoa": "<audio|>",
@@ -85,16 +88,18 @@ def theirs(folder, arch: str):
     if arch == "internvl":
         base = internvl.InternVLProcessor
     else:
-        base = qwen2_vl.Qwen2VLProcessor if "qwen" in arch else gemma4.Gemma4Processor
+        base = {"gemma4": gemma4, "glm4v": glm4v}.get(arch, qwen2_vl)
+        base = getattr(base, {"gemma4": "Gemma4Processor", "glm4v": "Glm4vProcessor"}.get(arch, "Qwen2VLProcessor"))
 
     class WithoutVideos(base):
         def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
             if arch == "internvl":
                 base.__init__(self, image_processor, tokenizer, None, image_seq_length=4, chat_template=chat_template)
                 return
-            for name, token in TOKENS["gemma4" if arch == "gemma4" else "qwen"].items():
+            for name, token in TOKENS["gemma4" if arch == "gemma4" else "grid"].items():
                 setattr(self, f"{name}_token", token)
                 setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+            self.video_start_id, self.video_end_id = tokenizer.convert_tokens_to_ids([*around(arch, "video")])
             mixin.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -291,7 +296,7 @@ def test_a_saved_processor_has_its_changes(pair, tmp_path):
     settings = "processor_config.json" if arch == "gemma4" else "preprocessor_config.json"
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", settings} <= names
     assert not any(name.endswith(".safetensors") for name in names)
-    if "qwen" in arch:
+    if arch in GRIDS:
         assert AutoLigerProcessor.from_pretrained(tmp_path / "model").videos.max_pixels == 700
 
 
@@ -301,7 +306,7 @@ def test_bounds_of_one_image(pair):
     image, other = picture(60, 44), picture(20, 30)
     part = {"type": "image", "image": image, "min_pixels": 300, "max_pixels": 1600}
     chat = [{"role": "user", "content": [part, {"type": "image", "image": other}]}]
-    if "qwen" not in arch:
+    if arch not in GRIDS:
         with pytest.raises(ValueError, match="must not have a size of its own, got max_pixels, min_pixels"):
             ours.apply_chat_template(chat)
         return

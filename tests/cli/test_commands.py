@@ -174,7 +174,9 @@ def test_a_warning_shows_what_a_stranger_wrote():
     assert shell("-c", code).stderr == "warning: \\x1b[2J\n"
 
 
-@pytest.mark.parametrize("arch", ["qwen2_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava"])
+@pytest.mark.parametrize(
+    "arch", ["qwen2_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava", "lfm2_vl", "paligemma"]
+)
 def test_models_with_images(arch, tmp_path):
     """Random tokens would hit placeholders of images, of which the small vocabularies have many."""
     pytest.importorskip("transformers")

@@ -17,6 +17,7 @@ from ..text.folders import SPECIAL, byte_level
 GGUF = {
     "cohere2": "COHERE2",
     "ernie4_5": "ERNIE4_5",
+    "ernie4_5_moe": "ERNIE4_5_MOE",
     "exaone4": "EXAONE4",
     "gemma": "GEMMA",
     "gemma2": "GEMMA2",
@@ -27,6 +28,7 @@ GGUF = {
     "glm4": "GLM4",
     "granite": "GRANITE",
     "hunyuan_v1_dense": "HUNYUAN_DENSE",
+    "hunyuan_v1_moe": "HUNYUAN_MOE",
     "llama": "LLAMA",
     "ministral": "LLAMA",
     "ministral3": "MISTRAL3",
@@ -60,7 +62,8 @@ GGUF = {
 
 VISION = {
     "gemma3", "gemma4", "gemma4_unified", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
-    "qwen3_5_moe", "idefics3", "internvl", "llama4", "llava", "llava_next", "mistral3", "muse_glimmer", "smolvlm",
+    "qwen3_5_moe", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next", "mistral3",
+    "muse_glimmer", "paligemma", "smolvlm",
 }  # fmt: skip
 
 TAKEN_APART = {

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from liger_models import PackedDataset, PackedLoader
+from liger_models.arch._glm4v.processor import Glm4vVideos
 from liger_models.arch._qwen_vl.processor import QwenVLImages
+from liger_models.base.processor import MediaSize
 
 from ..base.conftest import picture
 from .examples import write
 from .vision import chat, make_model, save_pictures
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "muse_glimmer")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "muse_glimmer")
 ANSWER = {"role": "assistant", "content": "Noise."}
 CASES = tuple(itertools.product((2, 3, 5, 8, 25, 100, 719, 4001), (1.0, 9.99, 24000 / 1001, 30.0), (0.5, 2.0, 7.5)))
 """Frames of a file, their rate, and the rate to sample."""
@@ -63,6 +65,31 @@ def test_frames_are_those_of_transformers():
             fixed.sampled(25, 10.0, wrong)
     with pytest.raises(ValueError, match=r"at least 2 frames, got 0 of 1\. Pass an image as an image"):
         fixed.sampled(1, 10.0)
+
+
+def test_frames_of_glm4v_are_those_of_transformers():
+    from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+    from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+
+    ours = make_model("glm4v").processor
+    written = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=2), image_token="<|image_pad|>",
+        replace_frame_token_id=lambda *time, **tokens: Glm4vProcessor.replace_frame_token_id(written, *time, **tokens),
+    )  # fmt: skip
+    for longest, (frames, fps, wanted) in itertools.product((10, 300), CASES):
+        theirs = SimpleNamespace(fps=1.5, max_duration=longest)
+        metadata = SimpleNamespace(total_num_frames=frames, fps=fps, duration=frames / fps)
+        videos = Glm4vVideos({"fps": 1.5, "max_duration": longest})
+        want = Glm4vVideoProcessor.sample_frames(theirs, metadata, fps=wanted).tolist()
+        assert videos.sampled(frames, fps, wanted) == want
+        assert videos.sampled(frames, fps) == Glm4vVideoProcessor.sample_frames(theirs, metadata).tolist()
+        metadata.timestamps = [number / fps for number in want]
+        grid = {"video_grid_thw": torch.tensor([[len(want) // 2, 2, 2]]), "video_metadata": [metadata]}
+        text = Glm4vProcessor.replace_video_token(written, grid, 0)
+        assert ours._timed("<|image_pad|>", want, fps) == text
+        assert ours.written(MediaSize(8, 8, len(want), numbers=want, file_fps=fps)) == (text, len(want) // 2)
+    with pytest.raises(ValueError, match="Glm4vVideos: fps must be a positive number"):
+        videos.sampled(25, 10.0, 0)
 
 
 def save_clip(file, frames=25, size=(48, 32), kind=None):

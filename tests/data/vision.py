@@ -12,16 +12,18 @@ from ..base import test_processor_gemma3 as gemma3
 from ..base import test_processor_gemma4 as gemma4
 from ..base import test_processor_idefics3 as idefics3
 from ..base import test_processor_internvl as internvl
+from ..base import test_processor_lfm2_vl as lfm2_vl
 from ..base import test_processor_llama4 as llama4
 from ..base import test_processor_llava as llava
 from ..base import test_processor_mllama as mllama
 from ..base import test_processor_muse_glimmer as muse_glimmer
+from ..base import test_processor_paligemma as paligemma
 from ..base import test_processor_pixtral as pixtral
 from ..base.conftest import picture
 
 FAMILIES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3",
-    "muse_glimmer", "llava", "internvl", "llava_next", "idefics3",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "gemma4", "llama4", "mllama", "mistral3",
+    "muse_glimmer", "llava", "internvl", "llava_next", "idefics3", "lfm2_vl", "paligemma",
 )  # fmt: skip
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
@@ -46,8 +48,12 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
         return pixtral.make(**settings)
     if family == "internvl":
         return internvl.make(**settings)
+    if family == "paligemma":
+        return paligemma.make(**settings)
     if family == "idefics3":
         return idefics3.make(**settings)
+    if family == "lfm2_vl":
+        return lfm2_vl.make(**settings)
     if family == "mllama":
         model = mllama.make(**settings)
         with torch.no_grad():  # open the gates, so that images matter
@@ -79,6 +85,7 @@ def alone(model: VisionLanguageModel, messages: list[dict[str, Any]]) -> dict[st
     """The inputs that the processor makes of a chat, with labels on the last answer."""
     batch = model.processor.apply_chat_template([messages], padding_side="right")
     before = model.processor.apply_chat_template([messages[:-1]], add_generation_prompt=True, padding_side="right")
+    batch.pop("token_type_ids", None)  # without answers they would count the whole chat as PaliGemma's prefix
     labels = batch["input_ids"].clone()
     labels[:, : before["input_ids"].shape[1]] = -100
     labels[:, -1] = -100  # the line break behind the end of the turn

@@ -10,6 +10,7 @@ from ..arch import (
     test_gemma3,
     test_gemma4_images,
     test_image_sizes,
+    test_lfm2_vl,
     test_llama4,
     test_llava,
     test_llava_next,
@@ -27,17 +28,21 @@ CASES = [
         ("qwen2_5_vl", "gqa"),
         ("qwen3_vl", "gqa"),
         ("qwen3_vl_moe", "gqa"),
+        ("glm4v", "gqa"),
+        ("glm4v_moe", "biased"),
         ("muse_glimmer", "windows"),
     )
     for rows in ("images", "videos")
 ] + [
     (("gemma3", "tied"), "images"),
+    (("paligemma", "gemma2"), "images"),
     (("gemma4", "shared"), "images"),
     (("llama4", "chunks"), "images"),
     (("mllama", "four"), "images"),
     (("mistral3", "untied"), "images"),
     (("llava", "clip"), "images"),
     (("llava_next", "tiles"), "images"),
+    (("lfm2_vl", "tied"), "images"),
 ]
 CASES += [(case, "images") for case in test_tiles.FIRST]
 
@@ -45,7 +50,7 @@ CASES += [(case, "images") for case in test_tiles.FIRST]
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
     """input_ids and mask with padding on the left, labels, and the other inputs."""
     decoder, count = ours.model.decoder, 1 if rows == "one" else None
-    if family == "gemma3":
+    if family in test_gemma3.FAMILIES:
         ids, types, mask, labels, pixels = test_gemma3.make(decoder, test_gemma3.ROWS[:count])
         return ids, mask, labels, {"pixel_values": pixels, "token_type_ids": types}
     if family == "gemma4":
@@ -60,6 +65,8 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
         return test_llava.make(decoder, test_llava.ROWS[:count])
     if family == "mistral3":
         return test_image_sizes.make(decoder, test_image_sizes.ROWS[:count])
+    if family == "lfm2_vl":
+        return test_lfm2_vl.make(decoder, test_lfm2_vl.ROWS[:count])
     if family == "mllama":
         ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
         return ids, torch.ones_like(ids), labels, inputs
@@ -99,7 +106,8 @@ def test_images(hf, rows, reasons):
     text.output_router_logits = ours.config.get_text_config().output_router_logits = False
     options = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **inputs}
     choices = [{}, {"use_cache": False}]
-    if family != "llama4":  # transformers does not repeat its images for the beams
+    # transformers does not repeat the images of Llama 4 and the videos of GLM-4.1V for the beams.
+    if family != "llama4" and not (family.startswith("glm4v") and rows == "videos"):
         choices.append({"num_beams": 2, "num_return_sequences": 2})
     for chosen in choices:
         if hasattr(getattr(theirs, "model", None), "rope_deltas"):
@@ -130,7 +138,11 @@ def test_the_features_of_images(hf, rows):
         assert error(one, other) <= LIMIT
 
 
-@pytest.mark.parametrize("hf", dict.fromkeys(case for case, _ in CASES), indirect=True, ids="-".join)
+CROPPABLE = [case for case, _ in CASES if case[0] != "lfm2_vl"]
+"""Families without states of convolutions, from which rejected tokens cannot be removed."""
+
+
+@pytest.mark.parametrize("hf", dict.fromkeys(CROPPABLE), indirect=True, ids="-".join)
 def test_an_assistant_sees_the_images(hf):
     """A draft of the same model is accepted whole; one that sees no images would end elsewhere."""
     family, _, _, ours = hf

@@ -212,7 +212,8 @@ def shard_2d(model: Any, shape: tuple[int, ...]) -> Any:
 def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
     gemma4 = GEMMA4 | experts | {"layer_types": GEMMA4["layer_types"][:3], "attention_k_eq_v": True}
-    every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4}
+    ernie = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "tie_word_embeddings": False}
+    every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4, "ernie4_5_moe": ernie}
     every |= {name: RUNS[name][1] for name in ("gpt_oss", "llama4_text", "nemotron_h", "qwen3_next")}
     sizes = every.get(arch) or CHECKPOINTS[arch]
     config_class = get_arch(arch).config_class

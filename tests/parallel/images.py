@@ -12,6 +12,7 @@ from .models import TINY
 
 PATCHES = {"num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
 MROPE = {"head_dim": 8, "image_token_id": 90, "video_token_id": 91, "mrope_section": [2, 1, 1]}
+GLM4V = {**MROPE, "partial_rotary_factor": 1.0, "video_start_token_id": 92, "video_end_token_id": 93}
 GEMMA3 = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 2,
@@ -71,6 +72,21 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        } | PATCHES,
+    ),
+    "glm4v": (
+        "glm4v", {**GLM4V, "head_dim": None, "partial_rotary_factor": 1.0},
+        {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8,
+            "rms_norm_eps": 1.0,
+        } | PATCHES,
+    ),
+    "glm4v_moe": (
+        "glm4v_moe",
+        {**GLM4V, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8,
+            "rms_norm_eps": 1.0,
         } | PATCHES,
     ),
     "gemma3": (
@@ -136,6 +152,25 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         LLAMA4,
     ),
     "llava": ("llava", {"image_token_index": 90}, CLIP),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {
+            "image_token_id": 90, "projector_hidden_size": 24, "block_multiple_of": 8,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+        {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "patch_size": 2, "num_patches": 9,
+        },
+    ),
+    "paligemma": (
+        "paligemma",
+        {
+            "text_type": "gemma2", "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 5.0, "image_token_index": 90,
+        },
+        {**GEMMA3, "patch_size": 4},
+    ),
     "mistral3": ("mistral3", {"image_token_index": 90, "sliding_window": 5}, PIXTRAL),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
@@ -171,6 +206,11 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
     if hasattr(config, "tokens_per_tile"):
         pixels = torch.randn(1, 3, vision.side, vision.side, generator=generator)
         return [config.image_token_id] * config.tokens_per_tile, {"pixel_values": pixels}
+    if hasattr(config, "downsample_factor"):
+        shape = torch.tensor([[length * config.downsample_factor for length in size]])
+        pixels = torch.randn(1, 6 * config.downsample_factor**2, 3 * vision.patch_size**2, generator=generator)
+        tokens = [91, *[config.image_token_id] * (size[0] * size[1]), 92]
+        return tokens, {"pixel_values": pixels, "spatial_shapes": shape}
     if hasattr(config, "image_token_id"):
         side = getattr(vision, "spatial_merge_size", 2)
         rows, columns = (length * side for length in size)
@@ -179,7 +219,7 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
             "pixel_values": torch.randn(rows * columns, width, generator=generator),
             "image_grid_thw": torch.tensor([[1, rows, columns]]),
         }
-    if hasattr(config, "vision_feature_select_strategy"):
+    if hasattr(config, "vision_feature_select_strategy") or hasattr(config, "tokens_per_image"):
         return [config.image_token_index] * 4, {"pixel_values": torch.randn(1, 3, 8, 8, generator=generator)}
     if hasattr(config, "spatial_merge_size"):
         rows, columns = size

@@ -422,8 +422,8 @@ def test_ranks_have_the_same_checkpoint_and_open_what_they_need(two, tmp_path):
     assert first - second == of_first == len([*(tmp_path / "one").glob("*.safetensors")]) > 2
 
 
-def read_in_bf16(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    model = load("deepseek_v3", folder, dtype=torch.bfloat16, shard=lambda model: apply_fsdp(model, param_dtype=None))
+def read_in_bf16(arch: str, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    model = load(arch, folder, dtype=torch.bfloat16, shard=lambda model: apply_fsdp(model, param_dtype=None))
     loss = model(**share(batch(0), dist.get_rank(), 2)).loss
     loss.backward()
     biases = {name: model.get_parameter(name).full_tensor().detach() for name in wide_parameters(model)}
@@ -459,15 +459,16 @@ def test_biases_of_routers_follow_the_load_of_all_ranks(two, tmp_path):
     torch.testing.assert_close(torch.cat([part for _, part in parts]), logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bias_of_the_router_stays_in_fp32_on_ranks(two, tmp_path):
-    """The bias for the choice of experts, in a model in bf16, of which FSDP2 shards everything else."""
-    sizes = families.tiny("deepseek_v3")["yarn"]
-    model = AutoLigerModel.from_config({"model_type": "deepseek_v3", **sizes})
+@pytest.mark.parametrize(("arch", "variant"), [("deepseek_v3", "yarn"), ("ernie4_5_moe", "released")])
+def test_routers_stay_in_fp32_on_ranks(two, tmp_path, arch, variant):
+    """The bias for the choice of experts, and ERNIE's router, in a model in bf16, of which FSDP2 shards the rest."""
+    sizes = families.tiny(arch)[variant]
+    model = AutoLigerModel.from_config({"model_type": arch, **sizes})
     names = wide_parameters(model)
     for name in names:
         model.get_parameter(name).data.normal_()
     model.bfloat16().save_pretrained(tmp_path)
-    for biases, gradient in two(read_in_bf16, tmp_path):
+    for biases, gradient in two(read_in_bf16, arch, tmp_path):
         assert [*biases] == names
         assert all(torch.equal(bias, model.get_parameter(name)) for name, bias in biases.items())
         assert gradient.abs().sum() > 0

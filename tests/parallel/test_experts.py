@@ -55,6 +55,7 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
     [
         ("mixtral", (1, 2), "selective"),
         ("qwen3_moe", (2, 2), "none"),
+        ("ernie4_5_moe", (1, 2), "full"),
         ("mixtral", (1, 4), "full"),
         ("gpt_oss", (1, 2), "none"),
         ("gemma4_text", (1, 2), "full"),

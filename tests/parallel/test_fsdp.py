@@ -504,7 +504,7 @@ def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]
     return {"loss": mean(out.loss), "gradients": gradients(model)}
 
 
-IMAGE_ARCHS = ["qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava", "internvl"]
+IMAGE_ARCHS = ["qwen3_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava", "internvl", "lfm2_vl"]
 
 
 @pytest.mark.cases(4)

@@ -23,8 +23,8 @@ from .runs import log, no_group_is_left  # noqa: F401
 pytestmark = pytest.mark.slow
 
 FAMILIES = (
-    "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llama4", "mllama", "mistral3", "muse_glimmer",
-    "llava", "internvl", "llava_next", "idefics3",
+    "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "gemma4", "llama4", "mllama", "mistral3", "muse_glimmer",
+    "llava", "internvl", "llava_next", "idefics3", "lfm2_vl", "paligemma",
 )  # fmt: skip
 
 

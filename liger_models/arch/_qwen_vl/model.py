@@ -92,10 +92,9 @@ class MRopeModel(GridImageModel):
                     f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "
                     f"{list(interval.shape)}."
                 )
-        # 0 for text, 1 for images, 2 for videos.
-        kinds = (input_ids == self.config.image_token_id).long() + 2 * (input_ids == self.config.video_token_id)
+        of_images, of_videos = self.media_places(input_ids, cu_seqlens)
         return mrope_positions(
-            kinds, [image_grid_thw, video_grid_thw],
+            of_images.long() + 2 * of_videos, [image_grid_thw, video_grid_thw],
             merge=self.visual.merge, mask=mask, cu_seqlens=cu_seqlens,
             frames_apart=self.frames_apart, interval=interval,
         )  # fmt: skip

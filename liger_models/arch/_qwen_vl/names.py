@@ -1,6 +1,6 @@
 """The names that checkpoints of all Qwen-VL families have in common: keys of config.json and names of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from liger_models.arch._qwen_vl.tower import PARAMETERS, merger_entries, tower_entries
@@ -24,12 +24,17 @@ TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings
 """Keys of config.json that do not belong to the language model."""
 
 
-def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collection[str] = TOP) -> dict[str, Any]:
     """Rename the keys of a Qwen vision-language config.json to the fields of the config class.
 
     Keys of the language model move from ``text_config`` to the top level, where older files have them.
     ``mrope_section`` moves out of the rope parameters, and the tower's rope parameters move into ``vision_config``. For
-    Qwen2-VL and Qwen2.5-VL, ``tie_word_embeddings`` is also read from ``text_config``.
+    families without interleaved frequencies, ``tie_word_embeddings`` is also read from ``text_config``.
+
+    Args:
+        config_class: the config class.
+        hf: the content of config.json.
+        top: keys that do not belong to the language model.
 
     Raises:
         ValueError: the rope parameters are not supported.
@@ -39,7 +44,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
     if hf.get("text_config") is None:  # beside the language model's keys, the original length is in the rope parameters
         flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
     else:
-        flat = of_text(config_class, hf, text, TOP)
+        flat = of_text(config_class, hf, text, top)
     flat |= {"tie_word_embeddings": bool(hf.get("tie_word_embeddings")), "model_type": hf.get("model_type")}
     if flat["model_type"] not in INTERLEAVED and text.get("tie_word_embeddings"):
         flat["tie_word_embeddings"] = True
@@ -59,23 +64,33 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
     return flat | {where: rope, "vision_config": vision | axial}
 
 
-def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
-    """Invert `read_multimodal`, except that the language model's keys stay at the top level; see `write_config`."""
+def write_multimodal(
+    keys: Mapping[str, Any], *, interleaved: bool = False, marks: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Invert `read_multimodal`, except that the language model's keys stay at the top level; see `write_config`.
+
+    Args:
+        keys: the fields of the config.
+        interleaved: whether the rotary frequencies of time, height and width are interleaved.
+        marks: keys that the rope parameters have if nothing is scaled, besides ``rope_type``. None for those of
+            Qwen2-VL.
+    """
+    marks = {"type": "mrope"} if marks is None else marks
     out, vision = dict(keys), dict(keys["vision_config"])
     theta = vision.pop("rope_theta")
     if theta != 10000.0:
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": theta}
     # The sections of M-RoPE belong to the rope parameters of the file.
-    rope = out["rope_scaling"] or {"rope_type": "default"} | ({} if interleaved else {"type": "mrope"})
+    rope = out["rope_scaling"] or {"rope_type": "default", **marks}
     sections = {"mrope_section": out.pop("mrope_section")} | ({"mrope_interleaved": True} if interleaved else {})
     return out | {"rope_scaling": rope | sections, "vision_config": vision}
 
 
-def write_qwen3_vl(keys: Mapping[str, Any]) -> dict[str, Any]:
+def write_nested(keys: Mapping[str, Any], top: Collection[str] = TOP, *, interleaved: bool = True) -> dict[str, Any]:
     """Invert `read_multimodal`, including the move of the language model's keys out of ``text_config``."""
-    keys = write_multimodal(keys, interleaved=True)
-    text = {key: value for key, value in keys.items() if key not in TOP}
-    return {key: keys[key] for key in TOP} | {"text_config": text}
+    keys = write_multimodal(keys, interleaved=interleaved, marks={})
+    text = {key: value for key, value in keys.items() if key not in top}
+    return {key: keys[key] for key in top} | {"text_config": text}
 
 
 def qwen2_vl_map(

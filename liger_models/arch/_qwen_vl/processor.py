@@ -1,4 +1,4 @@
-"""The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, which turns text, images and videos into model inputs.
+"""The processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-4.1V, which turns text, images and videos into model inputs.
 
 Source: transformers ``image_processing_pil_qwen2_vl.py``, ``video_processing_qwen3_vl.py``, ``processing_qwen3_vl.py``.
 """
@@ -71,7 +71,7 @@ def smart_resize(
     return high, wide
 
 
-BOUNDS = ("image", "frame", "video")
+BOUNDS = ("image", "repeated image", "frame", "video")
 FPS = 2.0
 """Frames per second to sample if the settings have no number. The authors' qwen_vl_utils has the same default."""
 
@@ -85,8 +85,8 @@ class QwenVLImages:
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
         min_pixels, max_pixels: bounds of the area, used if the settings have none.
-        of: scope of the bounds: "image", "frame" for each frame of a video, or "video" for all of its frames together
-            (Qwen3-VL).
+        of: scope of the bounds: "image"; "repeated image" for an image as often as it is repeated to fill a patch
+            (GLM-4.1V); "frame" for each frame of a video; or "video" for all of its frames together (Qwen3-VL).
 
     Raises:
         ValueError: the settings request a feature that is not implemented.
@@ -124,7 +124,7 @@ class QwenVLImages:
 
     def __repr__(self) -> str:
         return (
-            f"QwenVLImages(of={self.of!r}, min_pixels={self.min_pixels}, max_pixels={self.max_pixels}, "
+            f"{type(self).__name__}(of={self.of!r}, min_pixels={self.min_pixels}, max_pixels={self.max_pixels}, "
             f"patch={self.patch}, merge={self.merge}, frames={self.frames})"
         )
 
@@ -155,7 +155,7 @@ class QwenVLImages:
             raise ValueError(f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
         count = len(images)
         size = self.resized(*images[0].size, count, min_pixels, max_pixels)
-        if self.of == "image":
+        if self.of in ("image", "repeated image"):
             resized = to_tensor(images[0], size, BICUBIC)[None]
         else:
             original = images[0].size[::-1]
@@ -178,7 +178,8 @@ class QwenVLImages:
         Raises:
             ValueError: there are too few frames, frames are too elongated, or the bounds allow no size.
         """
-        factor, whole = self.patch * self.merge, self.of == "video"
+        factor, whole = self.patch * self.merge, self.of in ("repeated image", "video")
+        count = self.frames if self.of == "repeated image" else count
         if not count >= self.frames and whole:
             raise ValueError(
                 f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an "
@@ -201,8 +202,7 @@ class QwenVLImages:
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
         """See `Processor.sampled`. Frames are evenly spaced from the first one on. Qwen3-VL includes the last one."""
-        if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
-            raise ValueError(f"QwenVLImages: fps must be a positive number of frames per second, got {wanted!r}.")
+        self.check_rate(wanted)
         whole, most = self.of == "video", min(self.most_frames, frames)
         # The number of frames: a fixed one, or as many as the rate asks for within the limits. Except in Qwen3-VL it is
         # a multiple of the frames of a patch.
@@ -226,6 +226,13 @@ class QwenVLImages:
             return [round(index * step) for index in range(count)]
         numbers: list[int] = torch.arange(0, frames, frames / count).int().tolist()
         return numbers
+
+    def check_rate(self, wanted: float | None) -> None:
+        """Raise ValueError unless the rate to sample is None or a positive number."""
+        if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
+            raise ValueError(
+                f"{type(self).__name__}: fps must be a positive number of frames per second, got {wanted!r}."
+            )
 
     def bounds(self) -> dict[str, Any]:
         """Return the bounds of the area as settings, under the names that the versions of transformers read."""
@@ -315,23 +322,30 @@ class QwenVLProcessor(Processor):
         )
         if image == "" or video == "":
             raise ValueError(
-                f"QwenVLProcessor: the tokenizer must have the placeholders' ids {config.image_token_id} and "
+                f"{cls.__name__}: the tokenizer must have the placeholders' ids {config.image_token_id} and "
                 f"{config.video_token_id}, got {len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint."
             )
         check_given(images)
 
-        # Videos have bounds of their own, which depend on whether their frames are written apart.
         apart: bool = cast(Any, model).frames_apart
-        bounds = {"min_pixels": 131072, "max_pixels": 786432} if apart else {"min_pixels": 100352, "max_pixels": 602112}
         return cls(
             model.tokenizer,
-            QwenVLImages(sizes | images),
-            QwenVLImages(sizes | (videos or images), of="video" if apart else "frame", **bounds),
+            *cls.makers(sizes | images, sizes | (videos or images), apart),
             image_token=image,
             video_token=video,
             frames_apart=apart,
             times=hasattr(vision, "tokens_per_second"),
         )
+
+    @classmethod
+    def makers(
+        cls, images: Mapping[str, Any], videos: Mapping[str, Any], frames_apart: bool
+    ) -> tuple[QwenVLImages, QwenVLImages]:
+        """Return what turns images into patches, and what turns videos into patches, for their settings."""
+        # Videos have bounds of their own, which depend on whether their frames are written apart.
+        least, most = (131072, 786432) if frames_apart else (100352, 602112)
+        of = "video" if frames_apart else "frame"
+        return QwenVLImages(images), QwenVLImages(videos, min_pixels=least, max_pixels=most, of=of)
 
     def _described(self) -> str:
         return f"images={self.images}, videos={self.videos}"
@@ -371,38 +385,40 @@ class QwenVLProcessor(Processor):
         rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
         if len(rates) != len(videos):
             raise ValueError(
-                f"QwenVLProcessor: fps must be one, or one for each of the {len(videos)} videos, got {len(rates)}."
+                f"{type(self).__name__}: fps must be one, or one for each of the {len(videos)} videos, got "
+                f"{len(rates)}."
             )
         if not all(rate is None or rate > 0 for rate in rates):
             raise ValueError(
-                f"QwenVLProcessor: fps must be positive, got {[rate for rate in rates if rate is not None]}."
+                f"{type(self).__name__}: fps must be positive, got {[rate for rate in rates if rate is not None]}."
             )
         if None in rates and (self.frames_apart or self.times):
             raise ValueError(
-                "QwenVLProcessor: fps must be given with videos, because this model uses the times of their frames."
+                f"{type(self).__name__}: fps must be given with videos, because this model uses the times of their "
+                "frames."
             )
         for frames in videos:
             if not isinstance(frames, Sequence) or isinstance(frames, str | bytes):
                 raise ValueError(
-                    f"QwenVLProcessor: a video must be a list of images, its frames, got {type(frames).__name__}. "
-                    "Decode video files first."
+                    f"{type(self).__name__}: a video must be a list of images, its frames, got "
+                    f"{type(frames).__name__}. Decode video files first."
                 )
         count = sum(text.count(self.video_token) for text in texts)
         if count != len(videos):
             raise ValueError(
-                f"QwenVLProcessor: the texts must have one {self.video_token} for each of the {len(videos)} videos, "
-                f"got {count}."
+                f"{type(self).__name__}: the texts must have one {self.video_token} for each of the {len(videos)} "
+                f"videos, got {count}."
             )
         # Bounds for each image.
-        listed = one_list("QwenVLProcessor", self.image_token, texts, images)
+        listed = one_list(type(self).__name__, self.image_token, texts, images)
         bounds = [
             [bound] * len(listed) if bound is None or isinstance(bound, int) else list(bound)
             for bound in (min_pixels, max_pixels)
         ]
         if not all(len(bound) == len(listed) for bound in bounds):
             raise ValueError(
-                f"QwenVLProcessor: min_pixels and max_pixels must be one number, or one for each of the {len(listed)} "
-                f"images, got {' and '.join(str(len(bound)) for bound in bounds)}."
+                f"{type(self).__name__}: min_pixels and max_pixels must be one number, or one for each of the "
+                f"{len(listed)} images, got {' and '.join(str(len(bound)) for bound in bounds)}."
             )
         # The patches of all images and videos.
         pictures: list[Image] = each_once(read_image, listed)
@@ -429,12 +445,12 @@ class QwenVLProcessor(Processor):
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`."""
+        """See `Processor.media_tokens`. The last one is that of videos."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
-        make, token = (self.images, self.image_token) if size.frames is None else (self.videos, self.video_token)
+        make, token = (self.images, self.image_token) if size.frames is None else (self.videos, self.media_tokens[-1])
         height, width = make.resized(*size[:2], size.frames or 1, size.min_pixels, size.max_pixels)
         per_frame = height * width // (make.patch * make.merge) ** 2
         deep = -(-(size.frames or 1) // make.frames)

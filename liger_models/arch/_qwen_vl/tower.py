@@ -59,6 +59,8 @@ class QwenTower(nn.Module):
         mlp: function that returns the MLP of a block.
         kernels: which parts run on fused kernels.
         positions: number of learned positions; None for a tower without any, whose patch embedding has no bias.
+        merger: the layer that makes image tokens of the blocks' results; None for a `PatchMerger`.
+        attention: further arguments of `VisionBlock`.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class QwenTower(nn.Module):
         kernels: KernelOptions,
         *,
         positions: int | None = None,
+        merger: nn.Module | None = None,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.merge = config.spatial_merge_size
@@ -80,14 +84,21 @@ class QwenTower(nn.Module):
         if positions is not None:
             self.pos_embed = nn.Embedding(positions, width)
         self.blocks = nn.ModuleList(
-            VisionBlock(width, config.num_heads, partial(norm, width), mlp(), kernels) for _ in range(config.depth)
+            VisionBlock(width, config.num_heads, partial(norm, width), mlp(), kernels, **attention)
+            for _ in range(config.depth)
         )
-        self.merger = PatchMerger(norm, width, token_width, self.merge, kernels)
+        self.merger = PatchMerger(norm, width, token_width, self.merge, kernels) if merger is None else merger
         self.rotary = AxialRotaryEmbedding(width // config.num_heads, config.rope_theta)
 
 
 def tower_entries(
-    vision: Any, visual: str, mlp: Mapping[str, Expression | str], *, norm_bias: bool = True
+    vision: Any,
+    visual: str,
+    mlp: Mapping[str, Expression | str],
+    *,
+    norm_bias: bool = True,
+    qkv_bias: bool = True,
+    o_bias: bool = True,
 ) -> dict[str, Expression | str]:
     """Return the entries of a weight map for the patch embedding and the blocks; ``{b}`` is the index of a block.
 
@@ -96,6 +107,7 @@ def tower_entries(
         visual: prefix of the checkpoint's names.
         mlp: maps each name of a parameter within our MLP to an expression over the checkpoint's names.
         norm_bias: whether the norms of the blocks have biases.
+        qkv_bias, o_bias: whether these projections of attention have biases.
     """
     ours, theirs = "visual.blocks.{b}", f"{visual}.blocks.{{b}}"
     norms = [f"norm{n}.{parameter}" for n in (1, 2) for parameter in (PARAMETERS if norm_bias else ("weight",))]
@@ -106,10 +118,11 @@ def tower_entries(
         **{f"{ours}.{norm}": f"{theirs}.{norm}" for norm in norms},
         **{f"{ours}.mlp.{name}": expression for name, expression in mlp.items()},
     }
-    for parameter in PARAMETERS:
+    for parameter in PARAMETERS[: 1 + qkv_bias]:
         # The checkpoint has q, k and v in one matrix, one after the other.
         qkv = equal_qkv_rows(f"{theirs}.attn.qkv.{parameter}", vision.num_heads)
         entries[f"{ours}.attn.qkv_proj.{parameter}"] = qkv
+    for parameter in PARAMETERS[: 1 + o_bias]:
         entries[f"{ours}.attn.o_proj.{parameter}"] = f"{theirs}.attn.proj.{parameter}"
     return entries
 

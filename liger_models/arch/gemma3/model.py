@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from liger_models.arch._towers.siglip import siglip_entries
 from liger_models.arch.gemma3 import text
 from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.gemma3.text import Gemma3Decoder
@@ -21,7 +22,7 @@ from liger_models.arch.registry import add_family
 from liger_models.base.image_tokens import ImageTokenModel, check_equal_images
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
+from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map
 from liger_models.layers.decoder import CausalLMOutput
 
 
@@ -145,18 +146,6 @@ def other_maps(config: Gemma3Config) -> list[WeightMap]:
 
 
 def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: str) -> WeightMap:
-    vision, block = config.vision_config, f"{visual}.encoder.layers.{{b}}"
-    kinds, heads = ("weight", "bias"), vision.num_attention_heads
-    # The tower has as many key heads as query heads.
-    attention = {
-        f"visual.blocks.{{b}}.attn.qkv_proj.{k}": qkv_rows(
-            *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=vision.hidden_size // heads,
-        )
-        for k in kinds
-    }
     return decoder_map(
         config,
         qkv_bias=config.attention_bias,
@@ -165,27 +154,13 @@ def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: s
         prefix=prefix,
         head=head,
         also={
-            "visual.patch_embed.weight": Rearrange(
-                "c p y x -> c (p y x)",
-                f"{visual}.embeddings.patch_embedding.weight",
-                p=vision.num_channels,
-                y=vision.patch_size,
-            ),
-            "visual.patch_embed.bias": f"{visual}.embeddings.patch_embedding.bias",
-            "visual.pos_embed.weight": f"{visual}.embeddings.position_embedding.weight",
-            **attention,
-            # Norms and MLPs of the blocks have other names in the checkpoint.
-            **{f"visual.blocks.{{b}}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2) for k in kinds},
-            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}" for k in kinds},
-            **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
-            **{f"visual.post_layernorm.{k}": f"{visual}.post_layernorm.{k}" for k in kinds},
+            **siglip_entries(config.vision_config, visual),
             # The projection is stored as a parameter [in, out], not as a linear layer.
             "visual.soft_emb_norm.weight": f"{projector}multi_modal_projector.mm_soft_emb_norm.weight",
             "visual.projection.weight": Rearrange(
                 "i o -> o i", f"{projector}multi_modal_projector.mm_input_projection_weight"
             ),
         },
-        over={"b": range(vision.num_hidden_layers)},
     )
 
 

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from liger_models.arch._tiles.model import TileModel
+from liger_models.arch._towers.siglip import siglip_entries
 from liger_models.arch.idefics3.processor import Idefics3Processor
 from liger_models.arch.idefics3.tower import Idefics3Config, Idefics3Tower
 from liger_models.arch.registry import add_family
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map, qkv_rows
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
@@ -178,34 +179,8 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_map(config: Idefics3Config) -> WeightMap:
     """Maps the parameters of Idefics3 to the tensors of a Hugging Face checkpoint."""
-    vision, visual = config.vision_config, "model.vision_model"
-    ours, block, heads = "visual.blocks.{b}", f"{visual}.encoder.layers.{{b}}", vision.num_attention_heads
-    kinds = ("weight", "bias")
-    tower: dict[str, Expression | str] = {
-        "visual.patch_embed.weight": Rearrange(
-            "c p y x -> c (p y x)",
-            f"{visual}.embeddings.patch_embedding.weight",
-            p=vision.num_channels,
-            y=vision.patch_size,
-        ),
-        "visual.patch_embed.bias": f"{visual}.embeddings.patch_embedding.bias",
-        "visual.pos_embed.weight": f"{visual}.embeddings.position_embedding.weight",
-        # The tower has as many key heads as query heads.
-        **{
-            f"{ours}.attn.qkv_proj.{k}": qkv_rows(
-                *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
-                heads=heads,
-                kv_heads=heads,
-                head_dim=vision.hidden_size // heads,
-            )
-            for k in kinds
-        },
-        **{f"{ours}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}" for k in kinds},
-        **{f"{ours}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2) for k in kinds},
-        **{f"{ours}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
-        **{f"visual.post_layernorm.{k}": f"{visual}.post_layernorm.{k}" for k in kinds},
-        "visual.projection.weight": "model.connector.modality_projection.proj.weight",
-    }
+    tower = siglip_entries(config.vision_config, "model.vision_model")
+    tower["visual.projection.weight"] = "model.connector.modality_projection.proj.weight"
     return decoder_map(
         config,
         qkv_bias=config.attention_bias,
@@ -213,7 +188,6 @@ def weight_map(config: Idefics3Config) -> WeightMap:
         mlp_bias=config.mlp_bias,
         prefix="model.text_model",
         also=tower,
-        over={"b": range(vision.num_hidden_layers)},
     )
 
 

@@ -1,19 +1,15 @@
 """The vision tower of Idefics3, which is SigLIP with positions for tiles of any size, and the configuration."""
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from liger_models.arch._towers.siglip import SiglipTower
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import PLAIN_ACTIVATIONS, RMSNormDecoderConfig, check_multiple, check_values
 from liger_models.layers.linear import local
-from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
-from liger_models.layers.norm import LigerLayerNorm
-from liger_models.layers.vision import VisionBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +77,7 @@ class Idefics3Config(RMSNormDecoderConfig):
         return (self.vision_config.patches_per_side // self.scale_factor) ** 2
 
 
-class Idefics3Tower(nn.Module):
+class Idefics3Tower(SiglipTower):
     """The vision tower and the projection.
 
     Args:
@@ -90,51 +86,27 @@ class Idefics3Tower(nn.Module):
     """
 
     def __init__(self, config: Idefics3Config, kernels: KernelOptions) -> None:
-        super().__init__()
         vision = config.vision_config
-        C, self.patch, self.shuffle = vision.hidden_size, vision.patch_size, config.scale_factor
-        self.side = vision.patches_per_side
-        layer_norm = partial(LigerLayerNorm, C, vision.layer_norm_eps, kernel=kernels.layer_norm)
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
-        self.patch_embed = nn.Linear(vision.num_channels * self.patch**2, C)
-        self.pos_embed = nn.Embedding(self.side**2, C)
-        self.blocks = nn.ModuleList(
-            VisionBlock(
-                C, vision.num_attention_heads, layer_norm,
-                LigerMLP(C, vision.intermediate_size, act=ACTIVATIONS[vision.hidden_act], kernel=kernels.swiglu),
-                kernels, rotary=None,
-            )
-            for _ in range(vision.num_hidden_layers)
-        )  # fmt: skip
-        self.post_layernorm = layer_norm()
-        self.projection = nn.Linear(C * config.scale_factor**2, config.hidden_size, bias=False)
+        super().__init__(vision, kernels)
+        self.shuffle, self.side = config.scale_factor, vision.patches_per_side
+        self.projection = nn.Linear(vision.hidden_size * self.shuffle**2, config.hidden_size, bias=False)
 
-    def positions(self, patches: int, device: torch.device) -> Tensor:
-        """Return the row of `pos_embed` for each patch of a tile with so many rows and columns, [patches²] int64.
+    def positions(self, rows: int) -> Tensor:
+        """See `SiglipTower.positions`.
 
         Each side of the tile is divided into as many buckets as the table has rows, as in transformers.
         """
-        boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, device=device)
-        places = (torch.arange(patches, device=device, dtype=torch.float32) * (1.0 / patches)).clamp(max=1.0 - 1e-6)
+        table = local(self.pos_embed.weight)
+        boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, device=table.device)
+        places = (torch.arange(rows, device=table.device, dtype=torch.float32) * (1.0 / rows)).clamp(max=1.0 - 1e-6)
         buckets = torch.bucketize(places, boundaries, right=True)
-        return (buckets[:, None] * self.side + buckets).flatten()
+        return nn.functional.embedding((buckets[:, None] * self.side + buckets).flatten(), table)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Turn square tiles [n, channels, side, side] into image tokens [n · tokens, C]."""
-        rows = pixels.shape[-1] // self.patch
-        whole = pixels[..., : rows * self.patch, : rows * self.patch]
-        # [n, patches, channels · patch²]
-        patches = rearrange(whole, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
-        embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
-        positions = nn.functional.embedding(self.positions(rows, pixels.device), local(self.pos_embed.weight))
-        x, residual = None, embedded + positions
-        # All patches of a tile attend to each other, without rotation.
-        layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
-        for block in self.blocks:
-            x, residual = block(x, residual, layout)
-        seen = self.post_layernorm.add(x, residual)[0]
+        seen, rows, shuffle = self.run_blocks(pixels), pixels.shape[-1] // self.patch, self.shuffle
         # Squares of patches are concatenated: [n · tokens, scale_factor² · C].
-        side, shuffle = rows // self.shuffle, self.shuffle
+        side = rows // shuffle
         squares = rearrange(seen, "n (h y w x) c -> (n h w) (y x c)", h=side, w=side, y=shuffle, x=shuffle)
         tokens: Tensor = self.projection(squares)
         return tokens

@@ -3,7 +3,6 @@
 Source: transformers ``image_processing_pil_got_ocr2.py``, ``processing_internvl.py``.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from liger_models.arch._tiles.grid import choose_grid
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import (
     Normalize,
@@ -35,37 +35,6 @@ if TYPE_CHECKING:
 BICUBIC = 3
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-
-
-@functools.cache
-def grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Return all grids of ``least`` to ``most`` tiles as (columns, rows), those with fewer tiles first."""
-    sides = range(1, most + 1)
-    pairs = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
-    return sorted(pairs, key=lambda pair: pair[0] * pair[1])
-
-
-def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
-    """Choose the grid of tiles whose aspect ratio is nearest to that of an image, whatever the image's size.
-
-    Of several such grids, choose the largest one whose area is less than twice the area of the image.
-
-    Args:
-        size: width and height of the image.
-        side: side of a tile in pixels.
-        least, most: minimum and maximum number of tiles.
-
-    Returns:
-        Numbers of columns and of rows.
-    """
-    width, height = size
-    best, distance = (1, 1), float("inf")
-    for grid in grids(least, most):
-        difference = abs(width / height - grid[0] / grid[1])
-        fills = width * height > 0.5 * side * side * grid[0] * grid[1]
-        if difference < distance or (difference == distance and fills):
-            best, distance = grid, difference
-    return best
 
 
 class InternVLImages:

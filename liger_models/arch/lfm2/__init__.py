@@ -1,3 +1,7 @@
-"""LFM2 and LFM2.5 of Liquid AI: the dense models, and the models with experts."""
+"""LFM2 and LFM2.5 of Liquid AI: the dense models, the models with experts, and the models with images.
 
-MODEL_TYPES = {"lfm2": "dense", "lfm2_moe": "moe"}
+`images` has the model with images, `tower` turns patches into image tokens and has the configuration, and `processor`
+cuts images into tiles and patches.
+"""
+
+MODEL_TYPES = {"lfm2": "dense", "lfm2_moe": "moe", "lfm2_vl": "images"}

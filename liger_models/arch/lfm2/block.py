@@ -89,10 +89,22 @@ class Lfm2Model(CausalLM):
 
 
 def lfm2_map(
-    config: Lfm2BaseConfig, mlps: Mapping[str, Expression | str], over: Mapping[str, Sequence[int]]
+    config: Lfm2BaseConfig,
+    mlps: Mapping[str, Expression | str],
+    over: Mapping[str, Sequence[int]],
+    *,
+    prefix: str = "model",
+    kept: Sequence[str] = (),
 ) -> WeightMap:
-    """The weight map of LFM2, where ``mlps`` and ``over`` are the entries and the index sets of the MLPs."""
-    theirs, units = "model.layers", LigerGatedConv.units_of(config.hidden_size)
+    """The weight map of LFM2.
+
+    Args:
+        config: config of the model.
+        mlps, over: the entries of the MLPs and their index sets. ``mlps`` may have further entries.
+        prefix: prefix of all names in the checkpoint except that of the head.
+        kept: as in `WeightMap`.
+    """
+    theirs, units = f"{prefix}.layers", LigerGatedConv.units_of(config.hidden_size)
     layer, conv, full = (f"{theirs}.{{{index}}}" for index in ("i", "conv", "full"))
 
     def by_unit(name: str) -> Expression:
@@ -102,7 +114,7 @@ def lfm2_map(
         return Split(name, 0, parts, rows)
 
     entries: dict[str, Expression | str] = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
+        "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}.weight": f"{layer}.{name}.weight" for name in ("operator_norm", "ffn_norm")},
         "layers.{full}.self_attn.qkv_proj.weight": qkv_rows(
             *(f"{full}.self_attn.{part}_proj.weight" for part in "qkv"),
@@ -121,7 +133,7 @@ def lfm2_map(
         entries[f"{ours}.in_proj.{parameter}"] = by_unit(f"{conv}.conv.in_proj.{parameter}")
         entries[f"{ours}.conv_{parameter}"] = f"{conv}.conv.conv.{parameter}"
         entries[f"{ours}.out_proj.{parameter}"] = f"{conv}.conv.out_proj.{parameter}"
-    entries |= {**mlps, "norm.weight": "model.embedding_norm.weight"}
+    entries |= {**mlps, "norm.weight": f"{prefix}.embedding_norm.weight"}
     if not config.tie_word_embeddings:
         entries["lm_head.weight"] = "lm_head.weight"
     layers = range(config.num_hidden_layers)
@@ -131,7 +143,7 @@ def lfm2_map(
         "conv": [i for i in layers if not config.has_attention(i)],
     }
     skip = ["lm_head.weight"] if config.tie_word_embeddings else []
-    return WeightMap(entries, over={**kinds, **over}, skip=skip)
+    return WeightMap(entries, over={**kinds, **over}, skip=skip, kept=kept)
 
 
 IGNORED_KEYS = (

@@ -60,14 +60,18 @@ class LigerLfm2(Lfm2Model):
     block_class = Lfm2DenseBlock
 
 
-def weight_map(config: Lfm2Config) -> WeightMap:
-    """Maps the parameters of LFM2 to the tensors of a Hugging Face checkpoint."""
-    theirs, ours = "model.layers.{i}.feed_forward", "layers.{i}.feed_forward"
-    mlps: dict[str, Expression | str] = {
+def mlp_entries(prefix: str) -> dict[str, Expression | str]:
+    """The entries of a weight map for the MLPs of dense models; ``prefix`` is as in `lfm2_map`."""
+    theirs, ours = f"{prefix}.layers.{{i}}.feed_forward", "layers.{i}.feed_forward"
+    return {
         f"{ours}.gate_up_proj.weight": gate_up_rows(f"{theirs}.w1.weight", f"{theirs}.w3.weight"),
         f"{ours}.down_proj.weight": f"{theirs}.w2.weight",
     }
-    return lfm2_map(config, mlps, {})
+
+
+def weight_map(config: Lfm2Config) -> WeightMap:
+    """Maps the parameters of LFM2 to the tensors of a Hugging Face checkpoint."""
+    return lfm2_map(config, mlp_entries("model"), {})
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:

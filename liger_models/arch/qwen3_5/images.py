@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig, check_decoder
 from liger_models.arch._qwen_vl.model import MRopeModel
-from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
+from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_nested
 from liger_models.arch.qwen3_5.block import HybridModel
 from liger_models.arch.qwen3_5.names import TEXT_IGNORED_KEYS, check_gate, mtp_format, multimodal_maps
 from liger_models.arch.qwen3_5.text import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
@@ -103,8 +103,8 @@ def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_moe(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `read` as `write_qwen3_vl` does, but omit ``intermediate_size``, because the model has no dense MLPs."""
-    return write_qwen3_vl({key: value for key, value in keys.items() if key != "intermediate_size"})
+    """Invert `read` as `write_nested` does, but omit ``intermediate_size``, because the model has no dense MLPs."""
+    return write_nested({key: value for key, value in keys.items() if key != "intermediate_size"})
 
 
 FORMAT: dict[str, Any] = {
@@ -119,7 +119,7 @@ add_family(
     model_type="qwen3_5",
     hf_class="Qwen3_5ForConditionalGeneration",
     from_json=partial(read, Qwen3_5Config),
-    to_json=write_qwen3_vl,
+    to_json=write_nested,
     **FORMAT,
 )
 add_family(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig, check_decoder
 from liger_models.arch._qwen_vl.model import MRopeModel
-from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_qwen3_vl
+from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_nested
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
@@ -106,6 +106,6 @@ add_family(
     weight_map=weight_map,
     other_maps=other_maps,
     from_json=partial(read_multimodal, Qwen3VLConfig),
-    to_json=write_qwen3_vl,
+    to_json=write_nested,
     ignored_keys=IGNORED_KEYS,
 )

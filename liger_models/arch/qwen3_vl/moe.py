@@ -111,6 +111,6 @@ add_family(
     weight_map=weight_map,
     other_maps=other_maps,
     from_json=from_json,
-    to_json=names.write_qwen3_vl,
+    to_json=names.write_nested,
     ignored_keys=IGNORED_KEYS,
 )

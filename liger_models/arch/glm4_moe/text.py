@@ -123,13 +123,20 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in hf.items()}
 
 
-def weight_map(config: Glm4MoeConfig, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of GLM-4.5 to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+def weight_map(config: Glm4MoeConfig, *, fused: bool = False, prefix: str = "model", **more: Any) -> WeightMap:
+    """Maps the parameters of GLM-4.5 to the tensors of a checkpoint.
+
+    Args:
+        config: config of the model.
+        fused, prefix, more: as in `shared_moe_map`.
+    """
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["self_attn.q_norm", "self_attn.k_norm"] if config.use_qk_norm else []
     layers = config.num_hidden_layers
-    later = [f"model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
-    return shared_moe_map(config, fused=fused, qkv_bias=config.attention_bias, norms=norms, kept=later)
+    later = [f"{prefix}.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
+    return shared_moe_map(
+        config, fused=fused, qkv_bias=config.attention_bias, norms=norms, kept=later, prefix=prefix, **more
+    )
 
 
 add_family(

@@ -10,6 +10,7 @@ Source: https://arxiv.org/abs/2406.12793, https://huggingface.co/zai-org/GLM-4-9
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -77,13 +78,20 @@ class LigerGLM4(CausalLM):
     block_class = GLM4Block
 
 
-def weight_map(config: GLM4Config) -> WeightMap:
-    """Maps the parameters of GLM-4 to the tensors of a Hugging Face checkpoint."""
+def weight_map(config: GLM4Config, prefix: str = "model", **more: Any) -> WeightMap:
+    """Maps the parameters of GLM-4 to the tensors of a Hugging Face checkpoint.
+
+    Args:
+        config: config of the model.
+        prefix, more: as in `decoder_map`.
+    """
     return decoder_map(
         config,
         qkv_bias=config.attention_bias,
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-        instead={"mlp.gate_up_proj.weight": fused_gate_up_rows("model.layers.{i}.mlp.gate_up_proj.weight")},
+        instead={"mlp.gate_up_proj.weight": fused_gate_up_rows(f"{prefix}.layers.{{i}}.mlp.gate_up_proj.weight")},
+        prefix=prefix,
+        **more,
     )
 
 

@@ -56,12 +56,17 @@ class HunYuanDenseV1Block(nn.Module):
             config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
         )
         self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        self.mlp = self.build_mlp(config, kernels)
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+    def build_mlp(self, config: Any, kernels: KernelOptions) -> Any:
+        """The MLP of the block."""
+        return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        y: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
+        return y
 
 
 class LigerHunYuanDenseV1(CausalLM):
@@ -102,17 +107,16 @@ def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[
     return changed
 
 
+HEAD_NORMS = {
+    f"self_attn.{ours}.weight": f"model.layers.{{i}}.self_attn.{theirs}.weight"
+    for ours, theirs in (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"))
+}
+"""Entries of a weight map for the norms of q and k."""
+
+
 def weight_map(config: HunYuanDenseV1Config) -> WeightMap:
     """Maps the parameters of Hunyuan to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(
-        config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        instead={
-            "self_attn.q_norm.weight": "model.layers.{i}.self_attn.query_layernorm.weight",
-            "self_attn.k_norm.weight": "model.layers.{i}.self_attn.key_layernorm.weight",
-        },
-    )
+    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, instead=HEAD_NORMS)
 
 
 add_family(

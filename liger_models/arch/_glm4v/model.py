@@ -1,0 +1,41 @@
+"""Base class of GLM-4.1V and GLM-4.5V, which tell the frames of videos from images by the tokens around them."""
+
+import torch
+from torch import Tensor
+
+from liger_models.arch._glm4v.processor import Glm4vProcessor
+from liger_models.arch._glm4v.tower import Glm4vTower
+from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.layers.batch import number_documents
+
+
+class Glm4vModel(MRopeModel):
+    """A model whose images and frames of videos have the same placeholder.
+
+    transformers refuses a batch with both images and videos, because it takes the placeholders of both for those of
+    either. Here, a batch may have both.
+    """
+
+    tower_class = Glm4vTower
+    processor_class = Glm4vProcessor
+    frames_apart = True
+
+    def media_places(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `GridImageModel.media_places`.
+
+        A placeholder belongs to a video if a start of a video precedes it in its document, and no end of a video lies
+        in between. ``video_token_id``, which the processor replaces, counts as a placeholder of a video.
+        """
+        config, device, (B, T) = self.config, input_ids.device, input_ids.shape
+        # For each token, the index of the last start and of the last end before it, or −1, [B, T] each.
+        index = torch.arange(T, device=device).expand(B, T)
+        start, end = (
+            torch.where(input_ids == token, index, -1).cummax(1).values
+            for token in (config.video_start_token_id, config.video_end_token_id)
+        )
+        inside = start > end
+        if cu_seqlens is not None:
+            first = index - number_documents(cu_seqlens, B, T, device)[1]  # start of the document
+            inside = inside & (start >= first)
+        here = input_ids == config.image_token_id
+        return here & ~inside, (here & inside) | (input_ids == config.video_token_id)

@@ -1,0 +1,34 @@
+"""The choice of a grid of tiles by the aspect ratio of an image (InternVL, LFM2-VL)."""
+
+import functools
+
+
+@functools.cache
+def grids(least: int, most: int) -> list[tuple[int, int]]:
+    """Return all grids of ``least`` to ``most`` tiles as (columns, rows), those with fewer tiles first."""
+    sides = range(1, most + 1)
+    pairs = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
+    return sorted(pairs, key=lambda pair: pair[0] * pair[1])
+
+
+def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
+    """Choose the grid of tiles whose aspect ratio is nearest to that of an image, whatever the image's size.
+
+    Of several such grids, choose the largest one whose area is less than twice the area of the image.
+
+    Args:
+        size: width and height of the image.
+        side: side of a tile in pixels.
+        least, most: minimum and maximum number of tiles.
+
+    Returns:
+        Numbers of columns and of rows.
+    """
+    width, height = size
+    best, distance = (1, 1), float("inf")
+    for grid in grids(least, most):
+        difference = abs(width / height - grid[0] / grid[1])
+        fills = width * height > 0.5 * side * side * grid[0] * grid[1]
+        if difference < distance or (difference == distance and fills):
+            best, distance = grid, difference
+    return best

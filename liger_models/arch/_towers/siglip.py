@@ -1,0 +1,130 @@
+"""The vision tower of SigLIP: learned positions, and pre-norm blocks with LayerNorm and biases, without a class token.
+
+Source: https://arxiv.org/abs/2303.15343, transformers ``models/siglip``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from liger_models.convert.weight_map import Expression, Rearrange, qkv_rows
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import PLAIN_ACTIVATIONS, check_multiple, check_values
+from liger_models.layers.linear import local
+from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
+from liger_models.layers.norm import LigerLayerNorm
+from liger_models.layers.vision import VisionBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiglipVisionConfig:
+    """Sizes of the vision tower, all of whose images have one size.
+
+    Raises:
+        ValueError: the width is not a multiple of the number of heads, the image size is not a multiple of the patch
+            size, or the activation is not supported.
+    """
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_channels: int = 3
+    image_size: int = 224
+    patch_size: int = 16
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-6
+    attention_dropout: float = 0.0
+    vision_use_head: bool = False
+
+    def __post_init__(self) -> None:
+        check_multiple(self, hidden_size="num_attention_heads", image_size="patch_size")
+        check_values(self, hidden_act=PLAIN_ACTIVATIONS, attention_dropout=(0.0,), vision_use_head=(False,))
+
+    @property
+    def patches_per_side(self) -> int:
+        """Number of rows and columns of patches."""
+        return self.image_size // self.patch_size
+
+
+class SiglipTower(nn.Module):
+    """The vision tower without a projector. A family derives its tower, which projects the patches to image tokens.
+
+    Args:
+        config: sizes of the tower.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(self, config: Any, kernels: KernelOptions) -> None:
+        super().__init__()
+        C, self.patch = config.hidden_size, config.patch_size
+        norm = partial(LigerLayerNorm, C, config.layer_norm_eps, kernel=kernels.layer_norm)
+        mlp = partial(LigerMLP, C, config.intermediate_size, act=ACTIVATIONS[config.hidden_act], kernel=kernels.swiglu)
+        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        self.patch_embed = nn.Linear(config.num_channels * self.patch**2, C)
+        self.pos_embed = nn.Embedding(config.patches_per_side**2, C)
+        self.blocks = nn.ModuleList(
+            VisionBlock(C, config.num_attention_heads, norm, mlp(), kernels, rotary=None)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.post_layernorm = norm()
+
+    def positions(self, rows: int) -> Tensor:
+        """Return the embeddings of the positions [patches, C] in an image with so many rows and columns of patches."""
+        return local(self.pos_embed.weight)
+
+    def run_blocks(self, pixels: Tensor) -> Tensor:
+        """Return the normalized output of the last block, [n, patches, C]; ``pixels`` is [n, channels, side, side].
+
+        Pixels beyond the last whole patch are not read.
+        """
+        rows = pixels.shape[-1] // self.patch
+        whole = pixels[..., : rows * self.patch, : rows * self.patch]
+        # [n, patches, channels · patch²]
+        patches = rearrange(whole, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
+        embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
+        x, residual = None, embedded + self.positions(rows)
+        # All patches of an image attend to each other, without rotation.
+        layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
+        for block in self.blocks:
+            x, residual = block(x, residual, layout)
+        seen: Tensor = self.post_layernorm.add(x, residual)[0]
+        return seen
+
+
+def siglip_entries(vision: Any, theirs: str) -> dict[str, Expression | str]:
+    """Return the entries of a weight map for the tower.
+
+    Args:
+        vision: sizes of the tower.
+        theirs: the prefix of the tower's tensors in the checkpoint.
+    """
+    kinds, heads = ("weight", "bias"), vision.num_attention_heads
+    entries: dict[str, Expression | str] = {
+        "visual.patch_embed.weight": Rearrange(
+            "c p y x -> c (p y x)", f"{theirs}.embeddings.patch_embedding.weight",
+            p=vision.num_channels, y=vision.patch_size,
+        ),
+        "visual.patch_embed.bias": f"{theirs}.embeddings.patch_embedding.bias",
+        "visual.pos_embed.weight": f"{theirs}.embeddings.position_embedding.weight",
+        **{f"visual.post_layernorm.{k}": f"{theirs}.post_layernorm.{k}" for k in kinds},
+    }  # fmt: skip
+    for b in range(vision.num_hidden_layers):
+        ours, block = f"visual.blocks.{b}", f"{theirs}.encoder.layers.{b}"
+        for k in kinds:
+            entries |= {
+                # The tower has as many key heads as query heads.
+                f"{ours}.attn.qkv_proj.{k}": qkv_rows(
+                    *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
+                    heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
+                ),
+                f"{ours}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}",
+                **{f"{ours}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2)},
+                **{f"{ours}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2")},
+            }  # fmt: skip
+    return entries

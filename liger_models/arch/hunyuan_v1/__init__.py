@@ -1,0 +1,3 @@
+"""Hunyuan of Tencent: the dense models, and the models with experts."""
+
+MODEL_TYPES = {"hunyuan_v1_dense": "dense", "hunyuan_v1_moe": "moe"}

@@ -1,0 +1,310 @@
+"""The processor of LFM2-VL, which turns text and images into model inputs.
+
+Pillow resizes the images, as in the other families. In transformers torchvision resizes them, and rounds some pixels to
+the neighboring of the 256 levels.
+
+Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import pad
+
+from liger_models.arch._tiles.grid import choose_grid
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.common.json_files import parse_json
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+BILINEAR = 2
+FILE = "processor_config.json"
+
+
+class Grid(NamedTuple):
+    """What an image becomes.
+
+    Attributes:
+        columns, rows: the numbers of tiles; 1 if the image is not cut.
+        height, width: the size in pixels of the whole image, which is the only tile or follows the tiles.
+    """
+
+    columns: int
+    rows: int
+    height: int
+    width: int
+
+
+class Lfm2VlImages:
+    """Resizes a small image to whole image tokens; cuts a large one into tiles, and adds a small copy of the image.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        patch: height and width of a patch in pixels.
+        merge: number of rows, and of columns, of patches that become one image token.
+
+    Attributes:
+        splits: whether large images are cut into tiles.
+        thumbnail: whether a cut image is followed by a small copy of the whole image.
+        min_tiles, max_tiles: minimum and maximum number of tiles of a cut image, without the copy.
+        min_image_tokens, max_image_tokens: minimum and maximum number of tokens of an image that is not cut.
+
+    Raises:
+        ValueError: the settings request a feature that is not implemented, or a number is not positive.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], patch: int, merge: int) -> None:
+        check_settings(
+            {"encoder_patch_size": 16, "downsample_factor": 2, **settings}, do_convert_rgb=True, do_pad=True,
+            resample=BILINEAR, encoder_patch_size=patch, downsample_factor=merge,
+        )  # fmt: skip
+        self.patch, self.merge = patch, merge
+        self.splits = settings.get("do_image_splitting") is not False
+        self.thumbnail = settings.get("use_thumbnail") is not False
+        self.min_tiles, self.max_tiles = self._number(settings, "min_tiles", 2), self._number(settings, "max_tiles", 10)
+        self.min_image_tokens = self._number(settings, "min_image_tokens", 64)
+        self.max_image_tokens = self._number(settings, "max_image_tokens", 256)
+        self.tile = self._number(settings, "tile_size", 512)
+        self.tolerance = self._number(settings, "max_pixels_tolerance", 2.0)
+        if self.tile % self.side:
+            raise ValueError(
+                f"preprocessor_config.json: tile_size must be a multiple of {self.side}, the height of an image token "
+                f"in pixels, got {self.tile}."
+            )
+        if self.splits and self.min_tiles > self.max_tiles:
+            raise ValueError(
+                f"preprocessor_config.json: min_tiles ({self.min_tiles}) must be at most max_tiles ({self.max_tiles})."
+            )
+        self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
+        self.as_read = self.sizes()
+
+    @staticmethod
+    def _number(settings: Mapping[str, Any], key: str, default: Any) -> Any:
+        value = settings.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | type(default)) or not 0 < value < math.inf:
+            raise ValueError(f"preprocessor_config.json: {key} must be a positive number, got {value!r}.")
+        return value
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{key}={value}" for key, value in self.sizes().items())
+        return f"Lfm2VlImages({sizes})"
+
+    def sizes(self) -> dict[str, Any]:
+        """The attributes that users may change, under their names in the settings."""
+        return {
+            "do_image_splitting": self.splits, "use_thumbnail": self.thumbnail,
+            "min_tiles": self.min_tiles, "max_tiles": self.max_tiles,
+            "min_image_tokens": self.min_image_tokens, "max_image_tokens": self.max_image_tokens,
+        }  # fmt: skip
+
+    @property
+    def side(self) -> int:
+        """Height and width of an image token in pixels."""
+        return self.patch * self.merge
+
+    @property
+    def most_patches(self) -> int:
+        """The number of patches to which all tiles are padded."""
+        of_tile = (self.tile // self.patch) ** 2 if self.splits else 0
+        return int(max(self.max_image_tokens * self.merge**2, of_tile))
+
+    def grid(self, size: tuple[int, int]) -> Grid:
+        """Return the tiles of an image with the given width and height.
+
+        Raises:
+            ValueError: the image is so elongated that it has more patches than a row of patches can hold.
+        """
+        (width, height), side = size, self.side
+        rows, columns = (round(length / side) * side for length in (height, width))
+        most, least = self.max_image_tokens * side**2, self.min_image_tokens * side**2
+        is_large = max(rows, self.patch) * max(columns, self.patch) > most * self.tolerance
+
+        # The size of the whole image, with an area within the limits.
+        rows, columns = max(rows, side), max(columns, side)
+        if rows * columns > most:
+            shrink = math.sqrt(height * width / most)
+            rows, columns = (max(math.floor(length / shrink / side), 1) * side for length in (height, width))
+        elif rows * columns < least:
+            grow = math.sqrt(least / (height * width))
+            rows, columns = (math.ceil(length * grow / side) * side for length in (height, width))
+        if rows * columns > self.most_patches * self.patch**2:
+            raise ValueError(
+                f"Lfm2VlImages: an image must have at most {self.most_patches} patches when its shorter side is "
+                f"{side} pixels, got an image of {width} x {height}. Crop it."
+            )
+        if not is_large or not self.splits or self.max_tiles == 1:
+            return Grid(1, 1, rows, columns)
+        return Grid(*choose_grid(size, self.tile, self.min_tiles, self.max_tiles), rows, columns)
+
+    def tokens(self, grid: Grid) -> list[int]:
+        """Return the numbers of image tokens of the tiles, row by row, and then that of the whole image."""
+        whole = grid.height * grid.width // self.side**2
+        if grid.columns * grid.rows == 1:
+            return [whole]
+        cut = [(self.tile // self.side) ** 2] * (grid.columns * grid.rows)
+        return cut + ([whole] if self.thumbnail else [])
+
+    def __call__(self, source: "Source") -> dict[str, Tensor]:
+        """Return ``pixel_values``, ``pixel_attention_mask`` and ``spatial_shapes`` of the tiles of an image."""
+        image = read_image(source)
+        grid = self.grid(image.size)
+        whole = to_tensor(image, (grid.height, grid.width), BILINEAR)
+        tiles = [whole]
+        if grid.columns * grid.rows > 1:
+            size = grid.rows * self.tile, grid.columns * self.tile
+            cut = rearrange(
+                to_tensor(image, size, BILINEAR), "c (r h) (k w) -> (r k) c h w", r=grid.rows, k=grid.columns
+            )
+            tiles = [*cut, *([whole] if self.thumbnail else [])]
+        parts = [self._patches(tile) for tile in tiles]
+        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+    def _patches(self, tile: Tensor) -> dict[str, Tensor]:
+        """Return the inputs for a tile [3, height, width] uint8."""
+        pattern = "c (h y) (w x) -> (h w) (y x c)"
+        patches = rearrange(self.normalize(tile), pattern, y=self.patch, x=self.patch)
+        count, most = len(patches), self.most_patches
+        return {
+            "pixel_values": pad(patches, (0, 0, 0, most - count)),
+            "pixel_attention_mask": (torch.arange(most) < count).int(),
+            "spatial_shapes": torch.tensor([length // self.patch for length in tile.shape[1:]]),
+        }
+
+
+class Lfm2VlProcessor(Processor):
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: converter of images to patches; set its attribute ``max_tiles`` for fewer tokens.
+        image: the placeholder, which is repeated for the tokens of a tile.
+        begin, thumbnail, end: the tokens before an image, before the small copy of a cut image, and after an image.
+        marks: whether the text has these tokens, and one before each tile.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        images: Lfm2VlImages,
+        *,
+        image: str,
+        begin: str,
+        thumbnail: str,
+        end: str,
+        marks: bool = True,
+    ) -> None:
+        super().__init__(tokenizer)
+        self.images, self.image, self.begin, self.thumbnail, self.end = images, image, begin, thumbnail, end
+        self.marks = marks
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "Lfm2VlProcessor":
+        """Build the processor of a model from the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
+                settings are not implemented.
+        """
+        config = model.config
+        settings = settings_of(model.assets, "image_processor")
+        (image,) = image_tokens("Lfm2VlProcessor", model.tokenizer, [config.image_token_id])
+        check_given(settings)
+        images = Lfm2VlImages(settings, config.vision_config.patch_size, config.downsample_factor)
+        marks = parse_json(model.assets.get(FILE, b"{}"), FILE).get("use_image_special_tokens") is not False
+        names = {"begin": "<|image_start|>", "thumbnail": "<|img_thumbnail|>", "end": "<|image_end|>"}
+        wanted = [*names.values(), "<|img_row_1_col_1|>"] if marks else []
+        missing = [token for token in wanted if model.tokenizer.backend.token_to_id(token) is None]
+        if missing:
+            raise ValueError(
+                f"Lfm2VlProcessor: the tokenizer must have the tokens {', '.join(wanted)}, but lacks "
+                f"{', '.join(missing)}. Use the tokenizer of the checkpoint."
+            )
+        return cls(model.tokenizer, images, image=image, marks=marks, **names)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        **options: "Unpack[TextOptions]",
+    ) -> ModelInputs:
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+
+        Args:
+            texts: one text or several, with one placeholder per image, as written by the chat template.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [tiles, P, 3 ·
+            patch²], ``pixel_attention_mask`` [tiles, P], which is 0 on padding, and ``spatial_shapes`` [tiles, 2], the
+            rows and columns of patches of each tile.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
+                ``max_length``.
+        """
+        texts = self.texts(texts, options)
+        sources = [read_image(source) for source in one_list("Lfm2VlProcessor", self.image, texts, images)]
+        grids = [self.images.grid(image.size) for image in sources]
+        edits = self.replace(texts, image=[self._written(grid) for grid in grids])
+        out = self.encode(texts, edits, **cast(Any, options))
+        return out | _joined(each_once(self.images, sources))
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """See `Processor.written`."""
+        grid = self.images.grid((size.width, size.height))
+        return self._written(grid), sum(self.images.tokens(grid))
+
+    def pixels(
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
+    ) -> dict[str, Tensor]:
+        """See `Processor.pixels`; returns the same inputs as `__call__` for all tiles."""
+        return _joined([self.images(image) for image in images])
+
+    def _written(self, grid: Grid) -> str:
+        counts = self.images.tokens(grid)
+        marks = [""]
+        if grid.columns * grid.rows > 1:
+            marks = [f"<|img_row_{i // grid.columns + 1}_col_{i % grid.columns + 1}|>" for i in range(len(counts))]
+            if self.images.thumbnail:
+                marks[-1] = self.thumbnail
+        if not self.marks:
+            marks = [""] * len(counts)
+        tiles = "".join(mark + self.image * count for mark, count in zip(marks, counts, strict=True))
+        return tiles if not self.marks else f"{self.begin}{tiles}{self.end}"
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """The settings of tiles if they were changed since they were read, and otherwise nothing."""
+        sizes = self.images.sizes()
+        return {} if sizes == self.images.as_read else {"image_processor": sizes}
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the inputs of several images; {} without images."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}

@@ -1,0 +1,3 @@
+"""PaliGemma and PaliGemma 2."""
+
+MODEL_TYPES = {"paligemma": "model"}

@@ -1,0 +1,170 @@
+"""The processor of PaliGemma, which turns text and images into model inputs.
+
+Source: transformers ``image_processing_pil_siglip.py``, ``processing_paligemma.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from liger_models.arch._llava.processor import LlavaProcessor
+from liger_models.arch._towers.pixtral_processor import BICUBIC
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import TextOptions, image_tokens
+from liger_models.text.chat import Span
+from liger_models.text.tokenizer import ModelInputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+
+class PaliGemmaImages:
+    """Resizes images to the size of the tower, whatever their ratio.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        image_size: height and width of the tower's images, in pixels.
+
+    Raises:
+        ValueError: the settings request a feature that is not implemented, or another size than the tower's.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
+        side = {"height": image_size, "width": image_size}
+        check_settings(settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC, size=side)
+        self.size = image_size, image_size
+        self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
+
+    def __repr__(self) -> str:
+        return f"PaliGemmaImages(size={self.size})"
+
+    def __call__(self, source: "Source") -> Tensor:
+        """Return the image, [3, image_size, image_size] fp32."""
+        return self.normalize(to_tensor(read_image(source), self.size, BICUBIC))
+
+
+class PaliGemmaProcessor(LlavaProcessor):
+    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+
+    Args: as for `LlavaProcessor`.
+    """
+
+    places_bos = True
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "PaliGemmaProcessor":
+        """Build the processor of a model from the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the
+                settings are not implemented.
+        """
+        config = model.config
+        settings = settings_of(model.assets, "image_processor")
+        (image,) = image_tokens(cls.__name__, model.tokenizer, [config.image_token_index])
+        check_given(settings)
+        images = PaliGemmaImages(settings, config.vision_config.image_size)
+        return cls(model.tokenizer, images, image=image, tokens=config.tokens_per_image)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        suffix: str | Sequence[str] | None = None,
+        bos: bool = True,
+        **options: "Unpack[TextOptions]",
+    ) -> ModelInputs:
+        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+
+        Args:
+            texts: one text or several, with one placeholder per image. If none has a placeholder, the images come
+                before the texts: one for each, or a list for each.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            suffix: the answer to each text, which is followed by the end token and gets ``labels``.
+            bos: whether texts get the form of `framed`; False if a chat template has written them.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids``, ``attention_mask`` and ``token_type_ids`` [B, T]; if there are images, also ``pixel_values``
+            [n, 3, image_size, image_size]; with ``suffix``, ``labels`` [B, T], which are −100 before the suffix. Tokens
+            have the type 1 from the first answer on, and 0 before it.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images, image tokens do not fit into
+                ``max_length``, or there is not one suffix for each text.
+        """
+        texts = self.texts(texts, options)
+        if images not in (None, (), []) and not any(self.image in text for text in texts):
+            texts = self._with_placeholders(texts, images)
+        if bos:
+            texts = [self.framed(text, is_prompt=True) for text in texts]
+        if suffix is not None:
+            texts, options["answers"] = self._with_suffixes(texts, suffix, options)
+        pixels = each_once(self.images, one_list(type(self).__name__, self.image, texts, images))
+        edits = self.replace(texts, image=[self.image * self.tokens] * len(pixels))
+        out = self.encode(texts, edits, **cast(Any, options))
+        out["token_type_ids"] = _types(out.get("assistant_masks"), out["attention_mask"])
+        if suffix is not None:
+            out["labels"] = self._labels(out["input_ids"], out.pop("assistant_masks"))
+        return out | ({"pixel_values": torch.stack(pixels)} if pixels else {})
+
+    def framed(self, text: str, *, is_prompt: bool) -> str:
+        """See `Processor.framed`: the beginning of a text follows its images, and a line break ends a prompt."""
+        end = text.rfind(self.image)
+        end = 0 if end < 0 else end + len(self.image)
+        return f"{text[:end]}{self.tokenizer.bos_token or ''}{text[end:]}" + ("\n" if is_prompt else "")
+
+    def _with_placeholders(self, texts: list[str], images: Any) -> list[str]:
+        """Return the texts with the placeholders of their images before them."""
+        single = not isinstance(images, list | tuple)
+        counts = [len(row) if isinstance(row, list | tuple) else 1 for row in ([images] if single else images)]
+        if len(counts) != len(texts):
+            raise ValueError(
+                f"{type(self).__name__}: texts without {self.image} must have an image, or a list of images, each, got "
+                f"{len(counts)} for {len(texts)} texts."
+            )
+        return [self.image * count + text for count, text in zip(counts, texts, strict=True)]
+
+    def _with_suffixes(self, texts: list[str], suffix: Any, options: Any) -> tuple[list[str], list[list[Span]]]:
+        """Return the texts with their suffixes, and the spans of the suffixes."""
+        suffixes = [suffix] if isinstance(suffix, str) else list(suffix)
+        end = self.tokenizer.eos_token
+        if options.get("answers") is not None or len(suffixes) != len(texts) or end is None:
+            raise ValueError(
+                f"{type(self).__name__}: suffix must be one for each of the {len(texts)} texts, without answers and "
+                f"with a tokenizer that has an end token, got {len(suffixes)} and the end token {end!r}."
+            )
+        whole = [text + answer + end for text, answer in zip(texts, suffixes, strict=True)]
+        return whole, [[(len(text), len(row))] for text, row in zip(texts, whole, strict=True)]
+
+
+def _types(masks: Any, seen: Any) -> Any:
+    """Return 1 for the tokens from the first answer on, and 0 for others and for padding; [B, T] or lists.
+
+    Args:
+        masks: 1 for the tokens of answers; None without answers.
+        seen: 1 for tokens and 0 for padding.
+    """
+    if isinstance(seen, Tensor):
+        return torch.zeros_like(seen) if masks is None else masks.cummax(1).values * seen
+    if masks is None:
+        return [[0] * len(row) for row in seen]
+    return [
+        [a * b for a, b in zip(accumulate(mask, max), row, strict=True)] for mask, row in zip(masks, seen, strict=True)
+    ]
