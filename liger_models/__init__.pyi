@@ -55,6 +55,8 @@ from liger_models.arch.hunyuan_v1.moe import LigerHunYuanMoEV1 as LigerHunYuanMo
 from liger_models.arch.idefics3.model import LigerIdefics3 as LigerIdefics3
 from liger_models.arch.idefics3.smolvlm import LigerSmolVLM as LigerSmolVLM
 from liger_models.arch.internvl.model import LigerInternVL as LigerInternVL
+from liger_models.arch.kimi_linear import KimiLinearConfig as KimiLinearConfig
+from liger_models.arch.kimi_linear import LigerKimiLinear as LigerKimiLinear
 from liger_models.arch.lfm2.dense import Lfm2Config as Lfm2Config
 from liger_models.arch.lfm2.dense import LigerLfm2 as LigerLfm2
 from liger_models.arch.lfm2.images import LigerLfm2Vl as LigerLfm2Vl

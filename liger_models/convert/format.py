@@ -74,8 +74,8 @@ class CheckpointFormat:
             because their module does not say that they are transposed. A and B then change places in PEFT's files.
         mtp: function that takes a config and returns where the block for multi-token prediction is; None for families
             without one.
-        module: name of a module of the transformers model in memory. The layout of the modules in memory is the first
-            layout that contains the weight of this module.
+        module: name of a module of the transformers model in memory, or the end of such a name. The layout of the
+            modules in memory is the first layout that contains the weight of this module.
     """
 
     model_type: str
@@ -114,7 +114,8 @@ class CheckpointFormat:
 
     def _module_maps(self, config: Any) -> list[WeightMap]:
         maps = self.weight_maps(config)
-        return [weights for weights in maps if f"{self.module}.weight" in _names(weights)] or maps
+        weight = f"{self.module}.weight"
+        return [weights for weights in maps if any(name.endswith(weight) for name in _names(weights))] or maps
 
 
 def _names(weights: WeightMap) -> list[str]:

@@ -9,6 +9,7 @@ from liger_models.layers.decoder import Decoder as Decoder
 from liger_models.layers.embedding import LigerEmbedding as LigerEmbedding
 from liger_models.layers.gated_conv import LigerGatedConv as LigerGatedConv
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet as LigerGatedDeltaNet
+from liger_models.layers.kimi_delta_attention import LigerKimiDeltaAttention as LigerKimiDeltaAttention
 from liger_models.layers.kv_cache import DecodeCache as DecodeCache
 from liger_models.layers.latent_attention import LigerLatentAttention as LigerLatentAttention
 from liger_models.layers.layer import AttentionSpec as AttentionSpec

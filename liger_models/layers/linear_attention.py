@@ -76,7 +76,7 @@ class LinearAttention(Layer):
     """
 
     batch_invariant = False  # chunks of a sequence are summed in another order than single tokens
-    linears = ("in_proj", "out_proj")
+    linears: tuple[str, ...] = ("in_proj", "out_proj")
     needs_bounds = True
     recurrent = True
     conv_name = "conv_size"

@@ -63,7 +63,7 @@ ATTENTION = r".*attn\.\w*proj\w*"
 MIXTURES = [
     *((arch, None) for arch in ("mixtral", "qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss")),
     ("qwen3_moe", "mixed"), ("qwen3_5_moe", None), ("gemma4", "experts"), ("gemma4_text", "experts"),
-    ("llama4_text", None), ("llama4", None),
+    ("llama4_text", None), ("llama4", None), ("kimi_linear", None),
 ]  # fmt: skip
 GPT_OSS = MIXTURE | {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 8, "swiglu_limit": 0.02}
 

@@ -9,6 +9,7 @@ from liger_models import KernelOptions
 from liger_models.arch import get_arch
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
+from liger_models.layers.kimi_delta_attention import LigerKimiDeltaAttention
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerLayerNorm
@@ -73,7 +74,7 @@ def test_every_kernel_can_be_switched_off(pair, kernel_device, root):
     want.loss.backward()
     norm = "layer_norm" if isinstance(ours.norm, LigerLayerNorm) else "rms_norm"
     off = {norm: False, "rope": False, "swiglu": False, "fused_linear_cross_entropy": False}
-    if any(isinstance(module, LigerGatedDeltaNet) for module in ours.modules()):
+    if any(isinstance(module, LigerGatedDeltaNet | LigerKimiDeltaAttention) for module in ours.modules()):
         off["linear_attention"] = False
     for options in (
         *({name: False} for name in off),

@@ -42,12 +42,24 @@ SCALINGS = {
 }
 
 
+KIMI_LINEAR = (
+    "first_k_dense_replace", "mla_use_nope", "moe_layer_freq", "moe_router_activation_func", "num_nextn_predict_layers"
+)  # fmt: skip
+"""Keys of released files of Kimi Linear that transformers replaces, or does not read."""
+
+
 def read(**changes: Any) -> LlamaConfig:
     return read_config(LlamaConfig, {"model_type": "llama", **TINY, **changes}, strict=True)
 
 
 def their_config(hf: dict[str, Any]) -> Any:
-    """transformers' configuration. Mistral Small 3's head is its own, though the class takes a missing key for tied."""
+    """transformers' configuration. Mistral Small 3's head is its own, though the class takes a missing key for tied.
+
+    The class of Kimi Linear, which rotates nothing, warns of the key for the scaling of a rotation. No head has the
+    size ``head_dim`` of its files.
+    """
+    if hf["model_type"] == "kimi_linear":
+        hf = {key: value for key, value in hf.items() if key not in ("rope_scaling", "head_dim")}
     return transformers.AutoConfig.for_model(
         **({"tie_word_embeddings": False} if hf["model_type"] == "mistral3" else {}) | hf
     )
@@ -91,7 +103,8 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
     if "sliding_attention" in rope:
         assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
         rope = rope["full_attention"]
-    assert getattr(config, "rope_theta", None) == rope.pop("rope_theta", None)
+    if hasattr(theirs, "rope_parameters") or not hasattr(config, "kv_lora_rank"):  # Kimi Linear rotates nothing
+        assert getattr(config, "rope_theta", None) == rope.pop("rope_theta", None)
     rope_type = rope.pop("rope_type")
     assert rope.pop("type", rope_type) in ([rope_type, "mrope"] if hasattr(config, "mrope_section") else [rope_type])
     assert rope.pop("partial_rotary_factor", 1.0) == (getattr(config, "partial_rotary_factor", None) or 1.0)
@@ -109,7 +122,7 @@ def test_every_layer_has_the_window_of_transformers(config_file: Path) -> None:
     with torch.device("meta"):
         model = model_class(read_config(model_class.config_class, hf))
     ours = [spec.window for spec in (layer.attention for layer in layers_of(model.layers)) if spec is not None]
-    theirs = transformers.AutoConfig.for_model(**hf).get_text_config()
+    theirs = their_config(hf).get_text_config()
     crossing = getattr(theirs, "cross_attention_layers", ())
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * (theirs.num_hidden_layers - len(crossing))
     types = [each for each in types if each not in ("linear_attention", "mlp", "moe")]
@@ -125,7 +138,8 @@ def test_the_defaults_are_those_of_transformers(arch: str) -> None:
     ours_rope, their_rope = (each.pop("rope_parameters", {}) for each in (ours, theirs))
     for key in ours_rope.keys() & their_rope:
         assert ours_rope[key] == their_rope[key]
-    for key in ("architectures", "dtype", "sliding_window_pattern"):  # the last is layer_types in other words
+    # sliding_window_pattern and, in Kimi Linear, linear_attn_config are layer_types in other words.
+    for key in ("architectures", "dtype", "sliding_window_pattern", "linear_attn_config", *KIMI_LINEAR):
         ours.pop(key, None)
         theirs.pop(key, None)
     if "head_dim" not in theirs:  # the class of GLM-4.5 has no such field, and reads it from files

@@ -288,7 +288,8 @@ def test_adapters_and_weights_of_4_bits_have_a_state():
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 FAMILIES = [
-    "llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "phi3", "deepseek_v2", "llama4_text"
+    "llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "phi3", "deepseek_v2", "llama4_text",
+    "kimi_linear",
 ]  # fmt: skip
 
 

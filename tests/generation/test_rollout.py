@@ -108,7 +108,7 @@ def events(monkeypatch):
     "case",
     [
         ("llama",), ("gemma2",), ("mixtral",), ("gpt_oss",), ("gemma4_text",), ("qwen2_vl",), ("mllama",),
-        ("qwen3_next",), ("deepseek_v2", "low_rank_queries"), ("llama4_text",),
+        ("qwen3_next",), ("deepseek_v2", "low_rank_queries"), ("llama4_text",), ("kimi_linear",),
         # Windows and gated delta rules, as in those above.
         *(pytest.param((arch,), marks=pytest.mark.matrix) for arch in ("gemma3_text", "olmo3", "qwen3_5_text")),
     ],

@@ -41,6 +41,7 @@ from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule
+from liger_models.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
 from liger_models.kernels.linear_attention.short_conv import short_conv
 from liger_models.kernels.linear_attention.ssd_scan import ssd_scan
 from liger_models.kernels.loss.cross_entropy import cross_entropy
@@ -208,12 +209,24 @@ def run_delta_rule(dtype: torch.dtype) -> None:
     differentiate(gated_delta_rule(q, k, v, g, beta, **packed))
     with torch.no_grad():
         gated_delta_rule(*(x[:, :1] for x in (q, k, v, g, beta)), initial_state=state[:1])
+    run_kimi_delta_rule(dtype, 128, packed)
+    run_kimi_delta_rule(dtype, 64, packed)
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(128)))
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(4, 128), gate_first=True))
     differentiate(short_conv(draw_(1, 70, 1024), draw_(1024, 4)))
     differentiate(
         short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
     )
+
+
+def run_kimi_delta_rule(dtype: torch.dtype, D: int, packed: dict[str, object]) -> None:
+    q, k, v = (draw(1, 70, 4, D, dtype=dtype) for _ in range(3))
+    g, beta = draw(1, 70, 4, D, dtype=torch.float32), draw(1, 70, 4, dtype=dtype)
+    state = draw(3, 4, D, D, dtype=torch.float32)
+    differentiate(kimi_delta_rule(q, k, v, g, beta))
+    differentiate(kimi_delta_rule(q, k, v, g, beta, **packed | {"initial_state": state}))
+    with torch.no_grad():
+        kimi_delta_rule(*(x[:, :1] for x in (q, k, v, g, beta)), initial_state=state[:1])
 
 
 def run_state_space(dtype: torch.dtype) -> None:

@@ -127,6 +127,15 @@ RUNS = {
             "layer_norm_epsilon": 0.05, "pad_token_id": None,
         },
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "rms_norm_eps": 0.05,
+            "linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4, "v_head_dim": 6, "num_experts": 4, "num_experts_per_token": 2,
+            "moe_intermediate_size": 16, "pad_token_id": None,
+        },
+    ),
     "llama4_text": (
         "llama4_text",
         {
@@ -214,7 +223,7 @@ def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
     gemma4 = GEMMA4 | experts | {"layer_types": GEMMA4["layer_types"][:3], "attention_k_eq_v": True}
     ernie = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "tie_word_embeddings": False}
     every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4, "ernie4_5_moe": ernie}
-    every |= {name: RUNS[name][1] for name in ("gpt_oss", "llama4_text", "nemotron_h", "qwen3_next")}
+    every |= {name: RUNS[name][1] for name in ("gpt_oss", "kimi_linear", "llama4_text", "nemotron_h", "qwen3_next")}
     sizes = every.get(arch) or CHECKPOINTS[arch]
     config_class = get_arch(arch).config_class
     balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5}

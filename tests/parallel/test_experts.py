@@ -61,6 +61,7 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
         ("gemma4_text", (1, 2), "full"),
         ("qwen3_next", (1, 2), "full"),
         ("nemotron_h", (1, 2), "full"),
+        ("kimi_linear", (1, 2), "selective"),
         ("llama4_text", (1, 2), "selective"),
     ],
 )

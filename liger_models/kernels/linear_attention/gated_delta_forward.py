@@ -21,7 +21,7 @@ def load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
+def inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
     """Compute 1 / |x| for each row, [rows], or return 1 without NORMALIZE."""
     wide = x.to(tl.float32)
     square = tl.sum(wide * wide, 1)
@@ -56,11 +56,11 @@ def similarity_kernel(
     rows = first + index
     inside = rows < end
     k = load_rows(k_ptr + key_head * k_h, rows, k_t, end, DK, BLOCK_K)
-    k_norm = _inverse_norms(k, NORMALIZE, EPS)
+    k_norm = inverse_norms(k, NORMALIZE, EPS)
     tl.store(k_norm_ptr + key_head * tokens + rows, k_norm, mask=inside)
     if NEED_P:
         q = load_rows(q_ptr + key_head * q_h, rows, q_t, end, DK, BLOCK_K)
-        q_norm = _inverse_norms(q, NORMALIZE, EPS)
+        q_norm = inverse_norms(q, NORMALIZE, EPS)
         tl.store(q_norm_ptr + key_head * tokens + rows, q_norm, mask=inside)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * q_norm[:, None] * k_norm[None, :])
 
@@ -110,13 +110,12 @@ def _scale_block(products, left, right, keep):
 
 
 @triton.jit
-def _invert_block(products, factors, PRECISION: tl.constexpr):
+def _invert_block(m, PRECISION: tl.constexpr):
     """Compute (I + M)⁻¹ of a diagonal block of M.
 
     The inverse is built from the inverses of diagonal blocks of size 2, then of size 4, then of size 8.
     """
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    m = _scale_block(products, factors, factors, row > column)
     a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))
     for i in tl.static_range(1, 4):
         apart = (row >> i != column >> i) & (row >> (i + 1) == column >> (i + 1))
@@ -130,6 +129,44 @@ def _store_block(a_ptr, x, count, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl
     rows, columns = ROW + tl.arange(0, 16), COLUMN + tl.arange(0, 16)
     at = a_ptr + rows[:, None] * C + columns[None, :]
     tl.store(at, x.to(a_ptr.dtype.element_ty), mask=(rows < count)[:, None])
+
+
+@triton.jit
+def store_inverse(
+    a_ptr, count, m00, m11, m22, m33, m10, m20, m21, m30, m31, m32, C: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Compute A [C, C] of a chunk from the ten blocks [16, 16] of M on and below the diagonal, and store it."""
+    none = tl.zeros([16, 16], tl.float32)
+    a00, a11 = _invert_block(m00, PRECISION), _invert_block(m11, PRECISION)
+    a22, a33 = _invert_block(m22, PRECISION), _invert_block(m33, PRECISION)
+    # Each block is stored as soon as no later product needs it, which frees its registers. The blocks above the
+    # diagonal are 0.
+    _store_block(a_ptr, none, count, 0, 16, C)
+    _store_block(a_ptr, none, count, 0, 32, C)
+    _store_block(a_ptr, none, count, 0, 48, C)
+    _store_block(a_ptr, none, count, 16, 32, C)
+    _store_block(a_ptr, none, count, 16, 48, C)
+    _store_block(a_ptr, none, count, 32, 48, C)
+
+    # Forward substitution: A_ij = −A_ii · Σ_{j ≤ l < i} M_il · A_lj.
+    a10 = -_times(a11, _times(m10, a00, PRECISION), PRECISION)
+    _store_block(a_ptr, a10, count, 16, 0, C)
+    a20 = -_times(a22, _times(m20, a00, PRECISION) + _times(m21, a10, PRECISION), PRECISION)
+    _store_block(a_ptr, a20, count, 32, 0, C)
+    a30 = -_times(
+        a33, _times(m30, a00, PRECISION) + _times(m31, a10, PRECISION) + _times(m32, a20, PRECISION), PRECISION
+    )
+    _store_block(a_ptr, a30, count, 48, 0, C)
+    _store_block(a_ptr, a00, count, 0, 0, C)
+    a21 = -_times(a22, _times(m21, a11, PRECISION), PRECISION)
+    _store_block(a_ptr, a21, count, 32, 16, C)
+    a31 = -_times(a33, _times(m31, a11, PRECISION) + _times(m32, a21, PRECISION), PRECISION)
+    _store_block(a_ptr, a31, count, 48, 16, C)
+    _store_block(a_ptr, a11, count, 16, 16, C)
+    a32 = -_times(a33, _times(m32, a22, PRECISION), PRECISION)
+    _store_block(a_ptr, a32, count, 48, 32, C)
+    _store_block(a_ptr, a22, count, 32, 32, C)
+    _store_block(a_ptr, a33, count, 48, 48, C)
 
 
 @triton.jit
@@ -169,43 +206,17 @@ def inverse_kernel(
         m21, m30 = _add_dots(m21, k2, k1, PRECISION), _add_dots(m30, k3, k0, PRECISION)
         m31, m32 = _add_dots(m31, k3, k1, PRECISION), _add_dots(m32, k3, k2, PRECISION)
 
-    # Compute the diagonal blocks of A by inversion, and the blocks of M below the diagonal.
+    # Scale the blocks, which gives those of M.
     f0 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 0)
     f1 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 16)
     f2 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 32)
     f3 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 48)
-    a00, a11 = _invert_block(m00, f0, PRECISION), _invert_block(m11, f1, PRECISION)
-    a22, a33 = _invert_block(m22, f2, PRECISION), _invert_block(m33, f3, PRECISION)
+    lower = index[:, None] > index[None, :]
+    m00, m11 = _scale_block(m00, f0, f0, lower), _scale_block(m11, f1, f1, lower)
+    m22, m33 = _scale_block(m22, f2, f2, lower), _scale_block(m33, f3, f3, lower)
     m10, m20, m21 = _scale_block(m10, f1, f0, True), _scale_block(m20, f2, f0, True), _scale_block(m21, f2, f1, True)
     m30, m31, m32 = _scale_block(m30, f3, f0, True), _scale_block(m31, f3, f1, True), _scale_block(m32, f3, f2, True)
-    # Each block is stored as soon as no later product needs it, which frees its registers. The blocks above the
-    # diagonal are 0.
-    _store_block(a_ptr, none, count, 0, 16, C)
-    _store_block(a_ptr, none, count, 0, 32, C)
-    _store_block(a_ptr, none, count, 0, 48, C)
-    _store_block(a_ptr, none, count, 16, 32, C)
-    _store_block(a_ptr, none, count, 16, 48, C)
-    _store_block(a_ptr, none, count, 32, 48, C)
-
-    # Forward substitution: A_ij = −A_ii · Σ_{j ≤ l < i} M_il · A_lj.
-    a10 = -_times(a11, _times(m10, a00, PRECISION), PRECISION)
-    _store_block(a_ptr, a10, count, 16, 0, C)
-    a20 = -_times(a22, _times(m20, a00, PRECISION) + _times(m21, a10, PRECISION), PRECISION)
-    _store_block(a_ptr, a20, count, 32, 0, C)
-    a30 = -_times(
-        a33, _times(m30, a00, PRECISION) + _times(m31, a10, PRECISION) + _times(m32, a20, PRECISION), PRECISION
-    )
-    _store_block(a_ptr, a30, count, 48, 0, C)
-    _store_block(a_ptr, a00, count, 0, 0, C)
-    a21 = -_times(a22, _times(m21, a11, PRECISION), PRECISION)
-    _store_block(a_ptr, a21, count, 32, 16, C)
-    a31 = -_times(a33, _times(m31, a11, PRECISION) + _times(m32, a21, PRECISION), PRECISION)
-    _store_block(a_ptr, a31, count, 48, 16, C)
-    _store_block(a_ptr, a11, count, 16, 16, C)
-    a32 = -_times(a33, _times(m32, a22, PRECISION), PRECISION)
-    _store_block(a_ptr, a32, count, 48, 32, C)
-    _store_block(a_ptr, a22, count, 32, 32, C)
-    _store_block(a_ptr, a33, count, 48, 48, C)
+    store_inverse(a_ptr, count, m00, m11, m22, m33, m10, m20, m21, m30, m31, m32, C, PRECISION)
 
 
 @triton.jit
@@ -330,8 +341,9 @@ def step_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_ptr, out_ptr, final_ptr, T, q_t, q_h, k_t, k_h, v_t, v_h,
     g_t, g_h, beta_t, beta_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the recurrence token by token."""
+    """Compute the recurrence token by token, with one decay per head or one for each channel of its keys."""
     n, head, key_head, v_columns = owned_columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV
@@ -346,7 +358,10 @@ def step_kernel(
         q = tl.load(q_ptr + row * q_t + key_head * q_h + k_columns, mask=inside_k, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + row * k_t + key_head * k_h + k_columns, mask=inside_k, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + row * v_t + head * v_h + v_columns, mask=inside_v, other=0.0).to(tl.float32)
-        g = tl.load(g_ptr + row * g_t + head * g_h).to(tl.float32)
+        if BY_CHANNEL:
+            g = tl.load(g_ptr + row * g_t + head * g_h + k_columns, mask=inside_k, other=0.0).to(tl.float32)[:, None]
+        else:
+            g = tl.load(g_ptr + row * g_t + head * g_h).to(tl.float32)
         beta = tl.load(beta_ptr + row * beta_t + head * beta_h).to(tl.float32)
         if NORMALIZE:
             q = q / tl.sqrt(tl.sum(q * q, 0) + EPS)

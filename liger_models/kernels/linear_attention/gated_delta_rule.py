@@ -36,6 +36,7 @@ For a few tokens without gradients, as in decoding, a separate kernel computes t
 Source: https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484 (computation in chunks).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def gated_delta_rule_reference(
     return out.transpose(1, 2).to(result_dtype), state
 
 
-class _Sizes:
+class DeltaSizes:
     """Sizes and constants that all kernels of one call share."""
 
     def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -155,7 +156,7 @@ class _Sizes:
 
 
 def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: DeltaSizes, scale: float, normalize: bool, need_p: bool,
     inverse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return A, P, the running sums of g, the coefficients of rows, and the inverse norms of q and k.
@@ -211,12 +212,12 @@ def _gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, normalize: bool, need_out: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes = _Sizes(k, v, cu_seqlens)
-    out, final = _outputs(k, v, cu_seqlens, need_out)
+    sizes = DeltaSizes(k, v, cu_seqlens)
+    out, final = delta_outputs(k, v, cu_seqlens, need_out)
     if not final.numel() or not sizes.tokens:
         if initial_state is not None:
             final.copy_(initial_state)
-        return out, final if initial_state is not None else final.zero_(), _inverse_like(k, v)
+        return out, final if initial_state is not None else final.zero_(), inverse_like(k, v)
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     initial = final if initial_state is None else initial_state.contiguous()
     with on_device_of(k):
@@ -235,8 +236,8 @@ def _gated_delta_rule_backward(
     d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    sizes = _Sizes(k, v, cu_seqlens)
-    grads = dq, dk, dv, dg, dbeta, d_initial = _gradients_like(d_out, q, k, v, g, beta, initial_state)
+    sizes = DeltaSizes(k, v, cu_seqlens)
+    grads = dq, dk, dv, dg, dbeta, d_initial = gradients_like(d_out, q, k, v, g, beta, initial_state)
     if not k.numel() or not v.numel():
         if d_final is not None and initial_state is not None:
             d_initial.copy_(d_final)
@@ -300,33 +301,35 @@ def _gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sizes = _Sizes(k, v, None)
-    out, final = _outputs(k, v, None, True)
+    sizes = DeltaSizes(k, v, None)
+    out, final = delta_outputs(k, v, None, True)
     if final.numel():
         q, k, v, g, beta = map(flat, (q, k, v, g, beta))
         columns = min(sizes.block_v, STEP_COLUMNS)
         with on_device_of(k):
             step_kernel[(sizes.B * sizes.Hv * cdiv(sizes.Dv, columns),)](
                 q, k, v, g, beta, final if initial_state is None else initial_state.contiguous(), out, final, sizes.T,
-                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride(), *beta.stride(), scale,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:2], *beta.stride(), scale,
                 Hv=sizes.Hv, GROUP=sizes.Hv // sizes.Hk, DK=sizes.Dk, BLOCK_K=sizes.shape["BLOCK_K"], DV=sizes.Dv,
                 BLOCK_V=columns, HAS_INITIAL=initial_state is not None, NORMALIZE=normalize, EPS=L2_EPS,
-                num_warps=STEP_WARPS,
+                BY_CHANNEL=g.dim() == 3, num_warps=STEP_WARPS,
             )  # fmt: skip
     return out, final
 
 
-def _outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) -> tuple[Tensor, Tensor]:
+def delta_outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the output, which is empty unless it is needed, and the final states."""
     documents = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = v.new_empty(v.shape if need_out else 0)
     return out, v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
 
 
-def _inverse_like(k: Tensor, v: Tensor) -> Tensor:
+def inverse_like(k: Tensor, v: Tensor) -> Tensor:
+    """Allocate A."""
     return k.new_empty(v.shape[2], k.shape[0] * k.shape[1], CHUNK)
 
 
-def _gradients_like(
+def gradients_like(
     d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Allocate the gradients. If the output has no gradient, q has none either, and its gradient is empty."""
@@ -340,17 +343,17 @@ def _gradients_like(
 
 @torch.library.register_fake("liger_models::gated_delta_rule", lib=LIBRARY)
 def _gated_delta_rule_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
-    return *_outputs(k, v, cu_seqlens, need_out), _inverse_like(k, v)
+    return *delta_outputs(k, v, cu_seqlens, need_out), inverse_like(k, v)
 
 
 @torch.library.register_fake("liger_models::gated_delta_rule_backward", lib=LIBRARY)
 def _gated_delta_rule_backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
-    return _gradients_like(d_out, q, k, v, g, beta, initial_state)
+    return gradients_like(d_out, q, k, v, g, beta, initial_state)
 
 
 @torch.library.register_fake("liger_models::gated_delta_step", lib=LIBRARY)
 def _gated_delta_step_fake(q, k, v, *_):
-    return _outputs(k, v, None, True)
+    return delta_outputs(k, v, None, True)
 
 
 def _setup(ctx, inputs, output):
@@ -375,10 +378,11 @@ def _backward(ctx, d_out, d_final, _):
 register_autograd("gated_delta_rule", _backward, _setup)
 
 
-def _check(
+def check_delta_rule(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor | None, *, by_channel: bool = False,
 ) -> None:  # fmt: skip
+    """Check the arguments of a delta rule, whose g is [B, T, H, Dk] if ``by_channel`` is set."""
     check_floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
@@ -390,7 +394,12 @@ def _check(
     (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
     if Hv % Hk != 0:
         raise ValueError(f"{op}: the number of value heads ({Hv}) must be a multiple of that of key heads ({Hk}).")
-    if not g.shape == beta.shape == v.shape[:3]:
+    if by_channel and not (Hk == Hv and g.shape == k.shape and beta.shape == k.shape[:3]):
+        raise ValueError(
+            f"{op}: k and g must be [B, T, H, Dk], v [B, T, H, Dv] and beta [B, T, H], got {list(k.shape)}, "
+            f"{list(g.shape)}, {list(v.shape)} and {list(beta.shape)}."
+        )
+    if not by_channel and not g.shape == beta.shape == v.shape[:3]:
         raise ValueError(f"{op}: g and beta must be {list(v.shape[:3])}, got {list(g.shape)} and {list(beta.shape)}.")
     documents = check_documents(op, cu_seqlens, B, T)
     if initial_state is not None and initial_state.dtype != torch.promote_types(v.dtype, torch.float32):
@@ -446,7 +455,7 @@ def gated_delta_rule(
         ValueError: the shapes do not match.
         TypeError: a tensor has the wrong dtype.
     """
-    _check("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens)
+    check_delta_rule("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens)
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
@@ -454,14 +463,15 @@ def gated_delta_rule(
         out, state = gated_delta_rule_reference(
             q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
-    elif cu_seqlens is None and T <= STEP_TOKENS and not _differentiable(*inputs):
+    elif cu_seqlens is None and T <= STEP_TOKENS and not is_differentiable(*inputs):
         out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
     else:
         out, state, _ = torch.ops.liger_models.gated_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
     return (out, state) if return_state else out
 
 
-def _differentiable(*tensors: Tensor | None) -> bool:
+def is_differentiable(*tensors: Tensor | None) -> bool:
+    """Return whether gradients of any of the tensors are needed."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -484,7 +494,15 @@ def gated_delta_transition(
     Raises:
         ValueError, TypeError: as in `gated_delta_rule`.
     """
-    _check("gated_delta_transition", k, k, v, g, beta, None, cu_seqlens)
+    check_delta_rule("gated_delta_transition", k, k, v, g, beta, None, cu_seqlens)
+    return delta_transition(torch.ops.liger_models.gated_delta_rule, k, v, g, beta, normalize, cu_seqlens)
+
+
+def delta_transition(
+    op: Callable[..., tuple[Tensor, ...]], k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `gated_delta_transition` by an op that computes the rule and takes arguments in this order."""
     (B, T, _, Dk), Hv = k.shape, v.shape[2]
     identity = torch.eye(Dk, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
     first = last = None
@@ -499,7 +517,7 @@ def gated_delta_transition(
     def final_state(v: Tensor, initial_state: Tensor | None) -> Tensor:
         if is_fused(k, v):
             inputs = k, k, v, g, beta, initial_state, cu_seqlens
-            state: Tensor = torch.ops.liger_models.gated_delta_rule(*inputs, 1.0, normalize, False)[1]
+            state = op(*inputs, 1.0, normalize, False)[1]
         else:
             _, state = gated_delta_rule_reference(
                 k, k, v, g, beta, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens

@@ -13,10 +13,12 @@ def in_chunks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Read and write the state S [Dk, Dv] of each head: S ← exp(g) · S, S ← S + k dᵀ, o = qᵀ S.
 
+    With a decay for each channel, row c of S is multiplied by exp(g_c).
+
     Args:
         q, k: [B, H, T, Dk], fp32 or fp64.
         v: [B, H, T, Dv].
-        g: [B, H, T], the logarithms of the decays, at most 0.
+        g: [B, H, T], or [B, H, T, Dk] for a decay for each channel. The logarithms of the decays, at most 0.
         beta: [B, H, T]; with it, d = β · (v − kᵀ S) as in the delta rule. Without it, d = v.
         initial_state: [B or documents, H, Dk, Dv]; None for 0.
         cu_seqlens: [documents + 1], the bounds of packed documents; None if each row is a document.
@@ -26,6 +28,8 @@ def in_chunks(
     """
     dtype = v.dtype
     (B, H, T, Dk), Dv = k.shape, v.shape[3]
+    by_channel = g.dim() == 4
+    g = g if by_channel else g[..., None]
     # Find the document of each token. Without documents, each row is a document.
     token = torch.arange(T, device=v.device)
     edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
@@ -52,33 +56,42 @@ def in_chunks(
         carried = tokens_document == document[max(start - 1, 0)]
         carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
 
-        # Compute the decays from token to token, [.., C, C], and from the state to each token, [.., C, 1]. Each decay
-        # is a separate sum. In a difference of running sums, small terms would be lost beside a large one, and an
-        # infinite term would give NaN.
-        later = torch.ones_like(causal).tril(-1)
-        sums = decay[..., :, None].expand(*decay.shape, decay.shape[-1]).masked_fill(~later, 0).cumsum(-2)
-        between = sums.masked_fill(~causal, -torch.inf).exp()
+        # Compute the decays from token to token, [.., C, C, 1 or Dk], and from the state to each token, [.., C, 1 or
+        # Dk]. Each decay is a separate sum. In a difference of running sums, small terms would be lost beside a large
+        # one, and an infinite term would give NaN.
+        later = torch.ones_like(causal).tril(-1)[..., None]
+        C = len(tokens_document)
+        sums = decay[..., :, None, :].expand(-1, -1, C, C, -1).masked_fill(~later, 0).cumsum(-3)
+        between = sums.masked_fill(~causal[..., None], -torch.inf).exp()
         first = (tokens_document[:, None] > tokens_document).sum(-1)  # first token of the same document in this chunk
-        since = (sums.gather(-1, first.expand(decay.shape)[..., None]) + decay[..., first, None]).exp()
+        since = sums.gather(-2, first[:, None, None].expand(*decay.shape[:3], 1, decay.shape[3])).squeeze(-2)
+        since = (since + decay[..., first, :]).exp()
+
+        def pairs(rows: Tensor) -> Tensor:
+            """Multiply each row by the keys of all tokens, with the decay between the tokens, [.., C, C]."""
+            if by_channel:
+                return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
+            return rows @ K.mT * between[..., 0]
 
         def read_state(x: Tensor) -> Tensor:
             """Multiply each row of x by the state of its document before this chunk, with the decay up to the token."""
+            x = x * since
             out = (x @ state) * carried
             if initial is not None:
                 out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[tokens_document]) * (1 - carried)
-            return out * since
+            return out
 
         # Solve (I + M) D = β · (V − K̂ S) for D [.., C, Dv], and compute the output.
         d = V
         if beta is not None:
             b = beta[:, :, start : start + CHUNK, None]
-            system = (K @ K.mT * between * b).tril(-1)
+            system = (pairs(K) * b).tril(-1)
             d = torch.linalg.solve_triangular(system, b * (V - read_state(K)), upper=False, unitriangular=True)
-        out = read_state(Q) + (Q @ K.mT * between) @ d
+        out = read_state(Q) + pairs(Q) @ d
         # Compute the state after the last token or, with documents, after each token, because a document may end at any
         # token.
         ends = slice(-1, None) if cu_seqlens is None else slice(None)
-        after = (between[:, :, ends, :, None] * K[:, :, None]).mT @ d[:, :, None]
+        after = (between[:, :, ends] * K[:, :, None]).mT @ d[:, :, None]
         previous = state[:, :, None] * carried[ends, :, None]
         if initial is not None:
             previous = previous + initial[tokens_document[ends]].transpose(0, 1) * (1 - carried[ends, :, None])

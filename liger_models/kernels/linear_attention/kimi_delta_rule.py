@@ -1,0 +1,335 @@
+"""Kimi delta rule (KDA): the gated delta rule with a decay for each channel of the keys.
+
+S [Dk, Dv] is the state of a head, and q̂ and k̂ are the L2-normalized query and key. The forward computes, for each head
+and token, in fp32::
+
+    S ← diag(exp(g)) S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
+
+The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, a vector of Dk numbers, and let G
+be the last G_i. ∘ is the elementwise product. S is the state before the chunk, and the rows of matrices are tokens::
+
+    Qʳ_i = scale · e^{G_i} ∘ q̂_i,   Kʳ_i = e^{G_i} ∘ k̂_i,   Kʷ_i = e^{G − G_i} ∘ k̂_i
+    M_ij = β_i · Σ_c e^{G_i − G_j} k̂_i k̂_j  (i > j),   A = (I + M)⁻¹
+    P_ij = scale · Σ_c e^{G_i − G_j} q̂_i k̂_j  (i ≥ j)
+    X = β · (V − Kʳ S),   D = A X,   O = Qʳ S + P D,   S ← diag(e^G) S + Kʷᵀ D
+
+Σ_c is the sum over channels. The decay cannot be taken out of this sum, and e^{−G_j} alone would overflow. The pairs of
+tokens are therefore divided into log₂ C levels. At level n, blocks of 2^(n + 1) tokens are divided into halves, and a
+pair has a token i of the second half and a token j of the first half of a block. If r is the last token of the first
+half, then j ≤ r < i, so both exponents of e^{G_i − G_r} · e^{G_r − G_j} are at most 0. All pairs of a level are one
+product of two matrices, whose rows are multiplied by F_i = e^{−|G_i − G_r|}, and no decay can overflow.
+
+The backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
+
+    dD = Pᵀ dO + Kʷ dS,   dX = Aᵀ dD,   dV = β · dX,   dS ← diag(e^G) dS + Qʳᵀ dO − (β · Kʳ)ᵀ dX
+
+The same launch recomputes S and D. The other gradients of a chunk are, with dP = dO Dᵀ (i ≥ j) and Y = dX Dᵀ (i > j)::
+
+    dq̂_i = scale · (e^{G_i} ∘ (dO Sᵀ)_i + Σ_j dP_ij e^{G_i − G_j} ∘ k̂_j)
+    R_i = e^{G_i} ∘ (dX Sᵀ)_i + Σ_j Y_ij e^{G_i − G_j} ∘ k̂_j,   dβ_i = dX_i·V_i − k̂_i·R_i
+    W_j = e^{G − G_j} ∘ (D dSᵀ)_j + Σ_i e^{G_i − G_j} ∘ (scale · dP_ij q̂_i − β_i Y_ij k̂_i),   dk̂ = W − β · R
+    dG_i = q̂_i ∘ dq̂_i − k̂_i ∘ (β_i R_i + W_i),   dG ← dG + e^G ∘ rowsum(S ∘ dS) + Σ_j k̂_j ∘ e^{G − G_j} ∘ (D dSᵀ)_j
+
+The sums over pairs are computed level by level, like P. The two terms of dG of a pair of tokens are computed from the
+same rounded numbers, because they cancel in the gradients of the g before the pair. The operands of products are in the
+dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32. The inputs and A, in the
+dtype of the inputs, are saved. The backward recomputes everything else.
+
+For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
+
+Source: https://arxiv.org/abs/2510.26692.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.kernels.dispatch import fitting_stages, on_device_of
+from liger_models.kernels.linear_attention.documents import flat
+from liger_models.kernels.linear_attention.gated_delta_rule import (
+    CHUNK,
+    KEY_COLUMNS,
+    L2_EPS,
+    STEP_TOKENS,
+    DeltaSizes,
+    check_delta_rule,
+    delta_outputs,
+    delta_transition,
+    gated_delta_rule_reference,
+    gradients_like,
+    inverse_like,
+    is_differentiable,
+    is_fused,
+)
+from liger_models.kernels.linear_attention.kimi_delta_kernels import (
+    kimi_inverse_kernel,
+    kimi_key_gradients_kernel,
+    kimi_query_gradients_kernel,
+    kimi_scan_kernel,
+    kimi_scans_kernel,
+    operands_kernel,
+)
+
+LEVELS = CHUNK.bit_length() - 1
+
+OPERAND_WARPS, INVERSE_WARPS, GRADIENT_WARPS = 8, 1, 8
+SCAN_WARPS, SCAN_STAGES = 4, 2
+GRADIENT_COLUMNS = 64
+"""Number of columns of v that the kernels of the gradients process at a time."""
+
+
+def kimi_delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    normalize: bool = True,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the output and the final states of `kimi_delta_rule` in plain PyTorch.
+
+    The function is differentiable, and keeps fp64 inputs in fp64.
+    """
+    return gated_delta_rule_reference(
+        q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+
+
+class _Sizes(DeltaSizes):
+    """Sizes and constants that all kernels of one call share."""
+
+    def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+        super().__init__(k, v, cu_seqlens)
+        self.grid = self.slots, self.Hv
+        self.counts = self.tokens, self.documents
+        self.shape = {"H": self.Hv, "C": CHUNK, "DK": self.Dk, "BLOCK_K": self.shape["BLOCK_K"]}
+        # Each pipeline stage holds a chunk of Qʳ, Kʳ, Kʷ, A, P, and v or dO in shared memory.
+        stage = CHUNK * (3 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * k.element_size()
+        self.scans = self.shape | self.precision | {
+            "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(k, SCAN_STAGES, stage),
+            "num_warps": SCAN_WARPS,
+        }  # fmt: skip
+
+
+def _prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
+    inverse: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return A, P, the running sums of g, K̂ · K̂ᵀ with decays, the inverse norms of k and q, and Qʳ, Kʳ and Kʷ.
+
+    The first dimension of all results is the heads. ``inverse`` is A if A is already known, and otherwise None.
+    """
+    heads, tokens = sizes.Hv, sizes.tokens
+    total = k.new_empty(heads, tokens, sizes.Dk, dtype=torch.float32)
+    similarity, norms = total.new_empty(heads, tokens, CHUNK), total.new_empty(2, heads, tokens)
+    p = k.new_empty(heads, tokens, CHUNK)
+    operands = [torch.empty_like(total, dtype=k.dtype) for _ in range(3)]
+    operands_kernel[sizes.grid](
+        q, k, g, sizes.cu, total, norms, p, similarity, *operands, *sizes.counts, *q.stride()[:2], *k.stride()[:2],
+        *g.stride()[:2], scale, LEVELS=LEVELS, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p,
+        num_warps=OPERAND_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
+    )  # fmt: skip
+    if inverse is None:
+        inverse = torch.empty_like(p)
+        kimi_inverse_kernel[sizes.grid](
+            similarity, beta, sizes.cu, inverse, *sizes.counts, *beta.stride(), C=CHUNK,
+            PRECISION=sizes.inverse_precision, num_warps=INVERSE_WARPS, **sizes.chunked,
+        )  # fmt: skip
+    return inverse, p, total, similarity, norms, *operands
+
+
+LIBRARY.define(
+    "kimi_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
+    " float scale, bool normalize, bool need_out) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "kimi_delta_rule_backward(Tensor? d_out, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,"
+    " Tensor? initial_state, Tensor? cu_seqlens, Tensor inverse, float scale, bool normalize)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "kimi_delta_rule", "CompositeExplicitAutograd")
+def _kimi_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, normalize: bool, need_out: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes = _Sizes(k, v, cu_seqlens)
+    out, final = delta_outputs(k, v, cu_seqlens, need_out)
+    if not final.numel() or not sizes.tokens:
+        if initial_state is not None:
+            final.copy_(initial_state)
+        return out, final if initial_state is not None else final.zero_(), inverse_like(k, v)
+    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+    initial = final if initial_state is None else initial_state.contiguous()
+    with on_device_of(k):
+        inverse, p, total, _, _, *operands = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)
+        # Arguments that the kernel does not use must be tensors, too.
+        kimi_scan_kernel[(sizes.scan_programs,)](
+            *operands, v, beta, sizes.cu, inverse, p, total, initial, out, final, sizes.tokens, *v.stride()[:2],
+            *beta.stride(), HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, **sizes.scans,
+        )  # fmt: skip
+    return out, final, inverse
+
+
+@torch.library.impl(LIBRARY, "kimi_delta_rule_backward", "CompositeExplicitAutograd")
+def _kimi_delta_rule_backward(
+    d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    sizes = _Sizes(k, v, cu_seqlens)
+    grads = dq, dk, dv, dg, dbeta, d_initial = gradients_like(d_out, q, k, v, g, beta, initial_state)
+    if not k.numel() or not v.numel():
+        if d_final is not None and initial_state is not None:
+            d_initial.copy_(d_final)
+        return grads
+    has_out, has_final = d_out is not None, d_final is not None
+    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+    d_out = v if d_out is None else flat(d_out)
+
+    # The gradients within chunks need S before each chunk, dS after each chunk, D and dX.
+    states, d_states = (k.new_empty(sizes.slots * sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
+    d, dx = (k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv) for _ in range(2))
+    with on_device_of(k):
+        _, p, total, similarity, norms, *operands = _prepare(
+            q, k, g, beta, sizes, scale, normalize, has_out, inverse
+        )  # fmt: skip
+        # Arguments that the kernel does not use must be tensors, too.
+        kimi_scans_kernel[(2 * sizes.scan_programs,)](
+            *operands, v, beta, sizes.cu, inverse, p, total,
+            total if initial_state is None else initial_state.contiguous(), states, d, d_out,
+            total if d_final is None else d_final.contiguous(), d_states, dx, d_initial, sizes.tokens, *v.stride()[:2],
+            *beta.stride(), *d_out.stride()[:2], HAS_INITIAL=initial_state is not None, HAS_OUT=has_out,
+            HAS_FINAL=has_final, **sizes.scans,
+        )  # fmt: skip
+
+        # The first kernel stores dP, scaled by norms, and its part of dG for the second kernel.
+        common: dict[str, Any] = sizes.chunked | sizes.precision | {
+            "H": sizes.Hv, "C": CHUNK, "DK": sizes.Dk, "BLOCK": KEY_COLUMNS, "DV": sizes.Dv,
+            "BLOCK_V": min(sizes.block_v, GRADIENT_COLUMNS), "LEVELS": LEVELS, "NORMALIZE": normalize,
+            "num_warps": GRADIENT_WARPS,
+        }  # fmt: skip
+        pairs, d_total, raw = torch.empty_like(p), torch.empty_like(total), torch.empty_like(total)
+        strides = *q.stride()[:2], *k.stride()[:2]
+        if has_out:
+            kimi_query_gradients_kernel[sizes.grid](
+                d_out, d, states, q, k, sizes.cu, total, norms, pairs, d_total, raw, dq, *sizes.counts,
+                *d_out.stride()[:2], *strides, scale, **common,
+            )  # fmt: skip
+        kimi_key_gradients_kernel[sizes.grid](
+            d, dx, states, d_states, q, k, v, beta, sizes.cu, total, norms, similarity, pairs, d_total, raw, dk, dv,
+            dg, dbeta, *sizes.counts, *strides, *v.stride()[:2], *beta.stride(), HAS_OUT=has_out, **common,
+        )  # fmt: skip
+    return grads
+
+
+@torch.library.register_fake("liger_models::kimi_delta_rule", lib=LIBRARY)
+def _kimi_delta_rule_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
+    return *delta_outputs(k, v, cu_seqlens, need_out), inverse_like(k, v)
+
+
+@torch.library.register_fake("liger_models::kimi_delta_rule_backward", lib=LIBRARY)
+def _kimi_delta_rule_backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
+    return gradients_like(d_out, q, k, v, g, beta, initial_state)
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.normalize, _ = inputs
+    inverse = output[2]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(inverse)
+    ctx.save_for_backward(*tensors, inverse)
+
+
+def _backward(ctx, d_out, d_final, _):
+    if d_out is None and d_final is None:
+        return (None,) * 10
+    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
+    grads = torch.ops.liger_models.kimi_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
+    # q affects only the output, so q has a gradient only if the output has one. The sixth saved tensor is the initial
+    # state, which may be None.
+    has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
+    return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
+
+
+register_autograd("kimi_delta_rule", _backward, _setup)
+
+
+def kimi_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    normalize: bool = True,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute the Kimi delta rule for whole sequences, for packed documents, or for the next tokens of a sequence.
+
+    Args:
+        q, k: [B, T, H, Dk], float32, float16 or bfloat16. The kernels have the limits of `gated_delta_rule`; beyond
+            these limits, and in float32 on a GPU, the rule runs in plain PyTorch.
+        v: [B, T, H, Dv], in the dtype of q.
+        g: [B, T, H, Dk] float32, the logarithm of the decay of each channel of the keys, at most 0.
+        beta: [B, T, H], the fraction by which a token's value replaces the value that the state has for the key.
+        scale: number by which the queries are multiplied; None for Dk^-0.5.
+        normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
+        initial_state: [B, H, Dk, Dv] float32, the state before the first token, or [documents, H, Dk, Dv] with a state
+            for each document. None for 0.
+        return_state: whether to return the state after the last token, too.
+        cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
+            Tokens do not see other documents.
+
+    Returns:
+        The output [B, T, H, Dv] in the dtype of v. With ``return_state``, also the final state, in the shape of
+        ``initial_state``.
+
+    Raises:
+        ValueError: the shapes do not match.
+        TypeError: a tensor has the wrong dtype.
+    """
+    check_delta_rule("kimi_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens, by_channel=True)
+    T, Dk = k.shape[1], k.shape[3]
+    scale = Dk**-0.5 if scale is None else float(scale)
+    inputs = q, k, v, g, beta, initial_state
+    if not is_fused(k, v):
+        out, state = kimi_delta_rule_reference(
+            q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
+        )
+    elif cu_seqlens is None and T <= STEP_TOKENS and not is_differentiable(*inputs):
+        out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
+    else:
+        out, state, _ = torch.ops.liger_models.kimi_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
+    return (out, state) if return_state else out
+
+
+def kimi_delta_transition(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool = True, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the effect of tokens on any state: ``state after = A @ state before + b``.
+
+    See `gated_delta_transition`. `states_before` computes the initial state of each rank from A and b.
+
+    Args:
+        k, v, g, beta, normalize: as in `kimi_delta_rule`.
+        cu_seqlens: as in `kimi_delta_rule`. A and b map the state before the first document to the state after the
+            last document.
+
+    Returns:
+        A [B, H, Dk, Dk] and b [B, H, Dk, Dv] in float32.
+
+    Raises:
+        ValueError, TypeError: as in `kimi_delta_rule`.
+    """
+    check_delta_rule("kimi_delta_transition", k, k, v, g, beta, None, cu_seqlens, by_channel=True)
+    return delta_transition(torch.ops.liger_models.kimi_delta_rule, k, v, g, beta, normalize, cu_seqlens)

@@ -1,0 +1,194 @@
+"""Kimi Delta Attention: linear attention whose state forgets each channel of the keys at a rate of its own."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.distributed.collectives import Group, gather_channels, gather_vocab
+from liger_models.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule, kimi_delta_rule_reference
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import ColumnParallelLinear, local
+from liger_models.layers.linear_attention import LigerGatedRMSNorm, LinearAttention, run
+from liger_models.layers.norm import is_plain
+
+
+class ForgetGate(Layer):
+    """``-exp(A_log) · softplus(x + dt_bias)``, whose parameters are trained in fp32 beside weights in half precision.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+    """
+
+    wide = ("A_log", "dt_bias")
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.draw(0.02)
+
+    def draw(self, std: float) -> bool:
+        """Draw the rates and the logarithms of the step sizes from uniform distributions, as in the paper's code."""
+        with torch.no_grad():
+            nn.init.uniform_(self.A_log, 1, 16).log_()
+            nn.init.uniform_(self.dt_bias, math.log(1e-3), math.log(0.1))
+            steps = self.dt_bias.exp().clamp_min(1e-4)
+            self.dt_bias.copy_(steps + (-torch.expm1(-steps)).log())  # the inverse of softplus
+        return True
+
+    def shard_tokens(self, group: Group) -> None:
+        """On each of R ranks, use the parameters of 1 / R of the heads."""
+        self.groups = replace(self.groups, context=group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [B, T, H · D] to the logarithms of the decays, [B, T, H, D] fp32, where H is this rank's heads."""
+        context, A_log, dt_bias = self.groups.context, local(self.A_log), local(self.dt_bias)
+        if context is not None:
+            A_log, dt_bias = (t.chunk(context.size)[context.rank] for t in (A_log, dt_bias))
+        steps: Tensor = F.softplus(x.float() + dt_bias.float()).unflatten(-1, (len(A_log), -1))
+        return -A_log.float().exp()[:, None] * steps
+
+
+class _Sizes(NamedTuple):
+    """Number of rows per unit of each part of the projection of `LigerKimiDeltaAttention`."""
+
+    query: int
+    key: int
+    value: int
+    forget: int
+    gate: int
+    beta: int
+
+
+class LigerKimiDeltaAttention(LinearAttention):
+    """Linear attention by the Kimi delta rule, with one packed input projection.
+
+    The decays and the output gates of all heads are computed from two latents of D numbers. The heads and the channels
+    of the latents are divided into U units. Each unit has, in ``in_proj``, the queries, the keys and the values of its
+    heads, its share of the channels of the latent of decays and of that of gates, and the update rates β of its heads
+    (one row per head). The rows of ``conv_weight`` are also grouped by unit, and have only queries, keys and values.
+    Each of R ranks has some units, and the ranks exchange the latents.
+
+    Args:
+        hidden_size: C.
+        num_heads: H.
+        head_dim: D.
+        conv_size: K, the number of tokens that the convolution covers.
+        layer: index of the layer, which is also its slot in the decode cache.
+        eps: eps of the output norm.
+        kernel: False for plain torch.
+
+    Raises:
+        ValueError: K is below 2 or more than the kernel supports.
+
+    Source: https://arxiv.org/abs/2510.26692.
+    """
+
+    conv_name, unit_name = "short_conv_kernel_size", "the number of units of heads"
+    linears = ("in_proj", "f_b_proj", "g_b_proj", "out_proj")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        conv_size: int,
+        *,
+        layer: int,
+        eps: float = 1e-5,
+        kernel: bool = True,
+    ) -> None:
+        units, sizes = self.units_of(num_heads, head_dim)
+        super().__init__(hidden_size, units, sum(sizes), sum(sizes[:3]), conv_size, layer=layer, kernel=kernel)
+        self.sizes, self.head_dim = _Sizes(*sizes), head_dim
+        self.tensor_ranks: Group | None = None
+        """The process group of tensor parallelism, or None."""
+        # The second projections of decays and of output gates, and the parameters of the decays.
+        self.f_b_proj = nn.Linear(head_dim, num_heads * head_dim, bias=False)
+        self.g_b_proj = nn.Linear(head_dim, num_heads * head_dim, bias=False)
+        self.decay = ForgetGate(num_heads, head_dim)
+        # The gated norm of the heads, and the output projection.
+        self.norm = LigerGatedRMSNorm(head_dim, eps, act="sigmoid", kernel=kernel)
+        self.out_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.draw(0.02)
+
+    @staticmethod
+    def units_of(num_heads: int, head_dim: int) -> tuple[int, tuple[int, ...]]:
+        """Return the number of units, and the number of rows of each part in a unit.
+
+        There are as many units as possible, such that each has the same number of heads and of channels of the latents.
+        """
+        units = math.gcd(num_heads, head_dim)
+        heads, channels = num_heads // units, head_dim // units
+        return units, (*(heads * head_dim,) * 3, channels, channels, heads)
+
+    @property
+    def token_flops(self) -> int:  # type: ignore[override]
+        """Operations per token: three products of a vector and the state (read, update, query) per head."""
+        return 6 * self.units * self.sizes.beta * self.head_dim**2
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """See `LinearAttention.shard`."""
+        shards = super().shard(group)
+        self.norm.group = self.tensor_ranks = group
+        # All ranks have the latents of all tokens, also if they share the tokens between layers.
+        together = replace(group, sequence_parallel=False)
+        self.f_b_proj = ColumnParallelLinear.of(self.f_b_proj, together)
+        self.g_b_proj = ColumnParallelLinear.of(self.g_b_proj, together)
+        return shards
+
+    def own_shards(self) -> dict[str, int]:
+        """See `LinearAttention.own_shards`."""
+        own = {f"decay.{name}": 0 for name in ForgetGate.wide}
+        return {**own, "f_b_proj.weight": 0, "g_b_proj.weight": 0}
+
+    def draw(self, std: float) -> bool:
+        """Initialize the convolution from a normal distribution with ``std``."""
+        nn.init.normal_(self.conv_weight, std=std)
+        return True
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``print(model)``."""
+        return f"heads={self.units * self.sizes.beta}x{self.head_dim}, conv_size={self.conv_size}"
+
+    def mix(
+        self, projected: Tensor, states: tuple[Tensor, ...] | None, padding: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """See `LinearAttention.mix`."""
+        split = projected.unflatten(-1, (self.units, -1)).split([*self.sizes], -1)
+        *qkv, f, z, b = (part.flatten(2) for part in split)
+
+        # Update rates β [B, T, H], and logarithms of the decays [B, T, H, D] in fp32, because their errors multiply.
+        # Padding neither writes to the state nor lets it decay.
+        beta, g = b.sigmoid(), self.decay(self._of_latent(self.f_b_proj, f))
+        if padding is not None:
+            beta, g = beta.masked_fill(padding, 0), g.masked_fill(padding[..., None], 0)
+
+        # The inputs of the convolution are all queries, then all keys, then all values. Convolution and delta rule
+        # continue from the states in the cache.
+        conv_state, state = (None, None) if states is None else states
+        convolved, conv_state = self.convolve(qkv, [*self.sizes[:3]], conv_state, options)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in convolved.chunk(3, -1))  # [B, T, H, D]
+        out, state = run(kimi_delta_rule, kimi_delta_rule_reference, q, k, v, g, beta, initial_state=state, **options)
+        gate = self._of_latent(self.g_b_proj, z).unflatten(-1, (-1, self.head_dim))
+        normed: Tensor = self.norm(out, gate)
+        return normed, (conv_state, state)
+
+    def _of_latent(self, linear: nn.Linear, latent: Tensor) -> Tensor:
+        """Apply a second projection for this rank's heads to this rank's channels of a latent."""
+        context, ranks = self.groups.context, self.tensor_ranks
+        if context is not None:  # each rank uses all channels for its heads
+            latent = gather_channels(latent, context)
+        if ranks is not None:  # the layer sums the gradient of its input over the ranks
+            latent = gather_vocab(latent, ranks, latent.shape[-1] * ranks.size)
+        if context is None:
+            return linear(latent)  # type: ignore[no-any-return]
+        if is_plain(linear):
+            return F.linear(latent, self.own(linear.weight))
+        whole: Tensor = linear(latent)  # a layer with adapters, for example, computes all heads
+        return whole.chunk(context.size, -1)[context.rank]
