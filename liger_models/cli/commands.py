@@ -225,7 +225,10 @@ def download(
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder of a checkpoint. With --packing also a name on the hub, or a model_type.")
+    ],
+    packing: Annotated[bool, typer.Option("--packing", help="Check that packed documents are independent.")] = False,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each of the two random rows to compare.")] = 64,
     device: Device = None,
     as_json: AsJson = False,
@@ -234,11 +237,17 @@ def verify(
 
     The logits are computed for random tokens in float32. If transformers is not installed or does not know the model,
     only the tensors are checked. The exit code is 3 if anything differs.
+
+    With --packing, documents of 1 to 130 tokens are packed into one row, and each is compared with itself alone:
+    logits and gradients, and whether it reads another document. If the checkpoint does not fit into memory, a smaller
+    model with random weights is checked.
     """
+    if packing:
+        return _verify_packing(model, _device(device), as_json)
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
     # The models run one after the other, ours first.
-    verification = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
+    verification = verify_checkpoint(Path(model), length=length, device=_device(device), progress=not as_json)
     # The differences, the error of the logits, and the verdict.
     if as_json:
         _print_json(verification.as_json())
@@ -255,6 +264,36 @@ def verify(
             screen.print(f"first difference at {verification.place}", soft_wrap=True)
         screen.print(Text("same", "green") if verification.same else Text("differs", "red"))
     if not verification.same:
+        raise typer.Exit(DIFFERS)
+
+
+def _verify_packing(model: str, device: str, as_json: bool) -> None:
+    from liger_models.arch.auto import list_archs
+    from liger_models.cli.packing import check_packing, empty_default, model_to_pack
+
+    is_type = model in list_archs() and not Path(model).exists()
+    empty = empty_default(model) if is_type else _empty_model(model, None)
+    loaded, reason = model_to_pack(model, empty, device, progress=not as_json)
+
+    # Each check is shown when it is done.
+    weights = f"random weights, because {reason}" if reason else "its weights"
+    about = f"{type(loaded).__name__}: {len(loaded.layers)} layers, {loaded.dtype} on {device}, {weights}"
+    checks = []
+    if not as_json:
+        screen.print(about.replace("torch.", ""), soft_wrap=True)
+    for check in check_packing(loaded):
+        checks.append(check)
+        if not as_json:
+            screen.print(str(check), soft_wrap=True)
+
+    # The verdict.
+    passed = all(check.passed for check in checks)
+    if as_json:
+        _print_json({"model": about, "checks": [check._asdict() for check in checks], "same": passed})
+    else:
+        verdict = "packed documents are independent" if passed else "packed documents are NOT what they are alone"
+        screen.print(Text(verdict, "green" if passed else "red"))
+    if not passed:
         raise typer.Exit(DIFFERS)
 
 
