@@ -229,6 +229,10 @@ def verify(
         str, typer.Argument(help="Folder of a checkpoint. With --packing also a name on the hub, or a model_type.")
     ],
     packing: Annotated[bool, typer.Option("--packing", help="Check that packed documents are independent.")] = False,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files) to check.")] = None,
+    served: Annotated[
+        bool, typer.Option("--served", help="With --adapter: check the layout that vLLM and SGLang load.")
+    ] = False,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each of the two random rows to compare.")] = 64,
     device: Device = None,
     as_json: AsJson = False,
@@ -241,9 +245,19 @@ def verify(
     With --packing, documents of 1 to 130 tokens are packed into one row, and each is compared with itself alone:
     logits and gradients, and whether it reads another document. If the checkpoint does not fit into memory, a smaller
     model with random weights is checked.
+
+    With --adapter, every tensor of the adapter must have moved and get a gradient, and the logits must change with it
+    and equal those of PEFT on transformers. With --served, the adapter must also have the layout that vLLM and SGLang
+    load.
     """
+    if packing and adapter:
+        raise typer.BadParameter("give --packing or --adapter, not both")
+    if served and not adapter:
+        raise typer.BadParameter("--served needs --adapter: give both")
     if packing:
         return _verify_packing(model, _device(device), as_json)
+    if adapter:
+        return _verify_adapter(model, adapter, served, _device(device), as_json)
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
     # The models run one after the other, ours first.
@@ -294,6 +308,28 @@ def _verify_packing(model: str, device: str, as_json: bool) -> None:
         verdict = "packed documents are independent" if passed else "packed documents are NOT what they are alone"
         screen.print(Text(verdict, "green" if passed else "red"))
     if not passed:
+        raise typer.Exit(DIFFERS)
+
+
+def _verify_adapter(model: str, adapter: Path, served: bool, device: str, as_json: bool) -> None:
+    from liger_models.cli.adapter import verify_adapter
+
+    # Each check is shown when it is done; each finding has a line of its own.
+    problems, checks = 0, []
+    for text, findings in verify_adapter(model, adapter, served=served, device=device, progress=not as_json):
+        problems += len(findings)
+        checks.append({"check": text, "problems": [finding._asdict() for finding in findings]})
+        if not as_json:
+            lines = [f"PROBLEM: {finding}" for finding in findings] or [f"ok: {text}"]
+            screen.print(*lines, sep="\n", soft_wrap=True)
+
+    # The verdict.
+    if as_json:
+        _print_json({"checks": checks, "problems": problems})
+    else:
+        verdict = f"{problems} problem{'s' * (problems > 1)}" if problems else "the adapter is whole"
+        screen.print(Text(verdict, "red" if problems else "green"))
+    if problems:
         raise typer.Exit(DIFFERS)
 
 
