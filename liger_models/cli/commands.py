@@ -114,11 +114,11 @@ def options(
 @app.command("list")
 def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
-    from liger_models.arch.auto import get_arch, list_archs
+    from liger_models.arch.auto import get_arch, list_model_types
 
     # The docstring of a module begins with the names of its checkpoints, up to a colon.
     families = []
-    for name in list_archs():
+    for name in list_model_types():
         model_class = get_arch(name)
         reads = (getattr(sys.modules.get(model_class.__module__), "__doc__", None) or "").partition(":")[0]
         families.append({"model_type": name, "class": model_class.__name__, "reads": reads})
@@ -282,10 +282,10 @@ def verify(
 
 
 def _verify_packing(model: str, device: str, as_json: bool) -> None:
-    from liger_models.arch.auto import list_archs
+    from liger_models.arch.auto import list_model_types
     from liger_models.cli.packing import check_packing, empty_default, model_to_pack
 
-    is_type = model in list_archs() and not Path(model).exists()
+    is_type = model in list_model_types() and not Path(model).exists()
     empty = empty_default(model) if is_type else _empty_model(model, None)
     loaded, reason = model_to_pack(model, empty, device, progress=not as_json)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_models.arch.auto import get_arch, list_archs, load_by_name
+from liger_models.arch.auto import get_arch, list_model_types, load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.cli.compare import LIMIT, random_text, relative_error
 from liger_models.generation.deterministic import deterministic_forward, refusal
@@ -81,7 +81,7 @@ def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) ->
     needed, free = int(2.2 * empty.num_parameters() * dtype.itemsize), free_memory(device)
     if Path(name).exists() and not any(Path(name).glob("*.safetensors")):
         reason = f"{name} has no safetensors"
-    elif not Path(name).exists() and name in list_archs():
+    elif not Path(name).exists() and name in list_model_types():
         reason = f"{name} is a model type"
     elif free is not None and needed > free:
         reason = f"the whole model needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}"
