@@ -93,7 +93,8 @@ def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) ->
 def free_memory(device: str) -> int | None:
     """Return the free bytes of a device, or None if the system does not tell."""
     if device != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[0])
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return None if ask is None else int(ask(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -106,6 +107,9 @@ def default_config(config_class: Any) -> Any:
     """Return the config with the defaults of a family, also if the defaults of a vision tower do not fit together.
 
     The tower does not run.
+
+    Raises:
+        ValueError: a field has no default, which only happens in custom architectures.
     """
     config = object.__new__(config_class)
     for field in dataclasses.fields(config_class):
@@ -113,6 +117,11 @@ def default_config(config_class: Any) -> Any:
         if field.default_factory is not dataclasses.MISSING:
             nested = dataclasses.is_dataclass(field.default_factory)
             value = default_config(field.default_factory) if nested else field.default_factory()
+        if value is dataclasses.MISSING:
+            raise ValueError(
+                f"verify: {config_class.__name__}.{field.name} must have a default, got none. Give a folder with "
+                "config.json instead of the model type."
+            )
         object.__setattr__(config, field.name, value)
     with suppress(ValueError):  # the checks of the language model come first, and pass
         config.__post_init__()

@@ -124,3 +124,14 @@ def test_a_model_type(tmp_path, monkeypatch):
     assert told["same"]
     assert told["model"].endswith("random weights, because ernie4_5 is a model type")
     assert [check["passed"] for check in told["checks"]] == [True] * 8
+
+
+def test_a_model_type_without_default_sizes():
+    @dataclass(frozen=True, kw_only=True)
+    class Config(LlamaConfig):
+        """Llama's, with a field that must be given."""
+
+        depth: int
+
+    with pytest.raises(ValueError, match=r"Config\.depth must have a default, got none\. Give a folder"):
+        packing.default_config(Config)
