@@ -137,7 +137,9 @@ def _unmoved(parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
 
 def _without_gradient(model: CausalLM, parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
     """Yield the tensors that got no gradient, except those that text without images does not reach."""
-    images = {id(p) for path, p in model.named_parameters() if path.startswith("visual.") or "cross_attn" in path}
+    paths = [path for path, _ in model.named_parameters()]
+    unreached = ("visual.", *{path.partition("cross_attn.")[0] for path in paths if "cross_attn." in path})
+    images = {id(parameter) for path, parameter in model.named_parameters() if path.startswith(unreached)}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             yield Finding(name, "is frozen. Call requires_grad_(True) on it.")
@@ -166,5 +168,8 @@ def _compare_with_peft(name: str, model: CausalLM, adapter: Path, ids: Tensor, l
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # about features that no adapter of this package uses
         theirs = auto.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").to(ids.device)
-        theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+        try:
+            theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+        except ValueError as error:  # such as output projections of state-space layers
+            return f"PEFT refuses the adapter: {error}"
         return relative_error(logits, theirs(input_ids=ids).logits)

@@ -17,7 +17,7 @@ from liger_models.cli import commands
 from liger_models.cli.adapter import module_names
 from liger_models.cli.served import SERVERS, SGLANG, VLLM, check_served
 
-from ..arch.families import FIRST_CASES, load, make_folder, of_each_kind
+from ..arch.families import FIRST_CASES, load, make_folder, of_each_kind, tiny
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 STEM = "base_model.model.model.layers.1"
@@ -91,6 +91,22 @@ def test_adapters_of_every_family(case, tmp_path, monkeypatch):
     for server in SERVERS:
         told = [str(finding) for finding in check_served(server, tmp_path / "adapter", names, modules)]
         assert not any("the model has no module" in line or "Rename it" in line for line in told), told
+
+
+@pytest.mark.parametrize(
+    ("arch", "told"),
+    [
+        ("mllama", "logits equal those of PEFT"),
+        ("nemotron_h", "logits not compared with PEFT: PEFT refuses the adapter: "),
+    ],
+)
+def test_layers_that_text_does_not_reach_and_layers_that_peft_refuses(arch, told, tmp_path):
+    pytest.importorskip("peft")
+    folder = make_folder(arch, next(iter(tiny(arch))), tmp_path)
+    write(load(arch, folder), tmp_path / "adapter")
+    done = CliRunner().invoke(commands.app, ["verify", str(folder), "--adapter", str(tmp_path / "adapter")])
+    assert done.exit_code == 0, done.output
+    assert f"ok: {told}" in done.stdout
 
 
 def test_tensors_that_did_not_move(adapter):
