@@ -22,11 +22,11 @@ BEGIN, END = "<!-- begin: recipes -->\n", "<!-- end -->"
 
 
 class Model(NamedTuple):
-    """A model: its folder of recipes, its name on the hub, and a published config.json of its size in `CONFIGS`."""
+    """A model: its folder of recipes, its name on the hub, and a published config.json in `CONFIGS`, or its sizes."""
 
     folder: str
     name: str
-    config: str
+    config: str | dict[str, Any]
 
 
 class GPU(NamedTuple):
@@ -36,6 +36,46 @@ class GPU(NamedTuple):
     name: str
     peak: float
 
+
+V2_LITE = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "moe_intermediate_size": 1408,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    "max_position_embeddings": 163840,
+}  # fmt: skip
+MOONLIGHT = V2_LITE | {
+    "model_type": "deepseek_v3", "vocab_size": 163840, "intermediate_size": 11264, "n_group": 1, "topk_group": 1,
+    "num_nextn_predict_layers": 0, "max_position_embeddings": 8192,
+}  # fmt: skip
+PIXTRAL = {
+    "model_type": "llava", "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+    "text_config": {
+        "model_type": "mistral", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "head_dim": 128, "vocab_size": 131072, "sliding_window": None,
+    },
+    "vision_config": {"model_type": "pixtral"},
+}  # fmt: skip
+INTERNVL = {
+    "model_type": "internvl", "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+    "vision_config": {"attention_bias": True},
+}  # fmt: skip
+SMOLVLM = {
+    "model_type": "smolvlm", "tie_word_embeddings": False, "scale_factor": 3,
+    "text_config": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 64, "vocab_size": 49280,
+        "max_position_embeddings": 8192,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "image_size": 384, "patch_size": 14,
+    },
+}  # fmt: skip
+"""Sizes of models whose config.json is not in `CONFIGS`."""
 
 MODELS = (
     Model("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", "llama/Llama-3.2-1B-Instruct"),
@@ -68,6 +108,24 @@ MODELS = (
     Model("qwen2.5-vl-3b", "Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl/Qwen2.5-VL-3B-Instruct"),
     Model("qwen3-vl-8b", "Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl/Cosmos-Reason2-8B"),
     Model("llama-3.2-11b-vision", "meta-llama/Llama-3.2-11B-Vision-Instruct", "mllama/Llama-3.2-11B-Vision-Instruct"),
+    Model("llava-1.5-7b", "llava-hf/llava-1.5-7b-hf", "llava/llava-1.5-7b-hf"),
+    Model("pixtral-12b", "mistral-community/pixtral-12b", PIXTRAL),
+    Model("internvl-3.5-8b", "OpenGVLab/InternVL3_5-8B-HF", INTERNVL),
+    Model("smolvlm2-2.2b", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", SMOLVLM),
+    Model(
+        "mistral-small-3.2-24b",
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+        "mistral3/Mistral-Small-3.2-24B-Instruct-2506",
+    ),
+    Model("muse-glimmer-30b", "meta-models/Muse-Glimmer-30B", "muse_glimmer/Muse-Glimmer-30B"),
+    Model("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite-Chat", V2_LITE),
+    Model("moonlight-16b-a3b", "moonshotai/Moonlight-16B-A3B-Instruct", MOONLIGHT),
+    Model("glm-4.7-flash", "zai-org/GLM-4.7-Flash", {"model_type": "glm4_moe_lite"}),
+    Model(
+        "nemotron-3-nano-30b-a3b",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "nemotron_h/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    ),
 )
 GPUS = (
     GPU(24, "RTX 4090", 165e12),
@@ -90,7 +148,9 @@ SPEED = {"none": 1.0, "selective": 0.9, "full": 0.75}
 
 def planner(model: Model) -> Planner:
     """The planner of a model."""
-    hf = json.loads((CONFIGS / f"{model.config}.json").read_text(encoding="utf-8"))
+    hf = model.config
+    if isinstance(hf, str):
+        hf = json.loads((CONFIGS / f"{hf}.json").read_text(encoding="utf-8"))
     return Planner(read_config(get_arch(hf["model_type"]).config_class, hf))
 
 
@@ -147,7 +207,8 @@ def cells(model: Model, chooser: Planner, fits: Sequence[tuple[str, GPU, Recipe]
                 texts.append("no")
                 continue
             # An estimate of the speed or, in bold, a measurement.
-            estimated = rate(chooser, model.config.partition("/")[0], gpu, recipe)
+            family = model.config if isinstance(model.config, str) else model.config["model_type"]
+            estimated = rate(chooser, family.partition("/")[0], gpu, recipe)
             speed = f"{float(f'{estimated:.2g}'):,.0f}"
             if gpu.name == "H200" and (model.folder, method) in MEASURED:
                 name, mode = MEASURED[model.folder, method]

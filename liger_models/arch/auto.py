@@ -32,6 +32,11 @@ def list_archs() -> list[str]:
     return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names} - LANGUAGE_MODELS.keys())
 
 
+def list_model_types() -> list[str]:
+    """Return `list_archs` and the model types of which only the language model is implemented, sorted."""
+    return sorted([*list_archs(), *LANGUAGE_MODELS])
+
+
 def get_arch(model_type: str) -> type[CausalLM]:
     """Return the model class of ``model_type``.
 
@@ -55,7 +60,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
                 )
     if model_type not in MODEL_CLASSES:
         # Neither a built-in family nor a plugin has this model type: suggest the nearest name.
-        known = list_archs()
+        known = list_model_types()
         near = difflib.get_close_matches(model_type, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(

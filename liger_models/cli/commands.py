@@ -114,11 +114,11 @@ def options(
 @app.command("list")
 def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
-    from liger_models.arch.auto import get_arch, list_archs
+    from liger_models.arch.auto import get_arch, list_model_types
 
     # The docstring of a module begins with the names of its checkpoints, up to a colon.
     families = []
-    for name in list_archs():
+    for name in list_model_types():
         model_class = get_arch(name)
         reads = (getattr(sys.modules.get(model_class.__module__), "__doc__", None) or "").partition(":")[0]
         families.append({"model_type": name, "class": model_class.__name__, "reads": reads})
@@ -225,7 +225,14 @@ def download(
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder of a checkpoint. With --packing also a name on the hub, or a model_type.")
+    ],
+    packing: Annotated[bool, typer.Option("--packing", help="Check that packed documents are independent.")] = False,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files) to check.")] = None,
+    served: Annotated[
+        bool, typer.Option("--served", help="With --adapter: check the layout that vLLM and SGLang load.")
+    ] = False,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each of the two random rows to compare.")] = 64,
     device: Device = None,
     as_json: AsJson = False,
@@ -234,11 +241,27 @@ def verify(
 
     The logits are computed for random tokens in float32. If transformers is not installed or does not know the model,
     only the tensors are checked. The exit code is 3 if anything differs.
+
+    With --packing, documents of 1 to 130 tokens are packed into one row, and each is compared with itself alone:
+    logits and gradients, and whether it reads another document. If the checkpoint does not fit into memory, a smaller
+    model with random weights is checked.
+
+    With --adapter, every tensor of the adapter must have moved and get a gradient, and the logits must change with it
+    and equal those of PEFT on transformers. With --served, the adapter must also have the layout that vLLM and SGLang
+    load.
     """
+    if packing and adapter:
+        raise typer.BadParameter("give --packing or --adapter, not both")
+    if served and not adapter:
+        raise typer.BadParameter("--served needs --adapter: give both")
+    if packing:
+        return _verify_packing(model, _device(device), as_json)
+    if adapter:
+        return _verify_adapter(model, adapter, served, _device(device), as_json)
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
     # The models run one after the other, ours first.
-    verification = verify_checkpoint(folder, length=length, device=_device(device), progress=not as_json)
+    verification = verify_checkpoint(Path(model), length=length, device=_device(device), progress=not as_json)
     # The differences, the error of the logits, and the verdict.
     if as_json:
         _print_json(verification.as_json())
@@ -255,6 +278,58 @@ def verify(
             screen.print(f"first difference at {verification.place}", soft_wrap=True)
         screen.print(Text("same", "green") if verification.same else Text("differs", "red"))
     if not verification.same:
+        raise typer.Exit(DIFFERS)
+
+
+def _verify_packing(model: str, device: str, as_json: bool) -> None:
+    from liger_models.arch.auto import list_model_types
+    from liger_models.cli.packing import check_packing, empty_default, model_to_pack
+
+    is_type = model in list_model_types() and not Path(model).exists()
+    empty = empty_default(model) if is_type else _empty_model(model, None)
+    loaded, reason = model_to_pack(model, empty, device, progress=not as_json)
+
+    # Each check is shown when it is done.
+    weights = f"random weights, because {reason}" if reason else "its weights"
+    about = f"{type(loaded).__name__}: {len(loaded.layers)} layers, {loaded.dtype} on {device}, {weights}"
+    checks = []
+    if not as_json:
+        screen.print(about.replace("torch.", ""), soft_wrap=True)
+    for check in check_packing(loaded):
+        checks.append(check)
+        if not as_json:
+            screen.print(str(check), soft_wrap=True)
+
+    # The verdict.
+    passed = all(check.passed for check in checks)
+    if as_json:
+        _print_json({"model": about, "checks": [check._asdict() for check in checks], "same": passed})
+    else:
+        verdict = "packed documents are independent" if passed else "packed documents are NOT what they are alone"
+        screen.print(Text(verdict, "green" if passed else "red"))
+    if not passed:
+        raise typer.Exit(DIFFERS)
+
+
+def _verify_adapter(model: str, adapter: Path, served: bool, device: str, as_json: bool) -> None:
+    from liger_models.cli.adapter import verify_adapter
+
+    # Each check is shown when it is done; each finding has a line of its own.
+    problems, checks = 0, []
+    for text, findings in verify_adapter(model, adapter, served=served, device=device, progress=not as_json):
+        problems += len(findings)
+        checks.append({"check": text, "problems": [finding._asdict() for finding in findings]})
+        if not as_json:
+            lines = [f"PROBLEM: {finding}" for finding in findings] or [f"ok: {text}"]
+            screen.print(*lines, sep="\n", soft_wrap=True)
+
+    # The verdict.
+    if as_json:
+        _print_json({"checks": checks, "problems": problems})
+    else:
+        verdict = f"{problems} problem{'s' * (problems > 1)}" if problems else "the adapter is whole"
+        screen.print(Text(verdict, "red" if problems else "green"))
+    if problems:
         raise typer.Exit(DIFFERS)
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from liger_models.adapters.check import adapter_line, adapter_sums
 from liger_models.adapters.lora import apply_lora, language_targets
 from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
 from liger_models.adapters.peft_files import save_adapter
@@ -166,6 +167,7 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
     checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
     finite = FiniteChecks(updates.trained, updates.scaler, options.data, checkpoints.newest)
     loaded, batches = endless(loader), list[Batch]()
+    adapters = adapter_sums(model)
     for step in range(start + 1, steps + 1):
         # Batches. Some objectives take several steps on the same batches.
         if not batches or (step - 1) % objective.repeats == 0:
@@ -222,6 +224,8 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
         say(f"Stopped after step {step} of {steps}, which is saved in {output}. {command} goes on from there.")
     else:
         finite.check_weights(max(start, steps))
+        if options.lora_r and start < steps:
+            say(adapter_line(model, adapters, steps - start))
         export(options, model, output)
     return stop
 

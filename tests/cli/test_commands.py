@@ -71,7 +71,9 @@ def read(*arguments: str, code: int = 0):
 
 
 def test_list():
-    assert [row["model_type"] for row in read("list")] == list_archs()
+    rows = {row["model_type"]: row["reads"] for row in read("list")}
+    assert [*rows] == sorted([*list_archs(), "kimi_k25"])
+    assert rows["kimi_k25"] == "The language model of Kimi K2.5"
     assert {row["class"] for row in read("list")} >= {"LigerLlama", "LigerMixtral"}
     assert "Mixtral 8x7B" in run("list")
 
@@ -510,7 +512,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(folder):
 
 def test_help_fills_the_lines_of_a_narrow_window():
     told = CliRunner().invoke(commands.app, ["verify", "--help"], env={"COLUMNS": "80"}).stdout
-    lines = told.partition("The logits")[2].partition("Arguments")[0].splitlines()
+    lines = told.partition("With --adapter,")[2].partition("Arguments")[0].splitlines()
     assert all(len(line.rstrip()) > 50 for line in lines[:-3]), told
 
 

@@ -161,6 +161,18 @@ def test_every_model_has_files_and_every_file_a_model():
     assert {file.parent.name for file in RECIPES.rglob("*.yaml")} == {model.folder for model in generate.MODELS}
 
 
+def test_models_without_a_config_have_the_published_number_of_parameters():
+    """Their sizes are written in the generator."""
+    sizes = {model.folder: model for model in generate.MODELS if not isinstance(model.config, str)}
+    published = {"pixtral-12b": 12_682_739_712, "internvl-3.5-8b": 8_528_318_464, "smolvlm2-2.2b": 2_246_784_880}
+    published |= {"deepseek-v2-lite": 15_706_484_224, "glm-4.7-flash": 29_943_393_920}
+    published |= {"moonlight-16b-a3b": 15_960_110_208}
+    counts = {}
+    for folder, model in sizes.items():
+        counts[folder] = generate.planner(model).model("full", torch.bfloat16).num_parameters()
+    assert counts == published
+
+
 @pytest.mark.cases(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", generate.MODELS, ids=lambda model: model.folder)

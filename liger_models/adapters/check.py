@@ -1,0 +1,79 @@
+"""Checks of adapters: whether every tensor is trained, and moved."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.adapters.peft_files import peft_tensors
+from liger_models.base.causal_lm import CausalLM
+from liger_models.layers.linear import local
+
+
+class Finding(NamedTuple):
+    """Something wrong with an adapter.
+
+    Attributes:
+        name: name of the tensor in PEFT's files, or of the setting.
+        problem: what is wrong, and what to do.
+    """
+
+    name: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.problem}"
+
+
+def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
+    """Map the names of the adapters' tensors in PEFT's files to the parameters of the model."""
+    return {
+        name: tensor.parameter
+        for layer in adapted_layers(model).values()
+        for name, tensor in peft_tensors(layer).items()
+    }
+
+
+@torch.no_grad()
+def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
+    """Return two sums [2] fp64 over this rank's part of each tensor of the adapters, which show whether it changes."""
+    return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().flatten().double()
+    return torch.stack([wide.sum(), wide.square().sum()])
+
+
+def check_trained(model: CausalLM, before: dict[str, Tensor], steps: int) -> list[Finding]:
+    """Find the tensors of adapters that training has not changed.
+
+    Args:
+        model: the model after training.
+        before: the result of `adapter_sums` before training.
+        steps: number of steps between the two. B may stay at 0 in the first step of a warm-up, and A has no gradient
+            while B is 0, so B is checked after 2 steps and A after 3.
+    """
+    after = adapter_sums(model)
+    findings = []
+    for name, parameter in adapter_parameters(model).items():
+        if not parameter.requires_grad:
+            findings.append(Finding(name, "is frozen. Call requires_grad_(True) on it before you make the optimizer."))
+        elif not after[name].isfinite().all():
+            findings.append(Finding(name, "is not finite. Lower the learning rate."))
+        elif steps >= (3 if ".lora_A" in name else 2) and local(parameter).numel() and after[name].equal(before[name]):
+            findings.append(
+                Finding(
+                    name, "did not move, so no gradient reached it. Check that the data use its layer, and the loss."
+                )
+            )
+    return findings
+
+
+def adapter_line(model: CausalLM, before: dict[str, Tensor], steps: int) -> str:
+    """Return one line about `check_trained` for the log of a run."""
+    findings = check_trained(model, before, steps)
+    if not findings:
+        return f"adapter     all {len(before)} tensors moved"
+    return f"adapter     PROBLEM: {len(findings)} of {len(before)} tensors: {findings[0]}"
