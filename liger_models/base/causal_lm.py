@@ -109,7 +109,7 @@ class CausalLM(Decoder):
 
         # Single rows of a shard or of an adapter cannot be added.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
-        plain = all([name for name, _ in part.named_parameters()] in (["weight"], []) for part in parts)
+        plain = all({name for name, _ in part.named_parameters()} <= {"weight", "bias"} for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
         if not plain or cut:
             raise ValueError(
@@ -126,11 +126,9 @@ class CausalLM(Decoder):
         # A tied head stays tied.
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
-        if not tied:
-            resize_rows(self.lm_head, V)
-        elif "weight" in self.lm_head._parameters:  # not below a head that classifies
+        resize_rows(self.lm_head, V)  # nothing below a head that classifies, which has no parameters
+        if tied and "weight" in self.lm_head._parameters:
             self.lm_head.weight = self.embed_tokens.weight
-        self.lm_head.out_features = V
         self.config = replace(self.config, vocab_size=V)
         return self.embed_tokens
 

@@ -425,7 +425,7 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
         absent = names - stored.keys()
         renamed = {name: f"model.{name}" for name in stored if name not in names and f"model.{name}" in absent}
         # It is such a model only if, with the prefix, all tensors except the head exist.
-        if renamed and {name.endswith("lm_head.weight") for name in absent.difference(renamed.values())} <= {True}:
+        if renamed and all(".lm_head." in f".{name}" for name in absent.difference(renamed.values())):
             return {renamed.get(name, name): tensor for name, tensor in stored.items()}
     return {**stored}
 
@@ -517,7 +517,7 @@ def check_tensors(
         if unexpected:
             message += f" Unexpected: {some(unexpected, len(unexpected))}."
         todo = f"Check that {CONFIG} and the weights belong to the same model."
-        if not unexpected and [name.endswith("lm_head.weight") for name in missing] == [True]:
+        if not unexpected and any(missing) and all(".lm_head." in f".{name}" for name in missing):
             todo = (
                 f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}. If the "
                 "model was saved without its head, load it with liger_models.hf.LigerModel for hidden states. For a "
