@@ -251,6 +251,7 @@ def run_experts(X: int, K: int, F: int) -> None:
         differentiate(route(logits, grouped, torch.zeros(X))[0])
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
         route(logits, Routing(K, normalize=True), given=experts.short())
+        differentiate(route(logits, Routing(2, score="sparsemixer", tolerance=0.02), given=experts[:, :2].short())[0])
         matrices = draw(X, width, 256), draw(X, 256, F)
         differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
         pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, width, 16))}
