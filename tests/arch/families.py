@@ -235,10 +235,30 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         if arch == "nemotron_h" and hasattr(mixer, "time_step_limit"):
             # Transformers 5.23 limits step sizes to (time_step_min, infinity), but not in decoding.
             mixer.time_step_limit = tuple(model.config.time_step_limit)
+    if arch == "phimoe":
+        pass_the_length(model.model.rotary_emb)
+        for layer in model.model.layers:
+            layer.mlp.router.train = lambda mode=True: None  # in training, transformers draws the experts at random
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
     return model
+
+
+def pass_the_length(rotary) -> None:
+    """Choose the divisors of LongRoPE by the length of the longest row, like the authors' code.
+
+    Transformers 5.23 computes the frequencies of Phi-3.5-MoE without a length, so never with ``long_factor``.
+    """
+    theirs = type(rotary)
+    frequencies = rotary.rope_init_fn
+
+    def forward(self, x, position_ids=None):
+        if self.rope_type == "longrope":
+            self.rope_init_fn = functools.partial(frequencies, seq_len=int(position_ids.max()) + 1)
+        return theirs.forward(self, x, position_ids=position_ids)
+
+    rotary.__class__ = type(theirs.__name__, (theirs,), {"forward": forward})
 
 
 def scale_queries_by_position(model) -> None:
