@@ -169,15 +169,6 @@ def test_names_that_transformers_writes_for_kimi_k25_are_read(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
 
 
-def test_experts_in_int4_are_refused(tmp_path):
-    _, folder, _ = kimi_k25(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"quantization_config \(compressed-tensors\)\. Decompress the checkpoint"):
-        AutoLigerModel.from_pretrained(folder, progress=False)
-
-
 @pytest.mark.parametrize("adapters", [None, {}, {"use_dora": True}], ids=["plain", "lora", "dora"])
 def test_a_reused_cache_of_latents_gives_the_tokens_of_whole_forwards(adapters):
     """Few tokens after cached ones attend to latents, and many to keys and values that are computed again."""

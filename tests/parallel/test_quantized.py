@@ -221,7 +221,7 @@ def step_on_float8(folder: str, saved: str, experts: bool, parallel: bool) -> tu
     over_ranks = partial(over_experts, ranks=ranks) if parallel else partial(apply_fsdp, param_dtype=None)
     shard = lambda model: over_ranks(model) if ranks > 1 else model
     read = lambda prepare, dtype: AutoLigerModel.from_pretrained(
-        folder, dtype=dtype, progress=False, keep_float8=True, shard=prepare
+        folder, dtype=dtype, progress=False, keep_quantized=True, shard=prepare
     )
     if saved:
         read(shard, None).save_pretrained(saved)

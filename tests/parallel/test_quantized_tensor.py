@@ -210,7 +210,7 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
     """Loss and gradients of adapters on weights that ranks have read as they are; the base is saved as it was."""
 
     def read(prepare: Any, dtype: str | None) -> Any:
-        return AutoLigerModel.from_pretrained(folder, dtype=dtype, progress=False, keep_float8=True, shard=prepare)
+        return AutoLigerModel.from_pretrained(folder, dtype=dtype, progress=False, keep_quantized=True, shard=prepare)
 
     if saved is not None:
         read(lambda model: on_ranks(model, shape), None).save_pretrained(saved)
@@ -413,15 +413,15 @@ def refused(codes: Path, mixed: Path) -> None:
     config = LoRAConfig(target_modules=[], target_parameters=EXPERTS)
     with pytest.raises(ValueError, match=r"got 32 of 64 columns of layers\.0\.mlp\.down_weight on each of 2 ranks"):
         apply_tp(quantize_base(apply_lora(mixture, config)), mesh)
-    with pytest.raises(ValueError, match=r"multiple of 20 columns.* layers\.0\..*keep_float8=False, or apply_fsdp"):
+    with pytest.raises(ValueError, match=r"multiple of 20 columns.* layers\.0\..*keep_quantized=False, or apply_fsdp"):
         AutoLigerModel.from_pretrained(
-            codes, progress=False, keep_float8=True, shard=lambda model: apply_tp(model, mesh)
+            codes, progress=False, keep_quantized=True, shard=lambda model: apply_tp(model, mesh)
         )  # fmt: skip
     with pytest.raises(
         ValueError, match=r"multiple of 16 columns.* 12 of 24 columns of layers\.0\.mlp\.down_weight .*keep_"
     ):
         AutoLigerModel.from_pretrained(
-            mixed, progress=False, keep_float8=True, shard=lambda model: apply_tp(model, mesh)
+            mixed, progress=False, keep_quantized=True, shard=lambda model: apply_tp(model, mesh)
         )  # fmt: skip
     for model in (apply_lora(plain()), apply_lora(plain(experts=True), config)):
         with pytest.raises(ValueError, match=r"linear layers must not be sharded yet.*Quantize, then call apply_tp"):
