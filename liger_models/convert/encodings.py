@@ -106,12 +106,17 @@ class Encoding(ABC):
         }
         return {name: tensor.to("meta") for name, tensor in self.write(like).items()}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the dense weight."""
+        return torch.bfloat16
+
     def dense(self, files: Files, first: int, last: int) -> Tensor:
-        """Dequantize rows to bfloat16."""
+        """Dequantize rows to the dtype of the dense weight."""
         tensors = tuple(self.read(files, part, first, last) for part in self.widths)
         shape = torch.Size([last - first, *self.shape[1:]])
         format_ = FORMATS[self.format]
-        return format_.reference(FrozenWeight(format_, tensors, shape, self.layout, torch.bfloat16))
+        return format_.reference(FrozenWeight(format_, tensors, shape, self.layout, self.dtype))
 
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
         """Return the tensors of the file, by name, for dense values, with the scales of the file.
@@ -142,7 +147,7 @@ class Float8(Encoding):
     """Codes in e4m3 [..., O, C], and a scale for each block, row or matrix.
 
     Attributes:
-        block: numbers of rows and columns that share a scale, at most those of the matrix.
+        block: numbers of rows and columns that share a scale. If all columns do, the second number is 0.
     """
 
     block: tuple[int, int] = (1, 1)
@@ -155,14 +160,14 @@ class Float8(Encoding):
     @property
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
         columns = self.shape[-1]
-        scales = -(-columns // self.block[1]), FLOATS[self.parts["scales"].dtype]
+        scales = -(-columns // (self.block[1] or columns)), FLOATS[self.parts["scales"].dtype]
         return {"codes": (columns, torch.float8_e4m3fn), "scales": scales}
 
     def read(self, files: Files, part: str, first: int, last: int) -> Tensor:
         if part == "codes":
             return self._rows(files, part, first, last)
         (*before, rows, columns), (height, width) = self.shape, self.block
-        grid = (*before, -(-rows // height), -(-columns // width))
+        grid = (*before, -(-rows // height), -(-columns // (width or columns)))
         stored = self.parts["scales"].shape
         if before:  # the rows are whole matrices
             scales = self._rows(files, part, first, last) if stored == grid else self._whole(files, part)
@@ -294,7 +299,11 @@ class BitsAndBytes(Encoding):
 
     @property
     def layout(self) -> list[int]:
-        return [self.state["blocksize"], int(self.state["dtype"] == "float16")]
+        return [self.state["blocksize"], int(self.dtype == torch.float16)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.state["dtype"] == "float16" else torch.bfloat16
 
     @property
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
@@ -501,7 +510,7 @@ def _float8(parts: dict[str, StoredTensor], block: list[int] | None = None) -> E
     if grid is not None and block is not None and scales.shape == grid:
         size = block[0], block[1]
     else:
-        size = (1 if scales.shape in by_row and math.prod(scales.shape) > math.prod(before) else rows), columns
+        size = (1 if scales.shape in by_row and math.prod(scales.shape) > math.prod(before) else rows), 0
     return Float8(codes.shape, parts, block=size)
 
 

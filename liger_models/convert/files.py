@@ -213,7 +213,7 @@ def open_files() -> Iterator[Mapping[Path, Any]]:
 
 
 def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read rows of a tensor. A quantized tensor is dequantized to bfloat16.
+    """Read rows of a tensor. A quantized tensor is dequantized, to bfloat16 except if it was quantized from float16.
 
     Args:
         files: maps paths to open files.
@@ -227,7 +227,7 @@ def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last:
 
 
 def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
-    """Read a whole tensor. A quantized tensor is dequantized to bfloat16."""
+    """Read a whole tensor. A quantized tensor is dequantized; see `read_rows`."""
     if tensor.encoding is not None:
         return read_rows(files, tensor, 0, tensor.shape[0])
     whole: torch.Tensor = files[tensor.file].get_tensor(tensor.name)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, merge_lora
 from liger_models.convert import get_hf_state_dict
-from liger_models.kernels.frozen import groups
+from liger_models.kernels.frozen.groups import NUMBERS
 from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.frozen_linear import FrozenLinear
 from liger_models.layers.layer import routed_layers
@@ -19,7 +19,7 @@ from liger_models.layers.moe import LigerMoE
 from liger_models.train.report import estimate
 
 from .conftest import assert_same_bits, edit_json, read_tensors
-from .quantized_folders import CONFIGS, make_quantized, quantize
+from .quantized_folders import CONFIGS, make_quantized
 from .test_keep_float8 import IDS, as_stored, load, step, stirred
 from .test_mxfp4 import make as make_mxfp4
 
@@ -180,25 +180,20 @@ def test_old_folders_of_modelopt(tmp_path: Path) -> None:
         load(codes)
 
 
-def test_scales_of_bitsandbytes_in_float16(tmp_path: Path) -> None:
-    """Numbers are rounded to the dtype of the model that was quantized."""
-    tensors, dense = quantize("bnb", "x", torch.randn(6, 128, generator=torch.Generator().manual_seed(0)))
-    state = json.loads(bytes(tensors["x.weight.quant_state.bitsandbytes__nf4"].tolist()))
-    assert state["dtype"] == "bfloat16"
-    scales = tensors["x.weight.absmax"].view(6, 2)
-    codes = tensors["x.weight"].view(6, 64)
-    weight = groups.FrozenWeight(
-        groups_format("bnb_nf4"), ((codes << 4) | (codes >> 4), scales), torch.Size([6, 128]), [64, 1], torch.float16
-    )
-    exact = torch.tensor(groups.NUMBERS["nf4"])[torch.stack([codes >> 4, codes & 15], -1).flatten(1).int()]
-    assert torch.equal(weight.format.reference(weight), (exact * scales.repeat_interleave(64, 1)).half())
-    assert not torch.equal(weight.format.reference(weight).float(), dense.float())
-
-
-def groups_format(name: str) -> Any:
-    from liger_models.kernels.frozen.weight import FORMATS
-
-    return FORMATS[name]
+def test_weights_that_were_quantized_from_float16(tmp_path: Path) -> None:
+    """Numbers of bitsandbytes are rounded to the dtype of the model that was quantized."""
+    folder, _ = make_quantized("bnb", "qwen3", tmp_path)
+    tensors, layer = read_tensors(folder), "model.layers.0.self_attn.o_proj.weight"
+    codes, scales = tensors[layer].view(64, 32), tensors[f"{layer}.absmax"].view(64, 1)
+    want = torch.tensor(NUMBERS["nf4"])[torch.stack([codes >> 4, codes & 15], -1).flatten(1).int()] * scales
+    for name in [name for name in tensors if "quant_state" in name]:
+        state = json.loads(bytes(tensors[name].tolist())) | {"dtype": "float16"}
+        tensors[name] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    read, kept = (load(folder, dtype="float16", keep_quantized=keep) for keep in (False, True))
+    assert torch.equal(read.layers[0].self_attn.o_proj.weight, want.half())
+    assert torch.equal(kept.layers[0].self_attn.o_proj.frozen_weight.dense(), want.half())
+    assert not torch.equal(want.half().float(), want.bfloat16().float())
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         quantized_linear(draw_(rows, C).detach(), blocks)
         low_rank_linear(draw_(rows, C).detach(), blocks, None, (draw_(48, C).detach(), draw_(64, 48).detach()))
     gated_mlp(None, draw_(1, C), norm, blocks, draw_(8, 32))
-    by_row = blocks._replace(tensors=(stored[0], torch.ones(64, 1)), layout=[C])
+    by_row = blocks._replace(tensors=(stored[0], torch.ones(64, 1)), layout=[0])
     for each in (by_row, *(four_bits(kind, (64, 512), dtype) for kind in FOUR_BITS)):
         each.dense()
         for rows in (1, 3, 20):

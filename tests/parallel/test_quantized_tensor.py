@@ -23,6 +23,7 @@ from liger_models.layers.moe import MATRICES, LigerMoE
 from liger_models.parallel import apply_fsdp, apply_tp, compile_blocks, load_state, save_state, targets_per_rank
 
 from ..convert.conftest import assert_same_bits, read_tensors
+from ..convert.quantized_folders import make_quantized
 from ..convert.test_fp8 import quantized
 from ..kernels.moe.cases import quantize
 from ..late import Late
@@ -155,7 +156,7 @@ def test_a_rank_multiplies_with_its_slice(two, dtype):
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("dtype", ["nf4", "float8", "blocks"])
+@pytest.mark.parametrize("dtype", ["nf4", "float8", "blocks", "mxfp4", "nvfp4"])
 def test_slices_of_experts(dtype, dim):
     """In which factors begin and end: of 5 blocks a row."""
     quantization.to_nf4  # noqa: B018  skips without torchao
@@ -241,6 +242,19 @@ def test_float8_of_a_checkpoint_on_ranks(two, four, arch, targets, tmp_path):
             for part in ("loss", "run"):
                 assert_same(got[part], want[part])
         assert_same_bits(read_tensors(saved), read_tensors(codes))
+
+
+@pytest.mark.parametrize(("kind", "arch"), [("mo_nvfp4", "qwen3"), ("mo_tensors", "qwen3_moe")])
+def test_other_formats_of_checkpoints_on_ranks(two, kind, arch, tmp_path):
+    """Slices of rows and columns of codes and scales, with the factor of each row."""
+    codes, _ = make_quantized(kind, arch, tmp_path / arch)
+    targets = ["v_proj", "o_proj"]
+    want = step_on_float8(codes, (), targets, None)
+    for got in two(step_on_float8, codes, (2,), targets, tmp_path / "saved"):
+        assert_same_bits(got["base"], want["base"])
+        for part in ("loss", "run"):
+            assert_same(got[part], want[part])
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
 
 
 FAMILIES = [*CASES_OF_FAMILIES, ("qwen3_next", {}, True)]

@@ -82,7 +82,7 @@ def _block_weight_kernel(
 
 def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Compute `blocks_dense` in plain torch."""
-    factors = scales.float().repeat_interleave(width, 1)[:, : codes.shape[1]]
+    factors = scales.float().repeat_interleave(width or codes.shape[1], 1)[:, : codes.shape[1]]
     return (codes.float() * factors).bfloat16().to(dtype)
 
 
@@ -92,7 +92,7 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
     Args:
         codes: [O, C] in float8_e4m3fn, contiguous.
         scales: [O, ceil(C / width)], in a floating-point dtype.
-        width: number of columns that share a scale.
+        width: number of columns that share a scale; 0 for all columns of a row.
         dtype: float32, float16 or bfloat16.
     """
     if not use_triton(scales):
@@ -101,7 +101,7 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
     weight = torch.empty(N, K, dtype=dtype, device=codes.device)
     with on_device_of(codes):
         _block_weight_kernel[(cdiv(N, ROWS), cdiv(K, COLUMNS))](
-            codes, scales, weight, N, K, G, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+            codes, scales, weight, N, K, G, WIDTH=width or K, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
         )
     return weight
 
@@ -191,9 +191,9 @@ def _block_rows_kernel(
     store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
-def takes_width(width: int, columns: int) -> bool:
-    """Return whether the kernels for few rows support blocks of ``width`` columns in rows of ``columns`` columns."""
-    return width >= columns or (WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0)
+def takes_width(width: int) -> bool:
+    """Return whether the kernels for few rows support blocks of ``width`` columns, or of all columns if it is 0."""
+    return width == 0 or (WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0)
 
 
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
@@ -201,7 +201,7 @@ def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bo
 
     `takes_float8_rows` must be True, and the width of the blocks must be supported.
     """
-    return takes_width(width, codes.shape[1]) and scales.is_contiguous() and takes_float8_rows(x, codes)
+    return takes_width(width) and scales.is_contiguous() and takes_float8_rows(x, codes)
 
 
 def block_rows(
@@ -223,7 +223,7 @@ def block_rows(
         # One row is multiplied without matrix units, several rows with them.
         if M == 1:
             rows, columns, warps = ROW_TILE
-            by_row = width >= K
+            by_row = width == 0
             width, G = (ROW_WIDTH, cdiv(K, ROW_WIDTH)) if by_row else (width, G)
             blocks = max(min(columns // width, next_power_of_2(G)), 1)
             _block_row_kernel[(cdiv(N, rows),)](
@@ -231,7 +231,7 @@ def block_rows(
                 BLOCKS=blocks, BY_ROW=by_row, WIDTH=width, **constants, num_warps=warps,
             )  # fmt: skip
         else:
-            width = max(next_power_of_2(width), WIDTHS[0])  # the columns beyond the last one have no scale
+            width = width or max(next_power_of_2(K), WIDTHS[0])
             rows, block, warps = next(tile for most, *tile in TILES if most >= M)
             _block_rows_kernel[(cdiv(N, rows),)](
                 x, codes, scales, bias, y, product, low, B, M, N, K, G, R, ROWS=rows,
@@ -245,7 +245,7 @@ def block_rows(
 class Float8Blocks(Format):
     """The format with e4m3 codes [O, C] and scales [O, ceil(C / width)] from a checkpoint.
 
-    The layout is ``[width]``, the number of columns that share a scale.
+    The layout is ``[width]``, the number of columns that share a scale, or ``[0]`` if all columns of a row share one.
     """
 
     name = "blocks"
@@ -279,4 +279,13 @@ class Float8Blocks(Format):
 
         A slice of rows may have any size, because each row has its own scales.
         """
-        return 1 if rows else layout[0]
+        return 1 if rows else max(layout[0], 1)
+
+    def slices(
+        self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
+    ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
+        """Divide the tensors; see `Format.slices`. Scales of rows are the same in every slice of columns."""
+        tensors, layout, dims = super().slices(tensors, shape, layout, dim, ranks)
+        if layout[0] == 0 and dim == len(shape) - 1:
+            del dims["scales"]
+        return tensors, layout, dims

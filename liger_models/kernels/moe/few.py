@@ -286,9 +286,7 @@ def _fits(weight: Weight) -> bool:
     if weight.format.name == "nf4":
         codes_per_scale, _ = weight.layout
         return codes_per_scale == FEW_BLOCKS["nf4"][1] and weight.shape[2] % codes_per_scale == 0
-    takes = weight.format.name == "float8" or (
-        weight.format.name == "blocks" and takes_width(weight.layout[0], weight.shape[2])
-    )
+    takes = weight.format.name == "float8" or (weight.format.name == "blocks" and takes_width(weight.layout[0]))
     return takes and converts(weight.device)
 
 
@@ -325,7 +323,7 @@ def _launch(
     # 4-bit codes, a step reads whole groups. In other formats, these may be any columns of a row.
     one_row = one_row and storage != "nf4"
     block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[storage])
-    blocks = max(next_power_of_2(weight.layout[0]), 16) if storage == "blocks" else 0
+    blocks = (weight.layout[0] or max(next_power_of_2(width), 16)) if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
