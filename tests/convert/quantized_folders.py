@@ -71,7 +71,9 @@ def make_quantized(kind: str, arch: str, to: Path, *, powers: bool = False) -> t
     return to / "codes", to / "dense"
 
 
-def quantize(kind: str, layer: str, weight: Tensor, powers: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+def quantize(
+    kind: str, layer: str, weight: Tensor, powers: bool = False, group: int = 32
+) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a layer in a file, and the numbers in bfloat16 that they stand for by the format's formula."""
     name, (O, C) = f"{layer}.weight", weight.shape  # noqa: E741
     rounded = lambda scales: scales.log2().ceil().exp2() if powers else scales
@@ -94,7 +96,7 @@ def quantize(kind: str, layer: str, weight: Tensor, powers: bool = False) -> tup
                 found[f"{layer}.{layer[-6]}_scale"] = torch.tensor(1.0)
         return found, (codes.float() * of_numbers).bfloat16()
 
-    width = {"ct_int4": 32, "ct_nvfp4": 16, "mo_nvfp4": 16}.get(kind, 64)
+    width = {"ct_int4": group, "ct_nvfp4": 16, "mo_nvfp4": 16}.get(kind, 64)
     table = torch.tensor(NUMBERS["int4" if kind == "ct_int4" else "e2m1" if "nvfp4" in kind else "nf4"])
     scales = weight.unflatten(1, (-1, width)).abs().amax(2) / table.abs().max()
     if "nvfp4" in kind:
