@@ -15,10 +15,9 @@ from transformers.utils import logging
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
+from liger_models.convert.encodings import FLOATS, StoredTensor
 from liger_models.convert.files import (
     CONFIG,
-    FLOATS,
-    StoredTensor,
     as_dtype,
     open_files,
     read_headers,

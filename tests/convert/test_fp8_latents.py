@@ -23,7 +23,7 @@ from .conftest import assert_same_bits, read_tensors
 from .test_fp8 import quantized
 
 BLOCK = (24, 20)
-KEEP: dict[str, Any] = {"keep_float8": True}
+KEEP: dict[str, Any] = {"keep_quantized": True}
 IDS = torch.arange(2, 14)[None]
 IN_FLOAT8 = {
     "self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj",
