@@ -138,6 +138,10 @@ def load_pretrained(
         for name in (name for name in stored if name.startswith(weights.kept)):
             with open_files() as files:
                 model.kept_tensors[name] = read_whole(files, stored[name]).clone()
+            encoding = stored[name].encoding
+            if keep_quantized and encoding is not None:
+                parts = (*encoding.parts.values(), *encoding.extras)
+                model.quantized_kept[name] = {part.name: read_tensor(part.file, part.name) for part in parts}
         for encoding in model.encodings.values():
             model.quantized_extras |= {extra.name: read_tensor(extra.file, extra.name) for extra in encoding.extras}
     model.hf_config = hf_config
@@ -334,7 +338,10 @@ def _keep_quantized(
             "load_pretrained: keep_quantized needs linear layers or experts whose weights are quantized in the "
             "checkpoint, got a checkpoint without any. Leave it out."
         )
-    model.encodings = {name: tensor.encoding for name, tensor in stored.items() if tensor.encoding is not None}
+    of_parameters = {name for expression in weights.entries.values() for name in expression.names()}
+    model.encodings = {
+        name: stored[name].encoding for name in stored if name in of_parameters and stored[name].encoding
+    }
 
 
 def _common_encoding(expression: Expression, stored: Mapping[str, StoredTensor]) -> Encoding | None:

@@ -110,6 +110,12 @@ def save_pretrained(
 
     # Divide the tensors into files, which needs only shapes.
     kept_tensors = {**model.current_kept_tensors(), **extras}
+    if quantization and mxfp4 is None:  # as they were read, unless they were trained
+        trained = model.trained_tensors()
+        for name, tensors in model.quantized_kept.items():
+            if name not in trained:
+                del kept_tensors[name]
+                kept_tensors |= tensors
     plan = split_state_dict_into_shards_factory(
         stored.shapes(dtype) | kept_tensors,
         get_storage_size=lambda tensor: tensor.nbytes,

@@ -175,6 +175,9 @@ class Decoder(nn.Module):
         ``keep_quantized``."""
         self.quantized_extras: dict[str, Tensor] = {}
         """Tensors of such a checkpoint that do not change a weight, such as scales of activations. Rank 0 has them."""
+        self.quantized_kept: dict[str, dict[str, Tensor]] = {}
+        """Maps those `kept_tensors` of such a checkpoint that are quantized in it to their tensors in the files, by
+        name. Rank 0 has them."""
         self.quantization: dict[str, Any] = {}
         """The ``quantization_config`` of such a checkpoint."""
         if self.block_class is not None:

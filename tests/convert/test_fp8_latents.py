@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models import AutoLigerModel
-from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
+from liger_models.adapters import LigerMTP, LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from liger_models.convert.files import open_files, read_headers, read_rows
 from liger_models.layers.frozen import frozen_weights
 from liger_models.parallel import apply_fsdp
@@ -71,6 +72,48 @@ def test_frozen_weights_are_kept_and_saved_again(folders: tuple[Path, Path], tmp
     assert "quantization_config" in (tmp_path / "saved" / "config.json").read_text()
     kept.save_pretrained(tmp_path / "dense", dtype="bfloat16")
     assert_same_bits(read_tensors(tmp_path / "dense"), read_tensors(dense))
+
+
+def with_mtp(codes: Path, dense: Path) -> None:
+    """Add a block for multi-token prediction, whose matrices are in float8, too."""
+    for folder in (codes, dense):
+        tensors = read_tensors(folder)
+        block = {name: each.clone() for name, each in tensors.items() if name.startswith("model.layers.1.")}
+        first = "model.layers.2."
+        more = {name.replace("model.layers.1.", first): each for name, each in block.items()}
+        more |= {f"{first}{name}.weight": torch.ones(64, dtype=torch.bfloat16) for name in ("enorm", "hnorm")}
+        more[f"{first}shared_head.norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
+        for ending in ("", "_scale_inv") if folder == codes else ("",):
+            part = tensors[f"model.layers.1.self_attn.o_proj.weight{ending}"]
+            more[f"{first}eh_proj.weight{ending}"] = torch.cat([part] * 3, 1)[:, : (7 if ending else 128)].contiguous()
+        more[f"{first}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        more[f"{first}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_prediction_block_in_float8_is_saved_again(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Bit for bit, as the rest; once it is trained, as dense numbers."""
+    codes, dense = folders
+    with_mtp(codes, dense)
+    model = load(codes, **KEEP)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
+    assert "quantization_config" in (tmp_path / "saved" / "config.json").read_text()
+    assert_same_bits(model.kept_tensors, load(dense).kept_tensors)
+
+    predictor = LigerMTP(model)
+    with torch.no_grad():
+        predictor.fc.weight.add_(1)
+    model.save_pretrained(tmp_path / "trained")
+    saved, stored = read_tensors(tmp_path / "trained"), read_tensors(codes)
+    name = "model.layers.2.eh_proj.weight"
+    assert saved[name].dtype == torch.bfloat16
+    assert f"{name}_scale_inv" not in saved
+    rest = {each: tensor for each, tensor in stored.items() if not each.startswith("model.layers.2.")}
+    assert_same_bits({each: saved[each] for each in rest}, rest)
+    again = load(tmp_path / "trained", **KEEP)
+    assert torch.equal(again.kept_tensors[name], saved[name])
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 def test_tokens_from_kept_weights(folders: tuple[Path, Path]) -> None:
