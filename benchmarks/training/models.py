@@ -48,6 +48,7 @@ FAMILIES = {
     "lfm2": ("LFM2-350M", 6),
     "gpt_oss": ("gpt_oss/gpt-oss-20b.json", 4),
     "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
+    "phimoe": ("phimoe/Phi-3.5-MoE-instruct.json", 2),
     "granite": ("granite/granite-3.1-2b-instruct.json", 4),
     "olmo2": ("olmo2/OLMo-2-1124-7B.json", 4),
     "olmo3": ("olmo3/Olmo-3-7B.json", 6),

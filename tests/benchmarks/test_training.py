@@ -189,7 +189,7 @@ def test_releases_have_as_many_parameters_as_published(release):
 
 
 @pytest.mark.parametrize(
-    "family", [*CHANGES, "deepseek_v2", "glm4_moe_lite", "granitemoehybrid", "lfm2", "muse_glimmer"]
+    "family", [*CHANGES, "deepseek_v2", "glm4_moe_lite", "granitemoehybrid", "lfm2", "muse_glimmer", "phimoe"]
 )
 def test_both_libraries_train_the_same_number_of_parameters(family):
     config = read_config(family)
