@@ -1,13 +1,23 @@
-"""A few layers of each family at real width: full fine-tuning steps, and the errors of bf16."""
+"""A few layers of each family at real width: full fine-tuning steps, their floor, and the errors of bf16.
+
+The floor is a time that no step can beat with the products and the attention of today's libraries. It is the sum of
+three times: matrix products at the rate of a large product, causal attention at cuDNN's rate, and the reads and writes
+of AdamW at the speed of a copy. All three speeds are measured in the same run. The floor is counted on the layers of
+this package, for text alone.
+"""
 
 import argparse
 import gc
+import statistics
 import tempfile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import train
+from .ops.measure import ceilings, milliseconds
 from .options import add_batch, add_modes, add_steps, several
 from .processes import measure_all, plan_modes
 from .rows import Row, Rows, grouped, of_transformers
@@ -18,26 +28,84 @@ from .training.job import Job
 from .training.models import FAMILIES, read_config
 from .training.modes import MODE, title
 
-HELP = "a few layers of each family: speed, memory, error against fp32"
+HELP = "a few layers of each family: speed, memory, floor of the time, error against fp32"
 ERROR_TOKENS = 1024
+HEADS, HEAD_DIM = 32, 128
+"""Shape of the attention whose rate is measured for the floor."""
+ADAMW_PASSES = 7
+"""Tensors of the size of the weights that AdamW reads (weights, gradients, moments) or writes (all but gradients)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--families", type=several("|".join(FAMILIES)), default=",".join(FAMILIES), help="comma-separated"
     )
-    add_modes(parser, "hf,hf+liger,ours,error", f"{MODE}|error", 'comma-separated, as for train, and "error"')
+    modes = 'comma-separated, as for train, and "floor" and "error"'
+    add_modes(parser, "floor,hf,hf+liger,ours,error", f"{MODE}|floor|error", modes)
     add_batch(parser)
     add_steps(parser, 10, train.STEPS_HELP)
 
 
 def run(options: argparse.Namespace) -> Rows:
     file = options.out / f"families-{options.batch}.jsonl"
-    return measure_all(plan_modes("families", options.families, options.modes, options.batch, options.steps, file))
+    plans = plan_modes("families", options.families, options.modes, options.batch, options.steps, file)
+    return measure_all([plan for plan in plans if plan.row["mode"] != "floor" or is_text(plan.row["model"])])
+
+
+def is_text(family: str) -> bool:
+    return "vision_config" not in read_config(family)
 
 
 def measure(job: Job) -> Row:
-    return measure_errors(job) if job.mode.library == "error" else train.measure(job)
+    others = {"error": measure_errors, "floor": measure_floor}
+    return others.get(job.mode.library, train.measure)(job)
+
+
+def measure_floor(job: Job) -> Row:
+    """Milliseconds of the three parts of the floor and of their sum, and the measured speeds."""
+    B, T = job.shape
+    work = work_of_step(read_config(job.model), B, T)
+    speeds = ceilings("cuda")
+    speeds["attention_tflops"] = attention_tflops(B, T, "cuda")
+    parts = {
+        "products_ms": work["products"] / speeds["matmul_tflops"] / 1e9,
+        "attention_ms": work["attention"] / speeds["attention_tflops"] / 1e9,
+        "optimizer_ms": work["optimizer_bytes"] / speeds["copy_gbs"] / 1e6,
+    }
+    return {name: round(ms, 2) for name, ms in {"floor_ms": sum(parts.values()), **parts}.items()} | speeds
+
+
+def work_of_step(config: dict[str, Any], B: int, T: int) -> dict[str, float]:
+    """Operations of the products and of attention in forward and backward, and bytes that AdamW reads and writes."""
+    from liger_models import AutoLigerModel
+    from liger_models.layers.layer import layers_of
+    from liger_models.train.metrics import flops
+
+    model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device="meta")
+    batch = {"input_ids": torch.empty(B, T, dtype=torch.int64), "cu_seqlens": torch.arange(B + 1) * T}
+    lengths = torch.full((B,), float(T), dtype=torch.float64)
+    specs = [layer.attention for layer in layers_of(model.layers)]
+    attention = 3.0 * sum(spec.pair_flops * spec.pairs(lengths).sum().item() for spec in specs if spec is not None)
+    return {
+        "products": flops(model, [batch]) - attention,
+        "attention": attention,
+        "optimizer_bytes": float(ADAMW_PASSES * sum(weight.nbytes for weight in model.parameters())),
+    }
+
+
+def attention_tflops(B: int, T: int, device: str) -> float:
+    """TFLOP/s of causal attention in bf16, forward and backward, on the GPU by cuDNN."""
+    shape = (B, HEADS, T, HEAD_DIM)
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def step(_: Any) -> Any:
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(out, (q, k, v), upstream)
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.MATH):
+        ms = statistics.median(milliseconds(lambda: None, step, device))
+    return round(3 * 4 * B * HEADS * HEAD_DIM * T**2 / 2 / ms / 1e9, 1)
 
 
 def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -105,13 +173,17 @@ def by_family(rows: Rows) -> dict[str, Rows]:
 
 
 def table(rows: Rows) -> str:
-    """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty."""
+    """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty.
+
+    The share is the floor of the time, divided by the time.
+    """
     # Each cell shows what a mode measured, or that it failed.
     lines = []
     for family, group in by_family(rows).items():
         by_mode = {row["mode"]: row for row in group}
         peers = [row for row in group if of_transformers(row) and "error" not in row]
         ours, error, warm = by_mode.get("ours", {}), by_mode.get("error"), by_mode.get("ours+warm")
+        floor = by_mode.get("floor", {}).get("floor_ms", "")
         warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
 
         def show(key: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
@@ -125,12 +197,14 @@ def table(rows: Rows) -> str:
         least_memory = smallest(peers, lambda row: row.get("peak_gib"))
         lines.append((
             family, *show("step_ms"), ratio(smallest(peers, step_ms).get("step_ms"), ours.get("step_ms")),
+            floor, ratio(floor, ours.get("step_ms")),
             *show("peak_gib"), ratio(ours.get("peak_gib"), least_memory.get("peak_gib")),
             " / ".join(show("first_step_s")) + warmed, pair("logits"), pair("gradients"),
         ))  # fmt: skip
     return markdown(
-        "family|HF ms|HF + Liger ms|ours ms|speed ratio|HF GiB|HF + Liger GiB|ours GiB|memory ratio"
-        "|first step s, HF / HF + Liger / ours (after warm_up)|logits error, HF / ours|gradients error, HF / ours",
+        "family|HF ms|HF + Liger ms|ours ms|speed ratio|floor ms|share of floor|HF GiB|HF + Liger GiB|ours GiB"
+        "|memory ratio|first step s, HF / HF + Liger / ours (after warm_up)|logits error, HF / ours"
+        "|gradients error, HF / ours",
         lines,
     )
 

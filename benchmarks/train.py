@@ -81,8 +81,11 @@ def measure(job: Job) -> Row:
     milliseconds = statistics.median(times)
     rate = B * T / milliseconds * 1e3
 
-    # FLOPs are counted for dense models without images and adapters.
-    other_products = ("vision_config", "num_experts_per_tok", "top_k_experts", "linear_num_key_heads")
+    # FLOPs are counted for dense models without images and adapters, if attention is all that mixes tokens.
+    other_products = (
+        "vision_config", "num_experts_per_tok", "top_k_experts", "linear_num_key_heads", "mamba_d_state",
+        "conv_L_cache",
+    )  # fmt: skip
     counted = not any(config.get(key) for key in other_products) and not {"lora", "medusa"} & job.mode.extras.keys()
     return {
         "tokens_per_s": round(rate, 1),

@@ -34,7 +34,7 @@ def import_libraries(mode: Mode) -> None:
         import torchtitan.models.llama3  # noqa: F401
     if mode.library in ("hf", "titan", "trl", "error"):
         from transformers import AutoModelForCausalLM  # noqa: F401
-    if mode.library in ("ours", "error"):
+    if mode.library in ("ours", "error", "floor"):
         from liger_models import AutoLigerModel  # noqa: F401
     if "liger" in mode:
         import liger_kernel.transformers  # noqa: F401

@@ -88,6 +88,7 @@ from liger_models.arch.olmo3 import LigerOlmo3 as LigerOlmo3
 from liger_models.arch.olmoe import LigerOlmoe as LigerOlmoe
 from liger_models.arch.paligemma.model import LigerPaliGemma as LigerPaliGemma
 from liger_models.arch.phi3 import LigerPhi3 as LigerPhi3
+from liger_models.arch.phimoe import LigerPhimoe as LigerPhimoe
 from liger_models.arch.qwen2 import LigerQwen2 as LigerQwen2
 from liger_models.arch.qwen2_5_vl import LigerQwen2_5VL as LigerQwen2_5VL
 from liger_models.arch.qwen2_moe import LigerQwen2MoE as LigerQwen2MoE

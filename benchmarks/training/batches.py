@@ -28,9 +28,9 @@ def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, 
 
 
 def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of the Qwen-VL families: images of unequal size in every sequence."""
+    """A batch of the Qwen-VL families and Muse Glimmer: images of unequal size in every sequence."""
     tower, token, (B, T) = config["vision_config"], config["image_token_id"], ids.shape
-    ids = ids % token  # no placeholder by chance
+    ids = ids % min(token, config.get("video_token_id", token))  # no placeholder by chance
 
     # Images from the second token on, with a token between them.
     merge, grids, start = tower.get("spatial_merge_size", 2), [], 1
@@ -45,8 +45,8 @@ def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[s
     return {
         "input_ids": ids,
         "labels": ids.masked_fill(ids == token, -100),
-        "pixel_values": torch.randn(int(grid.prod(1).sum()), width, device="cuda", generator=generator),
-        "image_grid_thw": grid.cuda(),
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), width, device=ids.device, generator=generator),
+        "image_grid_thw": grid.to(ids.device),
         "mm_token_type_ids": (ids == token).int(),
     }
 

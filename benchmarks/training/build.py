@@ -1,7 +1,7 @@
 """The model of a mode, on one GPU in bf16 or sharded over several. Both libraries start from the same weights.
 
-There are two exceptions, in which random numbers differ but have the same distribution: experts, if transformers has
-all of a layer in one tensor, and models that are too large for one GPU.
+There are three exceptions, in which random numbers differ but have the same distribution: experts, if transformers has
+all of a layer in one tensor, names that transformers changes in loading, and models that are too large for one GPU.
 
 A library is imported when its model is built, because a process that measures one library must not pay for the other.
 """

@@ -1,10 +1,13 @@
 """The models: releases at real width, and a few layers of each family."""
 
+import copy
 import json
 
 from benchmarks import ROOT
 
 CONFIGS = ROOT / "tests" / "fixtures"
+RELEASES = json.loads((ROOT / "benchmarks" / "training" / "releases.json").read_text(encoding="utf-8"))
+"""Name of a release whose config.json is not in `CONFIGS` -> the settings that decide its sizes and operations."""
 MODELS = {
     "llama-3-8b": ("llama/Meta-Llama-3-8B.json", None),
     "llama-3-70b": ("llama/Meta-Llama-3.1-70B-Instruct.json", None),
@@ -33,8 +36,19 @@ FAMILIES = {
     "qwen3_5_text": ("qwen3_5_text/Qwen3.5-9B.text.json", 4),
     "qwen3_5_moe_text": ("qwen3_5_moe_text/Qwen3.5-35B-A3B.text.json", 4),
     "llama4_text": ("llama4_text/Llama-4-Scout-17B-16E.text.json", 2),
+    "deepseek_v2": ("DeepSeek-V2-Lite", 4),
+    "deepseek_v3": ("deepseek_v3/DeepSeek-V3.json", 2),
+    "glm4_moe": ("GLM-4.7", 3),
+    "glm4_moe_lite": ("GLM-4.7-Flash", 4),
+    "minimax_m2": ("MiniMax-M2.5", 3),
+    "nemotron_h": ("nemotron_h/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json", 6),
+    "falcon_h1": ("Falcon-H1-7B", 4),
+    "granitemoehybrid": ("Granite-4.0-H-Small", 6),
+    "bamba": ("Bamba-9B", 4),
+    "lfm2": ("LFM2-350M", 6),
     "gpt_oss": ("gpt_oss/gpt-oss-20b.json", 4),
     "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
+    "phimoe": ("phimoe/Phi-3.5-MoE-instruct.json", 2),
     "granite": ("granite/granite-3.1-2b-instruct.json", 4),
     "olmo2": ("olmo2/OLMo-2-1124-7B.json", 4),
     "olmo3": ("olmo3/Olmo-3-7B.json", 6),
@@ -52,8 +66,23 @@ FAMILIES = {
     "qwen3_vl_moe": ("qwen3_vl_moe/Qwen3-VL-30B-A3B-Instruct.json", 4),
     "qwen3_5": ("qwen3_5/Qwen3.5-9B.json", 4),
     "qwen3_5_moe": ("qwen3_5_moe/Qwen3.5-35B-A3B.json", 4),
+    "muse_glimmer": ("muse_glimmer/Muse-Glimmer-30B.json", 4),
 }
-"""Family -> file of the config.json of one release, and number of layers. Vision towers have twice this number."""
+"""Family -> one release, and number of layers. Vision towers have twice this number.
+
+The release is a file in `CONFIGS` or a name in `RELEASES`.
+"""
+CHANGES = {
+    "deepseek_v3": {"n_routed_experts": 32, "first_k_dense_replace": 1},
+    "glm4_moe": {"n_routed_experts": 32, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 64},
+    "nemotron_h": {"n_routed_experts": 32},
+    "bamba": {"attn_layer_indices": [3]},
+}
+"""Family -> settings besides the number of layers that differ from the release.
+
+All experts of these layers do not fit on a GPU, or none of the first layers is of a type that the release has.
+"""
 
 CHOICES = [*MODELS, *FAMILIES]
 """All names that ``--model`` takes."""
@@ -61,34 +90,33 @@ CHOICES = [*MODELS, *FAMILIES]
 
 def read_config(name: str) -> dict:
     """The config.json of a model, cut to its number of layers."""
-    file, layers = (MODELS | FAMILIES)[name]
-    config = json.loads((CONFIGS / file).read_text())
+    release, layers = (MODELS | FAMILIES)[name]
+    config = copy.deepcopy(RELEASES[release]) if release in RELEASES else json.loads((CONFIGS / release).read_text())
     config.pop("quantization_config", None)  # trained weights are not quantized
     config.pop("audio_config", None)  # audio towers are not trained
     if layers is not None:
         keep_layers(config, layers)
-    return config
+    return config | CHANGES.get(name, {})
 
 
 def keep_layers(config: dict, layers: int) -> None:
     """Cut the language model of a config to its first layers, and a vision tower to twice as many."""
-    # The language model, with the types of its first layers.
+    # The language model.
     text = text_part(config)
-    released, text["num_hidden_layers"] = text["num_hidden_layers"], layers
+    released = text["num_hidden_layers"]
     if text.get("num_kv_shared_layers"):  # the released share, if a layer of each type remains
         shared = text["num_kv_shared_layers"] * layers // released
         complete = {*text["layer_types"][: layers - shared]} == {*text["layer_types"]}
         text["num_kv_shared_layers"] = shared if complete else 0
-    for key in ("layer_types", "no_rope_layers"):
-        if text.get(key):
-            text[key] = text[key][:layers]
+    keep_first(text, "num_hidden_layers", layers)
     if "vision_config" not in config:
         return
 
     # The tower, and the layers whose features it returns.
     tower = config["vision_config"]
     depth = "depth" if "depth" in tower else "num_hidden_layers"
-    released, tower[depth] = tower.get(depth), 2 * layers
+    released = tower.get(depth)
+    keep_first(tower, depth, 2 * layers)
     for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
         if tower.get(key):  # spread as evenly as in the release
             tower[key] = [2 * layers // 3, 2 * layers - 1]
@@ -96,6 +124,15 @@ def keep_layers(config: dict, layers: int) -> None:
         key, tower["num_global_layers"] = "intermediate_layers_indices", 2
         tower[key] = [index * 2 * layers // released for index in tower[key]]
         text["cross_attention_layers"] = [i for i in text["cross_attention_layers"] if i < layers]
+
+
+def keep_first(config: dict, depth: str, layers: int) -> None:
+    """Set the number of layers, whose key is ``depth``, and shorten all that has one entry for each layer."""
+    released = config.get(depth)
+    for key, value in config.items():
+        if isinstance(value, list | str) and len(value) == released:  # a pattern has one letter for each layer
+            config[key] = value[:layers]
+    config[depth] = layers
 
 
 def text_part(config: dict) -> dict:

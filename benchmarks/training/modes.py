@@ -87,7 +87,7 @@ class Mode:
     """A parsed mode.
 
     Args:
-        library: "hf", "ours", "unsloth", "titan", or "error", the mode of ``families`` that compares both.
+        library: "hf", "ours", "unsloth", "titan", or a mode of ``families``: "error", which compares both, and "floor".
         extras: further word -> its number, or None for a word without a number.
     """
 

@@ -180,14 +180,17 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
-    # The matrices of experts become plain parameters, even if they were quantized.
+    # The matrices of experts become plain parameters, even if they were quantized. Those that are kept as they are in a
+    # checkpoint stay so unless they have adapters.
     for path, moe in _experts(model).items():
-        adapters, stored, names = moe.lora, moe.stored, {*moe.adapted, *frozen_parts(moe)}
+        parts = frozen_parts(moe)
+        kept = {name: part for name, part in parts.items() if part.format.is_kept and name not in moe.adapted}
+        adapters, stored, names = moe.lora, moe.stored, {*moe.adapted, *(parts.keys() - kept)}
         weights = {name: getattr(moe, name).detach() for name in names}
         for name in names:
             merged = moe.adapted_weight(name, merge=name in moe.adapted)
             setattr(moe, name, nn.Parameter(merged, requires_grad=False))
-        moe.lora = moe.stored = None
+        moe.lora, moe.stored = None, nn.ModuleDict(kept) if kept else None
         if reversible and names:
             originals[path] = Original(
                 adapters, {name: weight.cpu() for name, weight in weights.items()}, stored and stored.cpu()

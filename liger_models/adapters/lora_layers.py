@@ -515,7 +515,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
         weight = torch.cat([local(self.weight).to(x.dtype), B], 1)  # [V, C + r]
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]
-        return torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight
+        return self.with_bias(torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight)
 
 
 ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {

@@ -161,7 +161,8 @@ class LigerMedusa(nn.Module):
         for layer in adapted.values():
             adapters_of(layer).requires_grad_(not freeze)
 
-        # The projection of each head is initialized to a copy of the model's own, unless the heads share the latter.
+        # The projection of each head is initialized to a copy of the model's own, unless the heads share the latter. It
+        # has no bias, for which the format of the files has no name.
         lm_head: Any = model.lm_head
         hidden_size = model.config.hidden_size
         scaling = {"logit_scale": lm_head.logit_scale, "softcap": lm_head.softcap}
@@ -212,7 +213,7 @@ class LigerMedusa(nn.Module):
             # Without targets, the loss function returns the hidden states for the heads.
             nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)
             out = self.model(
-                input_ids, labels=nothing, loss_function=lambda hidden, *_: hidden, return_logits=True, **inputs
+                input_ids, labels=nothing, loss_function=lambda x, *_: self._hidden(x), return_logits=True, **inputs
             )
             drafts = [self.draft_logits(out.loss, index) for index in range(len(self.heads))]
             return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *drafts]))
@@ -222,12 +223,13 @@ class LigerMedusa(nn.Module):
         check_num_items(num_items_in_batch, ahead)
 
         # The losses are computed inside the model's head, because FSDP has gathered the head's weight there.
-        def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
+        def loss_of_heads(x: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
             # Compute all heads by the shared projection, or each head by its own projection.
             if return_log_probs:
-                return MedusaOutput(log_probs=self._log_probs(hidden, weight, torch.cat([target[None], ahead])))
+                return MedusaOutput(log_probs=self._log_probs(x, weight, torch.cat([target[None], ahead])))
             if self.share_lm_head:
-                return self._shared_loss(hidden, weight, torch.cat([target[None], ahead]), num_items_in_batch)
+                return self._shared_loss(x, weight, torch.cat([target[None], ahead]), num_items_in_batch)
+            hidden = self._hidden(x)
             head_losses = torch.stack(
                 [
                     head(hidden, target, num_items=num_items_in_batch)[0]
@@ -239,7 +241,7 @@ class LigerMedusa(nn.Module):
             # The loss of a frozen model is not computed.
             if self.freeze:
                 return MedusaOutput(loss, None, head_losses.detach())
-            base = self._cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
+            base = self._cross_entropy(x, weight, target, num_items=num_items_in_batch).loss
             return MedusaOutput(base + loss, base.detach(), head_losses.detach())
 
         out = self.model(input_ids, labels=labels, loss_function=loss_of_heads, **inputs)
@@ -280,28 +282,34 @@ class LigerMedusa(nn.Module):
             ahead.append(target)
         return torch.stack(ahead)
 
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Return the hidden states [..., C] from the input of the model's own head, which may have more columns."""
+        return x[..., : self.model.config.hidden_size]
+
+    def _rows(self, x: Tensor) -> list[Tensor]:
+        """Return the inputs of the shared projection, one for each head, from the input of the model's own head."""
+        hidden, columns = self._hidden(x), x[..., self.model.config.hidden_size :]
+        return [torch.cat([head(hidden), columns], -1) if columns.numel() else head(hidden) for head in self.heads]
+
     def _weights(self, device: torch.device) -> Tensor:
         """Return the weights of the losses of the heads, [K] fp32."""
         powers = torch.arange(1, len(self.heads) + 1, dtype=torch.float32, device=device)
         return self.heads_weight * self.decay**powers
 
-    def _cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
-        """Compute the cross entropy of hidden states with the projection of the model's own head."""
+    def _cross_entropy(self, x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
+        """Compute the cross entropy of inputs of the projection of the model's own head."""
         head = self.model.lm_head
-        return linear_cross_entropy(
-            hidden, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options
-        )
+        return linear_cross_entropy(x, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options)
 
     def _shared_loss(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, num_items: Tensor | float | None
+        self, x: Tensor, weight: Tensor, targets: Tensor, num_items: Tensor | float | None
     ) -> MedusaOutput:
         """Compute the loss of all heads in one pass over the shared projection, whose gradient is computed once."""
-        rows = [head(hidden) for head in self.heads]
-        factors = self._weights(hidden.device)
+        rows, factors = self._rows(x), self._weights(x.device)
         if self.freeze:
             targets = targets[1:]
         else:
-            rows, factors = [hidden, *rows], torch.cat([factors.new_ones(1), factors])
+            rows, factors = [x, *rows], torch.cat([factors.new_ones(1), factors])
         # The loss of a head is a mean, so the weight of a token is the weight of its head divided by the head's number
         # of targets.
         counts = (targets != IGNORED).sum((1, 2)).clamp(min=1) if num_items is None else num_items
@@ -309,13 +317,13 @@ class LigerMedusa(nn.Module):
         loss = self._cross_entropy(torch.stack(rows), weight, targets, token_weight=token_weight, reduction="sum").loss
         return MedusaOutput(loss)
 
-    def _log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def _log_probs(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         options: dict[str, Any] = {"reduction": "sum", "return_log_probs": True}
         if self.share_lm_head:
-            rows = torch.stack([hidden, *(head(hidden) for head in self.heads)])  # [1 + K, B, T, C]
+            rows = torch.stack([x, *self._rows(x)])  # [1 + K, B, T, C]
             log_probs: Tensor = self._cross_entropy(rows, weight, targets, **options).log_probs
             return log_probs
-        base = self._cross_entropy(hidden, weight, targets[0], **options).log_probs
+        base, hidden = self._cross_entropy(x, weight, targets[0], **options).log_probs, self._hidden(x)
         drafts = [head(hidden, target, log_probs=True)[0] for head, target in zip(self.heads, targets[1:], strict=True)]
         return torch.stack([base, *drafts])
 

@@ -83,7 +83,7 @@ class UnpackedLMHead(Layer):
     """A `LigerLMHead` that is not an `nn.Linear`. PEFT would replace an `nn.Linear` by a layer without the loss."""
 
     forward = LigerLMHead.forward
-    operands, product = LigerLMHead.operands, LigerLMHead.product
+    operands, product, with_bias = LigerLMHead.operands, LigerLMHead.product, LigerLMHead.with_bias
 
     def extra_repr(self) -> str:
         """Return the advice that the head takes no adapter, which PEFT shows in its error."""

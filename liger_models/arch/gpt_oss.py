@@ -5,7 +5,8 @@ layer, starting with the first, has a window. The attention projections, the rou
 experts' activation is a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. Norms
 multiply by their weight in fp32.
 
-The released experts are stored in MXFP4, with four bits per weight. They are read and trained in bf16.
+The released experts are stored in MXFP4, with four bits per weight. They are read and trained in bf16, or kept in MXFP4
+and frozen.
 
 Source: https://arxiv.org/abs/2508.10925, transformers ``models/gpt_oss``.
 """
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.mxfp4 import Mxfp4
-from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map
+from liger_models.convert.weight_map import Expression, Name, Rearrange, WeightMap, decoder_map
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -170,11 +170,11 @@ def weight_map(config: GptOssConfig) -> WeightMap:
 
 
 def mxfp4_map(config: GptOssConfig) -> WeightMap:
-    """`weight_map` for experts in MXFP4, the released format."""
+    """`weight_map` for experts in MXFP4, the released format, which is not transposed."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(
         config,
-        *(Mxfp4(f"{experts}.{name}_proj_blocks", f"{experts}.{name}_proj_scales") for name in ("gate_up", "down")),
+        *(Name(f"{experts}.{name}_proj_blocks") for name in ("gate_up", "down")),
     )
 
 

@@ -109,7 +109,7 @@ class CausalLM(Decoder):
 
         # Single rows of a shard or of an adapter cannot be added.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
-        plain = all([name for name, _ in part.named_parameters()] in (["weight"], []) for part in parts)
+        plain = all({name for name, _ in part.named_parameters()} <= {"weight", "bias"} for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
         if not plain or cut:
             raise ValueError(
@@ -126,11 +126,9 @@ class CausalLM(Decoder):
         # A tied head stays tied.
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
-        if not tied:
-            resize_rows(self.lm_head, V)
-        elif "weight" in self.lm_head._parameters:  # not below a head that classifies
+        resize_rows(self.lm_head, V)  # nothing below a head that classifies, which has no parameters
+        if tied and "weight" in self.lm_head._parameters:
             self.lm_head.weight = self.embed_tokens.weight
-        self.lm_head.out_features = V
         self.config = replace(self.config, vocab_size=V)
         return self.embed_tokens
 
@@ -336,14 +334,14 @@ class CausalLM(Decoder):
         local_files_only: bool = False,
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
-        keep_float8: bool = False,
+        keep_quantized: bool = False,
     ) -> "Self":
         """Load a Hugging Face checkpoint from a local folder or, if there is no such folder, from the hub.
 
         Args:
             folder: folder with config.json and safetensors; or the name of a repository of the hub, ``owner/name``, if
                 there is no folder of this name.
-            dtype, device, kernels, strict, progress, shard, keep_float8: see
+            dtype, device, kernels, strict, progress, shard, keep_quantized: see
                 `liger_models.convert.load.load_pretrained`, also for errors.
             revision, cache_dir, token, local_files_only, force_download: as for `from_hub`. They are unused if the
                 checkpoint is in a local folder.
@@ -352,7 +350,7 @@ class CausalLM(Decoder):
             return cls.from_hub(
                 str(folder), revision=revision, dtype=dtype, device=device, kernels=kernels, strict=strict,
                 progress=progress, cache_dir=cache_dir, token=token, local_files_only=local_files_only,
-                force_download=force_download, shard=shard, keep_float8=keep_float8,
+                force_download=force_download, shard=shard, keep_quantized=keep_quantized,
             )  # fmt: skip
 
         # A class with subclasses, such as `AutoLigerModel`, passes the call on to the class of the checkpoint.
@@ -360,7 +358,7 @@ class CausalLM(Decoder):
         load = partial(load_pretrained, cls) if chosen is cls else chosen.from_pretrained
         return load(
             folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard,
-            keep_float8=keep_float8,
+            keep_quantized=keep_quantized,
         )  # fmt: skip
 
     @classmethod
@@ -380,7 +378,7 @@ class CausalLM(Decoder):
         local_files_only: bool = False,
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
-        keep_float8: bool = False,
+        keep_quantized: bool = False,
     ) -> "Self":
         """Download a checkpoint from the Hugging Face hub, unless it is in the local cache, and load it.
 
@@ -395,7 +393,7 @@ class CausalLM(Decoder):
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
             shard: function that distributes the model's parameters before they are loaded, such as
                 `parallel.apply_fsdp`.
-            keep_float8: whether to keep float8 weights with block scales as they are, frozen; see
+            keep_quantized: whether to keep weights that are quantized in the checkpoint as they are, frozen; see
                 `liger_models.convert.load.load_pretrained`.
         """
         # The class of the checkpoint is known only from its config.json.
@@ -412,7 +410,7 @@ class CausalLM(Decoder):
         )
         return cls._class_at(folder).from_pretrained(
             folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard,
-            keep_float8=keep_float8,
+            keep_quantized=keep_quantized,
         )  # fmt: skip
 
     @classmethod

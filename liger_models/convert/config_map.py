@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from liger_models.convert.encodings import check_quantization, quantization_of
 from liger_models.convert.format import format_of
-from liger_models.convert.fp8 import block_size
 from liger_models.layers.config import LAYER_TYPES, check_numbers
 from liger_models.layers.rope import ROPE_TYPES, LongRopeScaling, RopeScaling
 
@@ -143,17 +143,15 @@ def read_config(
 def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bool) -> "Config":
     # A quantized checkpoint is supported only if its weights can be dequantized while they are read.
     checkpoint = format_of(config_class)
-    quantization = hf.get("quantization_config") or hf.get("compression_config")
+    quantization = quantization_of(hf)
     if quantization:
-        method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
-        if not (isinstance(method, str) and method in {*checkpoint.quantized_maps, "fp8"}):
+        check_quantization(quantization)
+        if quantization["quant_method"] == "mxfp4" and "mxfp4" not in checkpoint.quantized_maps:
             raise ValueError(
-                f"config.json: the checkpoint must not be quantized, got quantization_config ({method}). "
-                "Load the original checkpoint instead. For 4-bit weights call quantize_base, or train with lora_4bit."
+                f"config.json: a checkpoint in MXFP4 must be of GPT-OSS, got model_type {checkpoint.model_type!r}. "
+                "Load the original checkpoint instead."
             )
-        if method == "fp8":
-            block_size(quantization)
-        hf = {key: value for key, value in hf.items() if key != "quantization_config"}
+        hf = {key: value for key, value in hf.items() if key not in ("quantization_config", "compression_config")}
 
     # Rename the keys to the fields of the class, and read the fields. Rope settings are read by separate rules.
     hf = checkpoint.from_json(hf)
@@ -351,7 +349,13 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         "model_type": checkpoint.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # weights were dequantized
+    for key in (
+        "dtype",
+        "rope_parameters",
+        "text_config",
+        "quantization_config",
+        "compression_config",
+    ):  # weights were dequantized
         out.pop(key, None)
     original_length = getattr(config, "original_length", None)
     if original_length is None:

@@ -4,14 +4,14 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from liger_models.common.json_files import parse_json
+from liger_models.convert.encodings import FLOATS, StoredTensor, check_quantization, quantization_of, recognize
 from liger_models.convert.folder import check_complete
-from liger_models.convert.fp8 import block_size, dequantize
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -43,46 +43,11 @@ ASSETS = (
 """Files of a checkpoint besides config.json and the weights, which are loaded and saved unchanged."""
 CODE = "*.py"
 """Pattern for files of code in a checkpoint. They are kept if config.json has an ``auto_map``, but never run."""
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Maps dtypes of weights in headers of safetensors files to dtypes of PyTorch."""
-FLOAT8 = "F8_E4M3"
-"""Dtype of float8 weights in headers of safetensors files; see `convert.fp8`."""
-SCALES = "_scale_inv"
-"""The tensor with the scales of a float8 weight has the name of the weight plus this suffix."""
+MODELOPT = "hf_quant_config.json"
+"""File in which ModelOpt describes the quantization of a checkpoint if config.json does not."""
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
 """Maps short names of dtypes to their names in PyTorch."""
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file, as described in the header of the file.
-
-    Attributes:
-        file: path of the file.
-        name: name of the tensor in the file.
-        shape, dtype: shape and dtype of the tensor.
-        scales: the scales of a float8 tensor, see `convert.fp8`; None for other tensors.
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    scales: "BlockScales | None" = None
-
-
-class BlockScales(NamedTuple):
-    """The tensor that holds the scales of a float8 tensor. A block of the last two dimensions shares one scale.
-
-    Attributes:
-        file, name, dtype: file, name and dtype of the tensor that holds the scales.
-        block: number of rows and columns of a block.
-    """
-
-    file: Path
-    name: str
-    dtype: str
-    block: tuple[int, int]
 
 
 def as_dtype(
@@ -153,7 +118,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     If there is an index, ``model.safetensors`` is ignored, because it may be left from an earlier save. If none of the
     files in the index exists, the index itself is left from an earlier save and is ignored.
 
-    The scales of a float8 tensor are not a separate entry of the result, but an attribute of the entry of this tensor.
+    The tensors that make up a quantized weight are one entry of the result; see `convert.encodings`.
 
     Raises:
         FileNotFoundError: there are no safetensors files, or a file in the index is missing.
@@ -212,36 +177,20 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                 f"{folder / INDEX}: must name the file of each tensor, got {file_name} for {name}, which it does not "
                 "hold. Download the index and the files of one commit."
             )
-    return with_scales(stored, folder)
+    return recognize(stored, read_quantization(folder), lambda tensor: read_tensor(tensor.file, tensor.name))
 
 
-def with_scales(stored: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """Attach the scales in a checkpoint to its float8 tensors, and return the tensors without entries for the scales.
+def read_quantization(folder: Path) -> Mapping[str, Any]:
+    """Return the ``quantization_config`` of a checkpoint, or an empty mapping.
 
     Raises:
-        ValueError: config.json does not describe the scales, or the shape of scales does not match their weight.
+        ValueError: the quantization is described in the file of ModelOpt alone, and not supported.
     """
-    names = [name for name in stored if name.endswith(SCALES)]
-    if not names:
-        return stored
-
-    # A tensor of scales must have one number for each block of the weight.
-    quantization = read_json_config(folder).get("quantization_config")
-    block = block_size(quantization if isinstance(quantization, Mapping) else {})
-    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(SCALES)}
-    for name in names:
-        owner, scales = name.removesuffix(SCALES), stored[name]
-        weight = tensors.get(owner, scales)  # a missing weight fails the check below
-        *before, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
-        shape = (*before, -(-rows // block[0]), -(-columns // block[1]))
-        if weight.dtype != FLOAT8 or scales.dtype not in FLOATS or scales.shape != shape:
-            raise ValueError(
-                f"{scales.file}: {name} must be floating-point numbers {list(shape)} for blocks of {list(block)} of "
-                f"{owner} in {FLOAT8}, got {list(scales.shape)} in {scales.dtype}, and {weight.dtype} for {owner}. "
-                "Download the files of one commit."
-            )
-        tensors[owner] = weight._replace(scales=BlockScales(scales.file, name, scales.dtype, block))
-    return tensors
+    quantization = quantization_of(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else None
+    if quantization is None and (folder / MODELOPT).is_file():
+        quantization = {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
+        check_quantization(quantization)
+    return quantization if isinstance(quantization, Mapping) else {}
 
 
 class _OpenFiles(dict[Path, Any]):
@@ -264,51 +213,22 @@ def open_files() -> Iterator[Mapping[Path, Any]]:
 
 
 def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read rows of a tensor. A float8 tensor is dequantized to bfloat16.
+    """Read rows of a tensor. A quantized tensor is dequantized, to bfloat16 except if it was quantized from float16.
 
     Args:
         files: maps paths to open files.
         tensor: the tensor.
         first, last: the first row, and the last row + 1.
     """
+    if tensor.encoding is not None:
+        return tensor.encoding.dense(files, first, last)
     rows: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
-    if tensor.scales is None:
-        return rows
-
-    # For a stack, read the scales of each matrix; otherwise, read the scales of each row of blocks.
-    file, scales_name, _, block = tensor.scales
-    scales = files[file].get_slice(scales_name)
-    if len(tensor.shape) > 2:  # the rows are whole matrices
-        return dequantize(rows, scales[first:last], block)
-    begin = first // block[0]  # the first row of blocks
-    return dequantize(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
-
-
-def read_codes(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read n rows of a float8 tensor [..., C] as codes [n, ..., C], which are bytes."""
-    codes: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
-    return codes.view(torch.uint8)
-
-
-def read_scales(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read the scales of n rows of a float8 tensor. The scales of a block are repeated for each of its rows.
-
-    For a tensor [O, C] the result is [n, ceil(C / width)], where width is the number of columns of a block. For a
-    tensor [X, O, C], a row is a whole matrix, and the result is [n, O, ceil(C / width)].
-    """
-    assert tensor.scales is not None
-    file, name, _, (height, _) = tensor.scales
-    if len(tensor.shape) > 2:
-        whole: torch.Tensor = files[file].get_slice(name)[first:last]
-        return whole.repeat_interleave(height, 1)[:, : tensor.shape[1]]
-    begin = first // height
-    scales: torch.Tensor = files[file].get_slice(name)[begin : -(-last // height)]
-    return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
+    return rows
 
 
 def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
-    """Read a whole tensor. A float8 tensor is dequantized to bfloat16."""
-    if tensor.scales is not None:
+    """Read a whole tensor. A quantized tensor is dequantized; see `read_rows`."""
+    if tensor.encoding is not None:
         return read_rows(files, tensor, 0, tensor.shape[0])
     whole: torch.Tensor = files[tensor.file].get_tensor(tensor.name)
     return whole

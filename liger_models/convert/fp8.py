@@ -10,9 +10,6 @@ Source: https://arxiv.org/abs/2412.19437, section 3.3; transformers ``integratio
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
     """Read the numbers of rows and columns of a block from the ``quantization_config`` of a float8 checkpoint.
@@ -30,24 +27,3 @@ def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
         )
     assert block is not None
     return block[0], block[1]
-
-
-def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int], before: int = 0) -> Tensor:
-    """Dequantize codes with their scales.
-
-    Args:
-        codes: [..., R, C] in float8.
-        scales: [..., rows of blocks, columns of blocks].
-        block: numbers of rows and columns of a block.
-        before: number of rows of the first block that are not in ``codes``, because they precede its first row.
-
-    Returns:
-        [..., R, C] in bfloat16.
-    """
-    dense = torch.empty(codes.shape, dtype=torch.bfloat16)
-    (R, C), (height, width) = codes.shape[-2:], block
-    for number, start in enumerate(range(-before, R, height)):  # row by row of blocks, to save memory
-        rows = slice(max(start, 0), min(start + height, R))
-        factors = scales[..., number, :].float().repeat_interleave(width, -1)[..., :C]
-        dense[..., rows, :] = codes[..., rows, :].float() * factors[..., None, :]
-    return dense

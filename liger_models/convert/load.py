@@ -17,20 +17,18 @@ from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
 from liger_models.convert.config_map import blaming, read_config
+from liger_models.convert.encodings import FLOATS, Encoding, StoredTensor
 from liger_models.convert.files import (
     CONFIG,
-    FLOATS,
-    BlockScales,
-    StoredTensor,
     as_dtype,
     asset_patterns,
     open_files,
     open_safetensors,
-    read_codes,
     read_headers,
     read_json_config,
+    read_quantization,
     read_rows,
-    read_scales,
+    read_tensor,
     read_whole,
     some,
 )
@@ -62,7 +60,7 @@ def load_pretrained(
     progress: bool = True,
     kernels: KernelOptions | None = None,
     shard: Callable[[Model], object] | None = None,
-    keep_float8: bool = False,
+    keep_quantized: bool = False,
     hf_config: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a model from a folder.
@@ -84,9 +82,9 @@ def load_pretrained(
         kernels: which parts run on fused kernels; by default all of them.
         shard: function that distributes the parameters of the model in place while the model is on the meta device:
             ``parallel.apply_fsdp``, or a function that calls ``apply_fsdp``.
-        keep_float8: whether weights of linear layers and routed experts that the checkpoint stores in float8 with block
-            scales stay in this format. These weights are frozen, take 8 bits per element, and are dequantized during
-            matrix products.
+        keep_quantized: whether weights of linear layers and routed experts that are quantized in the checkpoint stay
+            as they are. These weights are frozen, take 4 or 8 bits per element and their scales, and are dequantized
+            during matrix products.
         hf_config: content of a config.json that is used instead of the file in the folder.
 
     Returns:
@@ -96,7 +94,7 @@ def load_pretrained(
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
         ValueError: the content of a file does not match the model, ranks have different checkpoints in the folder, or
-            ``keep_float8`` is True but there are no such weights.
+            ``keep_quantized`` is True but there are no such weights.
         OSError: another process has saved to the folder during loading.
     """
     target = None if dtype is None or dtype == "auto" else as_dtype("load_pretrained: dtype", dtype)
@@ -124,8 +122,9 @@ def load_pretrained(
         target = target or _one_dtype(weights, stored, hf_config, wide)
         if config.tie_word_embeddings:
             _check_head(weights, stored, hf_config)
-        if keep_float8:
-            _keep_float8(model, weights, stored, target)
+        if keep_quantized:
+            _keep_quantized(model, weights, stored, target)
+            model.quantization = dict(read_quantization(folder))
 
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
@@ -139,6 +138,12 @@ def load_pretrained(
         for name in (name for name in stored if name.startswith(weights.kept)):
             with open_files() as files:
                 model.kept_tensors[name] = read_whole(files, stored[name]).clone()
+            encoding = stored[name].encoding
+            if keep_quantized and encoding is not None:
+                parts = (*encoding.parts.values(), *encoding.extras)
+                model.quantized_kept[name] = {part.name: read_tensor(part.file, part.name) for part in parts}
+        for encoding in model.encodings.values():
+            model.quantized_extras |= {extra.name: read_tensor(extra.file, extra.name) for extra in encoding.extras}
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
 
@@ -169,9 +174,7 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
         return folder / path.relative_to(root[0])
 
     stored = {
-        name: tensor._replace(
-            file=moved(tensor.file), scales=tensor.scales and tensor.scales._replace(file=moved(tensor.scales.file))
-        )
+        name: tensor._replace(file=moved(tensor.file), encoding=tensor.encoding and tensor.encoding.moved(moved))
         for name, tensor in packet[0].items()
     }
 
@@ -181,7 +184,8 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
     digest = hashlib.sha256()
     with raise_on_all_ranks(), open_files() as files:
         for name in matrices[:: max(len(matrices) // SAMPLES, 1)]:
-            digest.update(repr(files[stored[name].file].get_slice(name)[:1].float().tolist()).encode())
+            header = stored[name]
+            digest.update(repr(files[header.file].get_slice(header.name)[:1].float().tolist()).encode())
     digests: list[Any] = [None] * world_size()
     dist.all_gather_object(digests, digest.digest())
     others = [number for number, other in enumerate(digests) if other != digests[0]]
@@ -303,10 +307,10 @@ def _load_parts(
         layer.reset_adapters()
 
 
-def _keep_float8(
+def _keep_quantized(
     model: Decoder, weights: WeightMap, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None
 ) -> None:
-    """Freeze the linear layers and routed experts whose weights are float8 with block scales in the checkpoint.
+    """Freeze the linear layers and routed experts whose weights are quantized in the checkpoint.
 
     The model is on the meta device.
     """
@@ -314,46 +318,52 @@ def _keep_float8(
     for path, layer in [*model.named_modules()]:
         names = MATRICES if isinstance(layer, LigerMoE) else ("weight",) if type(layer) is nn.Linear else ()
         for name in names:
-            # A weight is kept in float8 if all its rows come from matrices with such scales.
+            # A weight is kept if all its rows come from matrices with the same encoding.
             weight, expression = getattr(layer, name), weights.entries.get(f"{path}.{name}")
-            scales = None if expression is None else _common_scales(expression, stored)
-            if expression is None or scales is None or not moves_rows(expression, weight):
+            encoding = None if expression is None else _common_encoding(expression, stored)
+            if expression is None or encoding is None or not moves_rows(expression, weight):
                 continue
 
-            # Store the codes of the checkpoint, and one scale for each row and block of columns.
-            (*rows, columns), width = weight.shape, scales.block[1]
-            codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-            numbers = weight.new_empty(*rows, -(-columns // width), dtype=FLOATS[scales.dtype])
-            tensors, is_any_kept = (codes, numbers), True
-            frozen = FrozenWeight(FORMATS["blocks"], tensors, weight.shape, [width], dtype or torch.bfloat16)
+            # Store the tensors of the checkpoint by rows, so each row has scales of its own.
+            rows, is_any_kept = weight.shape[:-1], True
+            tensors = tuple(weight.new_empty(*rows, width, dtype=kind) for width, kind in encoding.widths.values())
+            format_ = FORMATS[encoding.format]
+            frozen = FrozenWeight(format_, tensors, weight.shape, encoding.layout, dtype or torch.bfloat16)
             if isinstance(layer, nn.Linear):
                 model.set_submodule(path, FrozenLinear(layer, frozen))
             else:
                 freeze(layer, name, frozen)
     if not is_any_kept:
         raise ValueError(
-            "load_pretrained: keep_float8 needs linear layers or experts in float8 with scales of blocks, got a "
-            "checkpoint without any. Leave it out."
+            "load_pretrained: keep_quantized needs linear layers or experts whose weights are quantized in the "
+            "checkpoint, got a checkpoint without any. Leave it out."
         )
-    model.float8_tensors = frozenset(name for name, tensor in stored.items() if tensor.scales is not None)
+    of_parameters = {name for expression in weights.entries.values() for name in expression.names()}
+    model.encodings = {
+        name: stored[name].encoding for name in stored if name in of_parameters and stored[name].encoding
+    }
 
 
-def _common_scales(expression: Expression, stored: Mapping[str, StoredTensor]) -> BlockScales | None:
-    """Return the scales of a parameter's first tensor, or None if the scales of the parameter can't be kept.
+def _common_encoding(expression: Expression, stored: Mapping[str, StoredTensor]) -> Encoding | None:
+    """Return the encoding of a parameter's first tensor, or None if the parameter can't be kept as it is stored.
 
-    Scales can be kept only if all tensors have the same block size and the same supported dtype of scales.
+    It can be kept only if all tensors are stored in the same way, with scales in a supported dtype.
     """
-    scales = [stored[name].scales for name in expression.names()]
-    first = scales[0]
-    if first is None or first.dtype not in ("BF16", "F32"):
+    encodings = [stored[name].encoding for name in expression.names()]
+    first = encodings[0]
+    if first is None or any(kind == torch.float64 for _, kind in first.widths.values()):
         return None
-    return first if all(scale is not None and scale[2:] == first[2:] for scale in scales) else None
+    same = all(
+        other is not None and (other.format, other.layout, other.widths) == (first.format, first.layout, first.widths)
+        for other in encodings
+    )
+    return first if same else None
 
 
 def _fill_codes(
     parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Read this rank's shard of the codes and scales of a weight that is kept in float8.
+    """Read this rank's shard of the codes and the other tensors of a weight that is kept quantized.
 
     Args:
         parameter: the codes.
@@ -361,25 +371,20 @@ def _fill_codes(
         expression: the expression of the parameter.
         stored: the tensors of the checkpoint.
     """
+    encodings: dict[str, Any] = {name: stored[name].encoding for name in expression.names()}
+    widths = next(iter(encodings.values())).widths
     with torch.no_grad(), open_files() as files:
-
-        def codes(name: str, first: int, last: int) -> Tensor:
-            return read_codes(files, stored[name], first, last)
-
-        def scales(name: str, first: int, last: int) -> Tensor:
-            return read_scales(files, stored[name], first, last)
-
-        # In a row there is one code per column, and one scale per block of columns.
-        columns, (block,) = frozen.shape[-1], frozen.layout
-        sources: list[tuple[Any, int, Callable[[str, int, int], Tensor]]] = [
-            (parameter, columns, codes),
-            (frozen.scales, -(-columns // block), scales),
-        ]
-        for tensor, width, read in sources:
+        for of_weight, tensor in frozen.tensors(parameter).items():
             # `tensor` holds bytes, as rows of `width` numbers of `itemsize` bytes. Find this rank's part of it.
-            (*rows, column), shard, itemsize = offset_of(tensor), local(tensor), tensor.shape[-1] // width
+            width, itemsize = widths[of_weight][0], widths[of_weight][1].itemsize
+            (*rows, column), shard = offset_of(tensor), local(tensor)
             part = Part((*rows, column // itemsize), (*shard.shape[:-1], shard.shape[-1] // itemsize))
             shapes = {name: (*stored[name].shape[:-1], width) for name in expression.names()}
+
+            def read(name: str, first: int, last: int, of_weight: str = of_weight) -> Tensor:
+                numbers: Tensor = encodings[name].read(files, of_weight, first, last).contiguous()
+                # einops and indices do not know all dtypes.
+                return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
 
             def whole(
                 read: Callable[[str, int, int], Tensor] = read, shapes: dict[str, tuple[int, ...]] = shapes
@@ -425,7 +430,7 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
         absent = names - stored.keys()
         renamed = {name: f"model.{name}" for name in stored if name not in names and f"model.{name}" in absent}
         # It is such a model only if, with the prefix, all tensors except the head exist.
-        if renamed and {name.endswith("lm_head.weight") for name in absent.difference(renamed.values())} <= {True}:
+        if renamed and all(".lm_head." in f".{name}" for name in absent.difference(renamed.values())):
             return {renamed.get(name, name): tensor for name, tensor in stored.items()}
     return {**stored}
 
@@ -517,7 +522,7 @@ def check_tensors(
         if unexpected:
             message += f" Unexpected: {some(unexpected, len(unexpected))}."
         todo = f"Check that {CONFIG} and the weights belong to the same model."
-        if not unexpected and [name.endswith("lm_head.weight") for name in missing] == [True]:
+        if not unexpected and any(missing) and all(".lm_head." in f".{name}" for name in missing):
             todo = (
                 f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}. If the "
                 "model was saved without its head, load it with liger_models.hf.LigerModel for hidden states. For a "
@@ -527,9 +532,9 @@ def check_tensors(
 
     # Check dtypes and shapes.
     for name, tensor in expected.items():
-        file, _, shape, dtype, scales = stored[name]
-        allowed = ["U8"] if tensor.dtype == torch.uint8 else [*FLOATS]
-        if scales is None and dtype not in allowed:
+        file, _, shape, dtype, encoding = stored[name]
+        allowed = [*FLOATS]
+        if encoding is None and dtype not in allowed:
             raise ValueError(
                 f"{file}: {name} must have one of the dtypes {', '.join(allowed)}, got "
                 f"{dtype}. If the checkpoint is quantized, load the original instead."

@@ -15,23 +15,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models.convert.config_map import write_config
+from liger_models.convert.encodings import Encoding
 from liger_models.convert.files import (
     CONFIG,
     INDEX,
-    SCALES,
     SHARDS,
     WEIGHTS,
     as_dtype,
     read_headers,
     read_json_config,
-    read_tensor,
     some,
     write_json,
 )
 from liger_models.convert.folder import write_folder
 from liger_models.convert.format import format_of
-from liger_models.convert.fp8 import block_size
-from liger_models.convert.mxfp4 import with_scales
 from liger_models.convert.tensors import as_stored
 from liger_models.convert.weight_map import WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks, rank, run_on_rank_zero, world_size
@@ -65,8 +62,8 @@ def save_pretrained(
         model: the model, whose ``hf_config`` and ``assets`` are saved, too.
         folder: the folder, which is created if it does not exist.
         dtype: dtype of the saved tensors; None for the dtype of each parameter. With None, weights that were loaded
-            with ``keep_float8`` are saved bitwise identical, provided that all float8 weights of the checkpoint were
-            kept and no adapter was merged into any of them.
+            with ``keep_quantized`` are saved as they were stored, provided that all quantized weights of the checkpoint
+            were kept and no adapter was merged into any of them.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
         auto_map: whether to add a small file of code and refer to it in config.json, so that the auto classes of
             transformers return the model of this package if ``trust_remote_code=True``; see `liger_models.hf`.
@@ -96,20 +93,29 @@ def save_pretrained(
             "adapters with save_adapter, or merge them with merge_lora."
         )
 
-    # Determine the tensors and their format: MXFP4 with the scales of a checkpoint, float8 as read, or dense.
+    # Determine the tensors and their format: MXFP4 with the scales of a checkpoint, quantized as read, or dense.
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors).narrowed(model)
     quantization: dict[str, Any] = {}
+    extras: Mapping[str, Tensor] = {}
     if mxfp4 is not None:
-        weights, quantization = read_mxfp4(type(model), stored.config, Path(mxfp4))
-        stored = stored._replace(weights=weights)
-    kept = {theirs for name in stored.kept for theirs in stored.weights.entries[name].names()}
-    if dtype is None and kept and kept == model.float8_tensors:
-        quantization = {"quantization_config": model.hf_config["quantization_config"]}
-        stored = stored._replace(height=block_size(quantization["quantization_config"])[0])
+        weights, quantization, encodings = read_mxfp4(type(model), stored.config, Path(mxfp4))
+        stored = stored._replace(weights=weights, encodings=encodings)
+    elif dtype is None and stored.kept:
+        quantized_map = format_of(type(model)).quantized_maps.get(model.quantization["quant_method"])
+        weights = stored.weights if quantized_map is None else quantized_map(stored.config)
+        if {theirs for name in stored.kept for theirs in weights.entries[name].names()} == model.encodings.keys():
+            quantization, extras = {"quantization_config": model.quantization}, model.quantized_extras
+            stored = stored._replace(weights=weights, encodings=model.encodings)
 
     # Divide the tensors into files, which needs only shapes.
-    kept_tensors = model.current_kept_tensors()
+    kept_tensors = {**model.current_kept_tensors(), **extras}
+    if quantization and mxfp4 is None:  # as they were read, unless they were trained
+        trained = model.trained_tensors()
+        for name, tensors in model.quantized_kept.items():
+            if name not in trained:
+                del kept_tensors[name]
+                kept_tensors |= tensors
     plan = split_state_dict_into_shards_factory(
         stored.shapes(dtype) | kept_tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -123,7 +129,10 @@ def save_pretrained(
         hf_config = write_config(
             stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype
         )
-    hf_config = {**hf_config, **quantization}
+    if quantization and "quantization_config" in (model.hf_config.get("text_config") or {}):  # Kimi K2.5
+        hf_config = {**hf_config, "text_config": {**hf_config["text_config"], **quantization}}
+    else:
+        hf_config = {**hf_config, **quantization}
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
@@ -158,8 +167,7 @@ def save_pretrained(
     def write_own(target: Path, file_of: Mapping[str, str], owners: Mapping[str, int]) -> None:
         def reader(name: str) -> int | None:
             """Return the rank that writes all tensors of a parameter; None if several ranks write them."""
-            names = [theirs + end for theirs in stored.weights.entries[name].names() for end in ("", SCALES)]
-            ranks = {owners[file_of[theirs]] for theirs in names if theirs in file_of}
+            ranks = {owners[file_of[theirs]] for theirs in stored.names_of(name) if theirs in file_of}
             return ranks.pop() if len(ranks) == 1 else None
 
         gathered = stored.gather(reader)
@@ -251,8 +259,8 @@ def _write_tensors(
             shutil.copymode(target / CONFIG, target / file)
 
 
-def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any]]:
-    """Return the weight map of an MXFP4 checkpoint with its scales, and the ``quantization_config`` to write.
+def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any], dict[str, Encoding]]:
+    """Return the weight map of an MXFP4 checkpoint, the ``quantization_config`` to write, and the encoded tensors.
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
@@ -266,18 +274,20 @@ def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap,
             f"save_pretrained: mxfp4 must be the folder of a {model_class.__name__} checkpoint in MXFP4, got {folder} "
             f"with quant_method {method!r}. Leave it out to write all tensors in one dtype."
         )
-    # The scales of a tensor are read when the tensor is written.
-    stored = read_headers(folder)
-
-    def read(name: str) -> Tensor:
-        if name not in stored:
-            raise ValueError(
-                f"{folder}: must hold {name}, got no tensor of this name. Pass the checkpoint that the model comes "
-                "from."
-            )
-        return read_tensor(stored[name].file, name)
-
-    return with_scales(maps["mxfp4"](config), read), {"quantization_config": quantization}
+    weights, stored = maps["mxfp4"](config), read_headers(folder)
+    names = [name for expression in weights.entries.values() for name in expression.names() if name.endswith("_blocks")]
+    absent = [name for name in names if name not in stored]
+    if absent:
+        raise ValueError(
+            f"{folder}: must hold {absent[0]}, got no tensor of this name. Pass the checkpoint that the model comes "
+            "from."
+        )
+    encodings = {name: stored[name].encoding for name in names}
+    return (
+        weights,
+        {"quantization_config": quantization},
+        {n: each for n, each in encodings.items() if each is not None},
+    )
 
 
 AUTO_CLASSES = {

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_models.convert.files import FLOATS, SCALES, as_dtype, some
+from liger_models.convert.encodings import FLOATS, Encoding
+from liger_models.convert.files import as_dtype, open_files, some
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part, gather_to
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks, world_size
 from liger_models.distributed.ranks import rank as this_rank
+from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import FrozenParameters, frozen_weights
 from liger_models.layers.layer import Layer, named_layers
@@ -31,7 +33,7 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights with the names and the layout of a Hugging Face checkpoint.
 
-    The tensors are bitwise identical to those that `save_pretrained` writes, except that weights kept in float8 are
+    The tensors are bitwise identical to those that `save_pretrained` writes, except that weights kept quantized are
     dequantized here. The order is: the vision tower (if any), the embedding, the layers, the norm, and the head unless
     it is tied. The iterator can be passed to ``load_weights`` of vLLM and SGLang.
 
@@ -165,8 +167,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     frozen = stored.frozen
     if stored.kept:
         raise ValueError(
-            "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load "
-            "it without."
+            "load_hf_tensors: weights must not be kept quantized, got a model that was loaded with keep_quantized. "
+            "Load it without."
         )
 
     # Check a whole mapping before anything changes. An iterable can be read only once, so it is checked later.
@@ -222,8 +224,9 @@ class CheckpointTensors(NamedTuple):
         merge: whether adapters are added to the weights.
         frozen: maps the name of a parameter that holds the codes of a quantized weight to the other tensors of the
             weight.
-        height: number of rows of a block if kept float8 weights are stored unchanged; None if they are stored
-            dequantized.
+        encodings: how quantized tensors are stored, by name. Weights that are kept quantized are stored unchanged, and
+            dense ones with the scales of the file, which their values must fit. Tensors without an encoding are stored
+            dense.
         dtypes: maps the names of parameters to the dtypes in which they are stored, if these are not their own.
     """
 
@@ -233,7 +236,7 @@ class CheckpointTensors(NamedTuple):
     adapted: dict[str, Layer]
     merge: bool
     frozen: dict[str, FrozenParameters]
-    height: int | None = None
+    encodings: Mapping[str, Encoding] = MappingProxyType({})
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
@@ -258,27 +261,28 @@ class CheckpointTensors(NamedTuple):
 
     @property
     def kept(self) -> list[str]:
-        """The names of the parameters that are kept in float8 with the scales of a checkpoint."""
+        """The names of the parameters that are kept quantized with the scales of a checkpoint."""
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return the checkpoint's tensors on the meta device, in ``dtype`` or, if None, the dtype of each parameter."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
-        for name in self.kept if self.height is not None else ():
-            tensors = self.frozen[name].tensors(self.parameters[name]).items()
-            like = {part: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for part, tensor in tensors}
-            weight = self.frozen[name].of_gathered(like)
-            shapes |= self.weights.entries[name].unpack(weight.codes)
-            for theirs, rows in self.weights.entries[name].unpack(weight.scales).items():
-                shapes[theirs + SCALES] = rows[..., :: self.height, :]
+        for name, encoding in self.encodings.items():
+            del shapes[name]
+            shapes |= encoding.written()
         return shapes
+
+    def names_of(self, name: str) -> list[str]:
+        """Return the names of the tensors in which a parameter is stored."""
+        tensors = ((theirs, self.encodings.get(theirs)) for theirs in self.weights.entries[name].names())
+        return [part for theirs, encoding in tensors for part in (encoding.written() if encoding else [theirs])]
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a parameter on the meta device, in ``dtype`` or its own. Codes become the weight that they encode."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or self.dtypes.get(name, like.dtype), device="meta")
 
-    def gather(self, reader: int | Callable[[str], int | None] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, reader: int | Callable[[str], int | None] | None = None) -> Iterator[tuple[str, Any]]:
         """Yield our name of each parameter and its gathered value, to which adapters are added if ``merge`` is set.
 
         Args:
@@ -308,8 +312,8 @@ class CheckpointTensors(NamedTuple):
             }
         return {"": parameter.detach()} if weight is None else weight.tensors(parameter.detach())
 
-    def _values(self, name: str, whole: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        """Return the value of a parameter from its gathered tensors: for weights kept in float8, codes and scales."""
+    def _values(self, name: str, whole: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Return the value of a parameter from its gathered tensors."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
             # The layer computes the weight. Its shards are replaced by whole tensors for this call.
@@ -317,19 +321,15 @@ class CheckpointTensors(NamedTuple):
             return [(name, torch.func.functional_call(adapted, whole, ()))]
         if weight is None:
             return [(name, whole[""])]
-        if self.height is not None and weight.format.is_kept:
-            frozen = weight.of_gathered(whole)
-            return [(name, frozen.codes), (name + SCALES, frozen.scales.detach())]
-        return [(name, weight.of_gathered(whole).dense())]
+        frozen = weight.of_gathered(whole)
+        is_stored = weight.format.is_kept and self.encodings.keys() >= {*self.weights.entries[name].names()}
+        return [(name, frozen if is_stored else frozen.dense())]
 
-    def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    def unpack(self, gathered: Iterator[tuple[str, Any]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's tensors, contiguous and in ``dtype``, for the values that `gather` yields."""
         # No local variable may refer to a tensor longer than its reader, so that its memory can be freed.
         for ours, whole in gathered:
-            tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
-            if ours.endswith(SCALES):
-                # In memory, scales are repeated for each row of a block, so only one row of each block is written.
-                tensors = {name + SCALES: rows[..., :: self.height, :] for name, rows in tensors.items()}
+            tensors = self._unpacked(self.weights.entries[ours], whole)
             del whole
             target = dtype or self.dtypes.get(ours)
             while tensors:
@@ -337,6 +337,27 @@ class CheckpointTensors(NamedTuple):
                 tensor = tensors.pop(name)
                 yield name, _contiguous(tensor.to(target) if tensor.is_floating_point() else tensor)
                 del tensor
+
+    def _unpacked(self, expression: Expression, whole: Tensor | FrozenWeight) -> dict[str, Tensor]:
+        """Return the tensors of the file, by name, for the value of a parameter."""
+        if isinstance(whole, FrozenWeight):
+            parts = {part: expression.unpack(tensor) for part, tensor in whole.format.pack(whole).items()}
+            written = (
+                self.encodings[name].write({part: tensors[name] for part, tensors in parts.items()})
+                for name in expression.names()
+            )
+            return {name: tensor for tensors in written for name, tensor in tensors.items()}
+        tensors = expression.unpack(whole)
+        for name in [name for name in tensors if name in self.encodings]:
+            with open_files() as files:
+                encoded = self.encodings[name].encode(files, tensors.pop(name))
+            if encoded is None:
+                raise ValueError(
+                    f"{name}: the values must be those of the checkpoint in {self.encodings[name].format.upper()}, got "
+                    "others. They were trained or merged: save without mxfp4."
+                )
+            tensors |= encoded
+        return tensors
 
 
 def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:

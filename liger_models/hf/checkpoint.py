@@ -15,10 +15,9 @@ from transformers.utils import logging
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
+from liger_models.convert.encodings import FLOATS, StoredTensor
 from liger_models.convert.files import (
     CONFIG,
-    FLOATS,
-    StoredTensor,
     as_dtype,
     open_files,
     read_headers,
@@ -422,7 +421,7 @@ def find_missing_head(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> 
     """Return the names of the head's tensors that a checkpoint lacks."""
     parameters = dict(decoder.named_parameters())
     entries = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters).entries
-    names = entries["lm_head.weight"].names() if "lm_head.weight" in entries else ()
+    names = [name for ours in entries if ours.startswith("lm_head.") for name in entries[ours].names()]
     return [name for name in names if name not in stored]
 
 
@@ -485,7 +484,8 @@ def load_body(
     Raises:
         ValueError: tensors are missing or unexpected, or shapes are mismatched and ``draws`` is False.
     """
-    body = {name: tensor for name, tensor in stored.items() if not name.endswith(("lm_head.weight", "score.weight"))}
+    heads = ("lm_head.weight", "lm_head.bias", "score.weight")
+    body = {name: tensor for name, tensor in stored.items() if not name.endswith(heads)}
     body = of_whole_model(body, format_of(type(decoder)).file_maps(decoder.config))
     mismatched = find_mismatched(decoder, body)
     if not draws:
@@ -506,14 +506,14 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
 
     Args:
         decoder: the model.
-        parameters: the tensors by the names of the decoder's parameters. The tensor of the head is ignored.
+        parameters: the tensors by the names of the decoder's parameters. The tensors of the head are ignored.
     """
-    # An untied head is a parameter that the weight map asks for: an empty tensor stands for it, and is left out.
-    tied = decoder.config.tie_word_embeddings
-    head = {} if tied else {"lm_head.weight": torch.empty(0)}
-    body = {name: tensor for name, tensor in parameters.items() if name != "lm_head.weight"}
+    # The parameters of a head that is not tied are in the weight map: empty tensors stand for them, and are left out.
+    entries = format_of(type(decoder)).weight_map(decoder.config).entries
+    head = {name: torch.empty(0) for name in entries if name.startswith("lm_head.")}
+    body = {name: tensor for name, tensor in parameters.items() if not name.startswith("lm_head.")}
     stored = as_stored("save_pretrained", decoder, merge=False, parameters=body | head)
-    heads = [] if tied else stored.weights.entries["lm_head.weight"].names()
+    heads = {theirs for name in head for theirs in entries[name].names()}
     return {name: tensor for name, tensor in stored.unpack(stored.gather(), None) if name not in heads}
 
 

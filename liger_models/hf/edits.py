@@ -106,7 +106,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
         where: name of the method, for errors.
 
     Raises:
-        ValueError: a plain layer has a bias, or its width differs from the model's.
+        ValueError: a plain layer has a bias and the old layer has none, or the reverse, or its width differs.
     """
     old: Any = getattr(decoder, name)
     plain: type[nn.Module] = nn.Embedding if name == "embed_tokens" else nn.Linear
@@ -117,10 +117,11 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
     if type(module) is plain and isinstance(old, Layer):
         layer: Any = old
         width, own = layer.weight.shape[1], new.weight.shape[1]
-        if own != width or getattr(module, "bias", None) is not None:
+        needed, biased = (" and a bias" if getattr(x, "bias", None) is not None else "" for x in (layer, module))
+        if own != width or needed != biased:
             raise ValueError(
-                f"{where}: must have {width} columns, the model's hidden_size, and no bias, got {own} columns"
-                f"{' and a bias' if getattr(module, 'bias', None) is not None else ''}. Pass a layer of that size."
+                f"{where}: must have {width} columns, the model's hidden_size,{needed or ' and no bias'}, got {own} "
+                f"columns{biased}. Pass a layer of that size."
             )
         constants = {name: value for name, value in vars(old).items() if name not in vars(module)}
         new.__class__ = type(old)

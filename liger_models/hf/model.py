@@ -194,9 +194,12 @@ class UnusedHead(LigerLMHead):
 
 
 def tied_decoder(config: PreTrainedConfig) -> CausalLM:
-    """Return a new decoder whose head is tied to the embedding, whatever the configuration says."""
+    """Return a new decoder whose head is tied to the embedding and has no bias, whatever the configuration says."""
     arch = get_arch(config.model_type)
-    decoder: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
+    ours: Any = read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True})
+    if getattr(ours, "lm_head_bias", False):
+        ours = dataclasses.replace(ours, lm_head_bias=False)
+    decoder: CausalLM = arch(ours)
     return decoder
 
 

@@ -32,13 +32,14 @@ _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
     swiglu_limit attention_multiplier alpha time_step_min time_step_max time_step_floor qk_scale_factor
-    output_multiplier
+    output_multiplier short_mscale long_mscale
 """
 _NOT_NEGATIVE = """
     rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
     embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
     hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
     n_routed_experts layer_norm_epsilon moe_num_experts moe_num_shared_experts moe_layer_start_index
+    router_jitter_noise input_jitter_noise
     time_step_limit
 """
 LIMITS: Mapping[str, tuple[float, float]] = {

@@ -172,8 +172,16 @@ class Decoder(nn.Module):
         """Function that returns the current values of those `kept_tensors` that a separate module trains."""
         self.read_dtypes: dict[str, torch.dtype] = {}
         """The dtypes that the parameters of `Layer.wide` have in the checkpoint that the model was loaded from."""
-        self.float8_tensors: frozenset[str] = frozenset()
-        """The float8 tensors of the checkpoint, for a model that was loaded with ``keep_float8``."""
+        self.encodings: dict[str, Any] = {}
+        """How the quantized tensors of the checkpoint are stored, by name, for a model that was loaded with
+        ``keep_quantized``."""
+        self.quantized_extras: dict[str, Tensor] = {}
+        """Tensors of such a checkpoint that do not change a weight, such as scales of activations. Rank 0 has them."""
+        self.quantized_kept: dict[str, dict[str, Tensor]] = {}
+        """Maps those `kept_tensors` of such a checkpoint that are quantized in it to their tensors in the files, by
+        name. Rank 0 has them."""
+        self.quantization: dict[str, Any] = {}
+        """The ``quantization_config`` of such a checkpoint."""
         if self.block_class is not None:
             self.build(config)
             self.post_init()

@@ -69,12 +69,12 @@ class LigerEmbedding(nn.Embedding, Layer):
 
 @torch.no_grad()
 def resize_rows(embedding: nn.Embedding | nn.Linear, count: int) -> None:
-    """Resize an embedding or a head to ``count`` rows, in a new parameter. New rows are the mean of the old rows."""
-    old = embedding.weight
-    mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
-    kept = old[:count]
-    rows = torch.cat([kept, mean.expand(count - len(kept), -1)])
-    embedding.weight = nn.Parameter(rows, requires_grad=old.requires_grad)
+    """Resize an embedding or a head to ``count`` rows, in new parameters. New rows are the mean of the old rows."""
+    for name, old in [*embedding.named_parameters(recurse=False)]:  # the weight [V, C], and a head's bias [V]
+        mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
+        kept = old[:count]
+        rows = torch.cat([kept, mean.expand(max(count - len(old), 0), *old.shape[1:])])
+        setattr(embedding, name, nn.Parameter(rows, requires_grad=old.requires_grad))
     if isinstance(embedding, nn.Linear):
         embedding.out_features = count
         return

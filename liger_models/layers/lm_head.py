@@ -15,7 +15,7 @@ from liger_models.kernels.loss.linear_cross_entropy import VocabShard, linear_cr
 from liger_models.kernels.matmul.row_linear import inference_linear
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import local
+from liger_models.layers.linear import local, local_or_none
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 """Function of hidden states [..., C], the head's weight [V, C] and shifted targets [...] that returns any object."""
@@ -23,6 +23,10 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 ROW_MULTIPLE = 256
 """If the head skips rows, the number of rows left is a multiple of this, which gives few, efficient shapes."""
+
+BIAS_COLUMNS = 8
+"""Number of columns that a loss gets for the bias. With a multiple of 8, the rows of a matrix stay aligned to 16 bytes,
+which matrix products need to be fast."""
 
 
 class _Rows(torch.autograd.Function):
@@ -100,6 +104,7 @@ class LigerLMHead(nn.Linear, Layer):
     Args:
         hidden_size: C.
         vocab_size: V.
+        bias: whether a bias [V] is added to the product, before scale and cap.
         logit_scale: number that the logits are multiplied by.
         softcap: scaled logits become ``softcap · tanh(logits / softcap)``; None for no cap.
         kernels: which parts run on fused kernels.
@@ -110,11 +115,12 @@ class LigerLMHead(nn.Linear, Layer):
         hidden_size: int,
         vocab_size: int,
         *,
+        bias: bool = False,
         logit_scale: float = 1.0,
         softcap: float | None = None,
         kernels: KernelOptions | None = None,
     ) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False)
+        super().__init__(hidden_size, vocab_size, bias=bias)
         self.logit_scale, self.softcap = logit_scale, softcap
         self.kernels = kernels or KernelOptions()
         self.vocab_shard: VocabShard | None = None
@@ -123,15 +129,27 @@ class LigerLMHead(nn.Linear, Layer):
     def shard(self, group: Group) -> dict[str, int]:
         """On each of R ranks, keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
         self.vocab_shard = VocabShard(group, self.out_features).check()
-        return {"weight": 0}
+        return {"weight": 0} if self.bias is None else {"weight": 0, "bias": 0}
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the logits before scale and cap, without gradients; ``bias`` is None, because a head has no bias."""
+        """Compute the logits before scale and cap, without gradients."""
         return inference_linear(x, local(self.weight), bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return input and weight, whose product is the logits before scale and cap. Adapters add columns to both."""
-        return x, local(self.weight)
+        """Return input and weight, whose product is the logits before scale and cap.
+
+        A bias and adapters add columns to both, so that every loss is a function of two matrices.
+        """
+        return self.with_bias(x, local(self.weight))
+
+    def with_bias(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Append columns to x [..., C] and to the weight [V, C], whose product is the bias, if the head has one."""
+        bias = local_or_none(self.bias)
+        if bias is None:
+            return x, weight
+        # The bias is multiplied by 1, and the columns after it are 0.
+        columns = F.pad(bias.to(weight.dtype)[:, None], (0, BIAS_COLUMNS - 1))
+        return F.pad(x, (0, BIAS_COLUMNS), value=1.0), torch.cat([weight, columns], 1)
 
     def forward(
         self,
@@ -156,7 +174,8 @@ class LigerLMHead(nn.Linear, Layer):
             return_logits: whether to return the logits [..., V] in addition to the loss.
             log_probs: whether to return the log-probability of each target [...] instead of the loss. It is 0 for
                 ignored targets.
-            loss_function: function of x, the weight and the targets. Its result is returned instead of the loss.
+            loss_function: function of x, the weight and the targets, where x and the weight are those of `operands`.
+                Its result is returned instead of the loss.
 
         Raises:
             ValueError: ``loss_function`` is given although the vocabulary is sharded.
@@ -168,7 +187,7 @@ class LigerLMHead(nn.Linear, Layer):
         # Compute logits before scale and cap, if all logits are needed in memory.
         raw = logits = None
         if target is None and not torch.is_grad_enabled():
-            raw = self.product(x, None)
+            raw = self.product(x, local_or_none(self.bias))
         else:
             x, weight = self.operands(x)
             if target is None or return_logits or not (fused or log_probs or loss_function):

@@ -252,7 +252,8 @@ class LigerMoE(Layer):
         check_divisible("LigerMoE", "intermediate_size", self.shape_of("down_weight")[2], group)
         if self.router_jitter != 0:
             raise ValueError(
-                f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0."
+                f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0 "
+                "(input_jitter_noise=0 for Phi-3.5-MoE)."
             )
         if isinstance(self.gate, nn.Linear):  # any other router shards itself
             self.gate = ReplicatedLinear.of(self.gate, group)

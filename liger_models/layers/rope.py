@@ -58,13 +58,19 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer ones."""
+    """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer ones.
+
+    ``short_mscale`` and ``long_mscale`` are the numbers that cos and sin are multiplied by for the former and for the
+    latter, as in the files of Phi-3.5-MoE. Where they are None, `longrope_attention_factor` takes their place.
+    """
 
     short_factor: list[float]
     long_factor: list[float]
     original_max_position_embeddings: int
     factor: float | None = None
     attention_factor: float | None = None
+    short_mscale: float | None = None
+    long_mscale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +225,8 @@ class RotaryEmbedding(Layer):
         self.width, self.theta, self.scaling = width, theta, scaling
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0
+        self.long_attention_factor: float | None = None
+        """The attention factor beyond `switch_length`, if it differs."""
         self.long_inv_freq: Tensor | None = None
         base = _base_frequencies(width, theta)
         match scaling:
@@ -232,7 +240,10 @@ class RotaryEmbedding(Layer):
             case LongRopeScaling():
                 base = _longrope_frequencies(width, theta, scaling.short_factor)
                 self.long_inv_freq = _longrope_frequencies(width, theta, scaling.long_factor)
-                self.attention_factor = longrope_attention_factor(scaling, max_position_embeddings)
+                common = longrope_attention_factor(scaling, max_position_embeddings)
+                self.attention_factor = common if scaling.short_mscale is None else scaling.short_mscale
+                long = common if scaling.long_mscale is None else scaling.long_mscale
+                self.long_attention_factor = None if long == self.attention_factor else long
                 self.switch_length = scaling.original_max_position_embeddings
             case NtkAlphaScaling():
                 base = _base_frequencies(width, theta * scaling.alpha ** (width / (width - 2)))
@@ -269,12 +280,7 @@ class RotaryEmbedding(Layer):
         inv_freq = self.inv_freq.to(position_ids.device)
         if not self.needs_lengths or position_ids.numel() == 0:
             return inv_freq
-        if not self.by_document:
-            lengths = position_ids.max() + 1
-        elif lengths is None:
-            lengths = position_ids.flatten(0, -3).amax(0) if position_ids.dim() > 2 else position_ids  # [B, T]
-            lengths = lengths.amax(-1, keepdim=True) + 1
-        lengths = lengths[..., None]
+        lengths = self._lengths(position_ids, lengths)
         if self.switch_length is not None and self.long_inv_freq is not None:
             return torch.where(lengths > self.switch_length, self.long_inv_freq.to(position_ids.device), inv_freq)
         assert isinstance(self.scaling, DynamicScaling)
@@ -282,6 +288,23 @@ class RotaryEmbedding(Layer):
         growth = factor * lengths.clamp_min(limit) / limit - (factor - 1)
         growth = growth ** (self.width / (self.width - 2))
         return torch.where(lengths > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
+
+    def _lengths(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return the lengths on which frequencies depend, [1] for all tokens or [B, 1 or T, 1]."""
+        if not self.by_document:
+            lengths = position_ids.max() + 1
+        elif lengths is None:
+            lengths = position_ids.flatten(0, -3).amax(0) if position_ids.dim() > 2 else position_ids  # [B, T]
+            lengths = lengths.amax(-1, keepdim=True) + 1
+        return lengths[..., None]
+
+    def tables(self, angles: Tensor, position_ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the angles, multiplied by the attention factor, which may depend on the lengths."""
+        factor: float | Tensor = self.attention_factor
+        if self.long_attention_factor is not None and self.switch_length is not None and position_ids.numel():
+            is_long = self._lengths(position_ids, lengths) > self.switch_length
+            factor = torch.where(is_long, self.long_attention_factor, self.attention_factor)
+        return angles.cos() * factor, angles.sin() * factor
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [B, T, width / 2] fp32.
@@ -292,7 +315,7 @@ class RotaryEmbedding(Layer):
         """
         with torch.autocast(position_ids.device.type, enabled=False):
             angles = position_ids[..., None].float() * self.frequencies(position_ids, lengths)
-            return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+            return self.tables(angles, position_ids, lengths)
 
 
 class ProportionalRotaryEmbedding(RotaryEmbedding):
@@ -364,7 +387,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         with torch.autocast(position_ids.device.type, enabled=False):
             positions = position_ids.movedim(0, -1)[..., self.axes.to(position_ids.device)]  # [B, T, width / 2]
             angles = positions.float() * self.frequencies(position_ids, lengths)
-            return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+            return self.tables(angles, position_ids, lengths)
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):

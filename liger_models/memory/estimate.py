@@ -18,6 +18,7 @@ from liger_models.kernels.optimizer.moments import has_blocks, moment_bytes
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import dequantized_to
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, set_policy
+from liger_models.layers.lm_head import BIAS_COLUMNS
 from liger_models.layers.masks import Mask
 from liger_models.layers.offload import COMING, SMALLEST
 
@@ -50,7 +51,7 @@ class TrainingMemory(NamedTuple):
             blocks.
         recomputed: for each policy, the bytes by which the recomputed activations of a block exceed the logits of one
             chunk. The memory of the logits is free when a block recomputes.
-        logits: the logits of one chunk.
+        logits: the logits of one chunk and, if the head has a bias, the copy of its weight that holds the bias.
         blocks: for each policy, what each block saves.
         moments: for each block, the moments that may live in host memory.
         staging: the buffer through which the device reads and writes moments in host memory.
@@ -191,6 +192,8 @@ def training_memory(
     # The head: the logits of one chunk, and its gradient.
     matrix = model.lm_head.weight
     logits = chunk_rows(tokens, len(matrix), size, None) * len(matrix) * size
+    if getattr(model.lm_head, "bias", None) is not None:  # the loss gets a copy of the weight that holds the bias
+        logits += (matrix.numel() + len(matrix) * BIAS_COLUMNS) * size
     head = matrix.requires_grad * matrix.numel() * size + logits
 
     # Activations of the blocks by each policy. The policies of the model are restored.

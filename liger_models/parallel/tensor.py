@@ -28,7 +28,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
     Each rank has 1 / R of the attention heads, of the width of each MLP and expert, and of the vocabulary. Norms and
     routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. An adapter
     (`apply_lora`) has one sharded matrix, on the side along which its weight is sharded; its other matrix is
-    replicated. Quantized weights (`quantize_base`, ``keep_float8``) are sharded as they are stored, with their scales.
+    replicated. Quantized weights (`quantize_base`, ``keep_quantized``) are sharded as they are stored, with their
+    scales.
 
     A vision tower is sharded in the same way, but every rank has all patches. If R does not divide the attention heads
     or the MLP width of a layer of the tower, the layer is replicated. The parameters of the tower outside its layers

@@ -561,7 +561,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         dtype=torch.float32 if loses_updates else options.dtype,
         device=device,
         shard=adapt_and_shard,
-        keep_float8=options.lora_keep_float8,
+        keep_quantized=options.lora_keep_quantized,
     )
 
 

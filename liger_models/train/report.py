@@ -187,8 +187,8 @@ def estimate(
     Parameters, gradients and the optimizer's moments count with their sizes on this rank. Activations, the head, and
     the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the computation.
     Quantized weights count as they are stored, plus the temporary tensors of a matrix product. These tensors are the
-    dense weight for 4-bit weights, experts, and weights with block scales (``keep_float8``), and the transposed weight
-    and the multiplied rows for other float8 weights. On one device nothing is gathered.
+    dense weight for 4-bit weights, experts, and weights as in the checkpoint (``keep_quantized``), and the transposed
+    weight and the multiplied rows for other float8 weights. On one device nothing is gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.

@@ -290,7 +290,7 @@ class StepPlan:
             words["--dtype bfloat16"] = method, bf16, tokens
         if not options.lora_r:
             words["--lora-r 16"] = "lora", bf16, tokens
-        if not any(getattr(options, name) for name in ("lora_4bit", "lora_float8", "lora_keep_float8")):
+        if not any(getattr(options, name) for name in ("lora_4bit", "lora_float8", "lora_keep_quantized")):
             words["--lora-r 16 --lora-4bit"] = "4bit", bf16, tokens
         fitting = [*words]
         if budget is not None and world_size() == 1:

@@ -29,7 +29,7 @@ LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
 """Maps each method to its peak learning rate. Adapters start at zero and need a larger one."""
 COMPARING_RATES = {"full": 1e-6, "lora": 1e-5}
 """The same for objectives that compare or sample answers."""
-STORED = "lora_4bit", "lora_float8", "lora_keep_float8"
+STORED = "lora_4bit", "lora_float8", "lora_keep_quantized"
 """Options with which the weights under adapters are quantized."""
 
 _adapter_option = partial(option, needs="lora_r")
@@ -120,8 +120,8 @@ class AdapterOptions:
     lora_experts: bool = _adapter_option("adapt the routed experts, too", False)
     lora_4bit: bool = _adapter_option("4-bit weights of adapted layers and of experts", False)
     lora_float8: bool = _adapter_option("float8 weights of adapted layers and of experts", False)
-    lora_keep_float8: bool = _adapter_option(
-        "weights that the checkpoint has in float8, also of experts, as they are", False
+    lora_keep_quantized: bool = _adapter_option(
+        "quantized weights of the checkpoint, also of experts, as they are", False
     )
 
 

@@ -14,6 +14,7 @@ from liger_models.adapters.medusa import HEADS
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
+from liger_models.layers.lm_head import LigerLMHead
 
 V, B, T, K = 37, 2, 11, 3
 TINY = {
@@ -275,6 +276,32 @@ def test_on_a_model_with_adapters(share, freeze):
     assert len(adapters) == 2 * 2 * TINY["num_hidden_layers"]
     assert trained == (set() if freeze else adapters)
     assert all(parameter.grad is not None for parameter in medusa.heads.parameters())
+
+
+class Biased(LigerLlama):
+    """Llama whose head has a bias."""
+
+    def build_head(self, config):
+        return LigerLMHead(config.hidden_size, config.vocab_size, bias=True, kernels=self.kernels)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_bias_of_a_shared_head_is_in_every_loss(share):
+    torch.manual_seed(1)
+    base = Biased.from_config(LlamaConfig(**TINY))
+    torch.nn.init.normal_(base.lm_head.bias)
+    medusa, batch = make(base=base, share_lm_head=share, freeze=False, decay=0.7), make_batch()
+    targets, drafts = plain_targets(batch["labels"], {}), medusa(batch["input_ids"]).logits
+    want = sum(
+        weight * F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=-100)
+        for weight, logits, target in zip([1.0, 0.7, 0.49, 0.343], drafts, targets, strict=True)
+    )
+    torch.testing.assert_close(medusa(**batch).loss, want, rtol=1e-5, atol=1e-5)
+    log_probs = medusa(**batch, return_log_probs=True).log_probs
+    chosen = drafts.float().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(log_probs, chosen.masked_fill(targets < 0, 0), rtol=1e-5, atol=1e-5)
+    medusa(**batch).loss.backward()
+    assert base.lm_head.bias.grad.any()
 
 
 def test_errors(tmp_path):

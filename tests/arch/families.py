@@ -244,6 +244,10 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         # That of other families repeats the images of a row for beams as a group; transformers 5.23 has each by itself.
         expand = functools.partial(transformers.GenerationMixin._expand_multimodal_outputs, model)
         model._expand_multimodal_outputs = expand
+    if arch == "phimoe":
+        pass_the_length(model.model.rotary_emb)
+        for layer in model.model.layers:
+            layer.mlp.router.train = lambda mode=True: None  # in training, transformers draws the experts at random
     if arch == "gemma4_unified":
         forward = functools.partial(with_masks_of_generation, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
@@ -255,6 +259,22 @@ def placeholders_of_glm4v(config, input_ids, inputs_embeds, image_features=None,
     inside = (input_ids == config.video_start_token_id).cumsum(1) > (input_ids == config.video_end_token_id).cumsum(1)
     here = input_ids == config.image_token_id
     return (here & ~inside)[..., None], (here & inside)[..., None]
+
+
+def pass_the_length(rotary) -> None:
+    """Choose the divisors of LongRoPE by the length of the longest row, like the authors' code.
+
+    Transformers 5.23 computes the frequencies of Phi-3.5-MoE without a length, so never with ``long_factor``.
+    """
+    theirs = type(rotary)
+    frequencies = rotary.rope_init_fn
+
+    def forward(self, x, position_ids=None):
+        if self.rope_type == "longrope":
+            self.rope_init_fn = functools.partial(frequencies, seq_len=int(position_ids.max()) + 1)
+        return theirs.forward(self, x, position_ids=position_ids)
+
+    rotary.__class__ = type(theirs.__name__, (theirs,), {"forward": forward})
 
 
 def scale_queries_by_position(model) -> None:

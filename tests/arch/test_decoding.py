@@ -21,6 +21,7 @@ MORE_CASES = [
     ("llama", "dynamic"),
     ("phi3", "window"),
     ("phi3", "longrope-partial"),
+    ("phimoe", "longrope"),
     ("gemma2", "tight"),
     ("gemma4_text", "pattern"),
     ("gemma4_text", "experts"),

@@ -1,6 +1,7 @@
 """Families with latent attention: sizes of released models, and Kimi K2 under its own model_type."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torch
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import get_arch
+from liger_models.layers.frozen import frozen_weights
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import wide_parameters
 
+from ..convert.quantized_folders import CONFIGS, quantize
 from .families import LIMIT, error, hf_model, make_folder, tiny
 
 V2 = {
@@ -139,6 +142,42 @@ def test_the_language_model_of_kimi_k25(tmp_path):
         model(ids, pixel_values=torch.zeros(1))
 
 
+def test_experts_of_kimi_k25_stay_in_int4(tmp_path):
+    """As they are released: only experts are quantized, and text_config says how."""
+    from safetensors.torch import load_file, save_file
+
+    _, folder, tensors = kimi_k25(tmp_path)
+    dense = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        found, dense[name] = quantize("ct_int4", name.removesuffix(".weight"), tensors.pop(name), group=8)
+        tensors |= found
+    dense = {name: tensor.float() for name, tensor in dense.items()} | {
+        name: tensor for name, tensor in tensors.items() if ".experts." not in name
+    }
+    config = json.loads((folder / "config.json").read_text())
+    shutil.copytree(folder, tmp_path / "dense")
+    save_file(dense, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    config["text_config"]["quantization_config"] = CONFIGS["ct_int4"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    want, read, kept = (
+        AutoLigerModel.from_pretrained(path, progress=False, dtype="float32", keep_quantized=keep)
+        for path, keep in ((tmp_path / "dense", False), (folder, False), (folder, True))
+    )
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(read(ids).logits, want(ids).logits)
+    assert torch.equal(kept(ids).logits, want(ids).logits)
+    assert len(frozen_weights(kept)) == 2
+    kept.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in tensors.items())
+    after = json.loads((tmp_path / "saved/config.json").read_text())
+    assert after["text_config"]["quantization_config"] == CONFIGS["ct_int4"]
+    assert "quantization_config" not in after
+
+
 def test_kimi_k25_is_saved_with_its_tower(tmp_path):
     from safetensors.torch import load_file
 
@@ -167,15 +206,6 @@ def test_names_that_transformers_writes_for_kimi_k25_are_read(tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     model = AutoLigerModel.from_pretrained(folder, progress=False)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
-
-
-def test_experts_in_int4_are_refused(tmp_path):
-    _, folder, _ = kimi_k25(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"quantization_config \(compressed-tensors\)\. Decompress the checkpoint"):
-        AutoLigerModel.from_pretrained(folder, progress=False)
 
 
 @pytest.mark.parametrize("adapters", [None, {}, {"use_dora": True}], ids=["plain", "lora", "dora"])

@@ -282,6 +282,14 @@ def test_family_table_says_what_failed_and_what_was_not_measured():
     assert line[-2:] == ["failed / failed"] * 2
 
 
+def test_family_table_has_the_share_of_the_floor():
+    rows = [train_row("ours", 1.0, step_ms=4.0, first_step_s=3.0, model="gemma")]
+    assert cells(families.table(rows))[0][5:7] == ["", ""]
+    rows.append({name: rows[0][name] for name in ("model", "batch")} | {"mode": "floor", "floor_ms": 3.0})
+    assert cells(families.table(rows))[0][3:7] == ["4.0", "", "3.0", "0.750"]
+    assert families.bars(rows) == []
+
+
 def test_a_part_that_is_unknown_or_not_measured():
     page = "a\n<!-- begin: ops -->\nold\n<!-- end -->\nb\n"
     assert report.fill(page, []) == "a\n<!-- begin: ops -->\n\nNot measured yet.\n\n<!-- end -->\nb\n"

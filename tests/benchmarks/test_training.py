@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.profile import kernel_class
 from benchmarks.training import build, step
-from benchmarks.training.batches import draw_chain, draw_padded_images
+from benchmarks.training.batches import draw_chain, draw_images, draw_padded_images
 from benchmarks.training.medusa import MedusaLoss
-from benchmarks.training.models import FAMILIES, keep_layers, read_config, text_part
+from benchmarks.training.models import CHANGES, FAMILIES, RELEASES, keep_layers, read_config, text_part
 from benchmarks.training.modes import MODE, Mode, title
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
@@ -173,3 +173,38 @@ def test_what_a_release_has_none_of_is_not_added():
     keep_layers(config, 3)
     assert config["vision_config"]["deepstack_visual_indexes"] == [2, 5]
     assert text_part(config)["num_hidden_layers"] == 3
+
+
+PUBLISHED = {
+    "DeepSeek-V2-Lite": 15_706_484_224, "GLM-4.7": 352_797_829_024, "GLM-4.7-Flash": 29_943_393_920,
+    "MiniMax-M2.5": 228_689_764_864, "Falcon-H1-7B": 7_585_513_568, "Granite-4.0-H-Small": 32_207_337_984,
+    "LFM2-350M": 354_483_968, "Bamba-9B": 9_778_138_240,
+}  # fmt: skip
+"""Parameters of the releases, with the correction biases of routers."""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_releases_have_as_many_parameters_as_published(release):
+    assert AutoLigerModel.from_config(RELEASES[release], device="meta").num_parameters() == PUBLISHED[release]
+
+
+@pytest.mark.parametrize(
+    "family", [*CHANGES, "deepseek_v2", "glm4_moe_lite", "granitemoehybrid", "lfm2", "muse_glimmer", "phimoe"]
+)
+def test_both_libraries_train_the_same_number_of_parameters(family):
+    config = read_config(family)
+    kind = "AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM"
+    with torch.device("meta"):
+        theirs = getattr(transformers, kind).from_config(transformers.AutoConfig.for_model(**config))
+    ours = AutoLigerModel.from_config(config, device="meta")
+    assert len(ours.layers) == FAMILIES[family][1]
+    counts = [sum(each.numel() for each in model.parameters() if each.requires_grad) for model in (ours, theirs)]
+    assert counts[0] == counts[1] > 0
+
+
+def test_images_hold_no_placeholder_of_a_video():
+    config, ids = read_config("muse_glimmer"), torch.tensor([[5, 200_091, 200_092, 7]]).repeat(1, 200)
+    batch = draw_images(config, ids, torch.Generator().manual_seed(0))
+    assert int((batch["input_ids"] == config["image_token_id"]).sum()) == 12 * 20
+    assert int((batch["input_ids"] == config["video_token_id"]).sum()) == 0
+    assert batch["pixel_values"].shape == (4 * 12 * 20, 3 * 2 * 14**2)

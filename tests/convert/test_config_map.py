@@ -449,7 +449,7 @@ def test_an_unknown_key_is_named() -> None:
         ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu' or 'swish', got 'gelu_new'"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-            r"must not be quantized, got .*bitsandbytes.*original.* For 4-bit weights call quantize_base",
+            r"must not be quantized, got .*bitsandbytes with type fp4.*original.* and call quantize_base",
         ),
         ({"hidden_size": "32"}, r"hidden_size must be int, got '32'"),
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be bool, got 1"),

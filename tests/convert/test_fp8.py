@@ -35,7 +35,7 @@ def in_float8(
     codes, dense = {}, {}
     for name, weight in read_tensors(folder).items():
         dense[name] = codes[name] = weight.bfloat16()
-        if not re.search(r"(_proj|experts\.\d+\.\w+)\.weight$|experts\.\w+_proj$", name):
+        if not re.search(r"(_proj|_with_mqa|experts\.\d+\.\w+)\.weight$|experts\.\w+_proj$", name):
             continue
         codes[name] = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
         *before, rows, columns = weight.shape

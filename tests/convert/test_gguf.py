@@ -38,6 +38,7 @@ GGUF = {
     "olmo2": "OLMO2",
     "olmo3": "OLMO2",
     "phi3": "PHI3",
+    "phimoe": "PHIMOE",
     "qwen2": "QWEN2",
     "qwen3": "QWEN3",
     "qwen3_5_moe_text": "QWEN35MOE",

@@ -69,7 +69,7 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("arch", [*CASES, "mixtral", "qwen3_vl_moe", "gpt_oss"])
 def test_computes_as_the_dequantized_model(arch: str, tmp_path: Path) -> None:
     codes, _ = quantized(arch, tmp_path, BLOCK)
-    dense, kept = load(codes), load(codes, keep_float8=True)
+    dense, kept = load(codes), load(codes, keep_quantized=True)
     assert len(frozen_weights(kept)) > 0
     assert kept.num_parameters() == dense.num_parameters()
     for path, layer in kept.named_modules():
@@ -105,7 +105,7 @@ def test_computes_as_the_dequantized_model(arch: str, tmp_path: Path) -> None:
 def test_adapters_train_as_on_the_dequantized_model(arch: str, policy: str, tmp_path: Path, kernel_device: str) -> None:
     codes, _ = quantized(arch, tmp_path, BLOCK, powers=True)
     options = {"dtype": "float32", "device": kernel_device}
-    dense, kept = stirred(load(codes, **options)), stirred(load(codes, keep_float8=True, **options))
+    dense, kept = stirred(load(codes, **options)), stirred(load(codes, keep_quantized=True, **options))
     batch = {"input_ids": IDS, "labels": IDS, "cu_seqlens": torch.tensor([0, 6, 12])}
     assert flops(kept, [batch]) == flops(dense, [batch])
     found = []
@@ -119,7 +119,7 @@ def test_adapters_train_as_on_the_dequantized_model(arch: str, policy: str, tmp_
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
 
     save_adapter(kept, tmp_path / "adapter")
-    again = load_adapter(load(codes, keep_float8=True, **options), tmp_path / "adapter")
+    again = load_adapter(load(codes, keep_quantized=True, **options), tmp_path / "adapter")
     ids = IDS.to(kernel_device)
     assert torch.equal(again(ids).logits, kept(ids).logits)
     frozen = {name: each.clone() for name, each in as_stored(kept).items()}
@@ -150,7 +150,7 @@ def test_generates_from_codes(
     """Few tokens make no weight dense. Single rows in fp32, several in 16 bits; only the order of the sums differs."""
     codes, _ = quantized(arch, tmp_path, (24, 32), powers=True)
     dtype = "float32" if len(prompts) == 1 else "float16"
-    dense, kept = (load(codes, dtype=dtype, device=kernel_device, keep_float8=each) for each in (False, True))
+    dense, kept = (load(codes, dtype=dtype, device=kernel_device, keep_quantized=each) for each in (False, True))
     monkeypatch.delattr(float8_blocks, "blocks_dense")
     found = []
     for model in (dense, kept):
@@ -179,7 +179,7 @@ def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None
     codes, dense = quantized("qwen3_moe" if arch == "partly" else arch, tmp_path, BLOCK, number)
     if arch == "partly":
         without_scales(codes, dense, "model.layers.1.mlp.experts.2.up_proj.weight")
-    model = load(codes, keep_float8=True)
+    model = load(codes, keep_quantized=True)
     model.save_pretrained(tmp_path / "saved", max_shard_size=20_000)
     if arch == "partly":
         assert sorted(frozen_parts(routed_layers(model)[-1])) == ["down_weight"]
@@ -194,7 +194,7 @@ def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None
 def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
     """The estimate counts stored weights, and the largest dense weight that is made of them."""
     codes, _ = quantized(arch, tmp_path, BLOCK)
-    dense, kept = (stirred(load(codes, keep_float8=each)) for each in (False, True))
+    dense, kept = (stirred(load(codes, keep_quantized=each)) for each in (False, True))
     kinds = [each for each in as_stored(kept).values() if not each.requires_grad]
     counted, without = estimate(kept, 64), estimate(dense, 64)
     trained = sum(each.nbytes for each in kept.parameters() if each.requires_grad)
@@ -211,7 +211,7 @@ def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
 @pytest.mark.compile
 def test_blocks_with_experts_compile(tmp_path: Path) -> None:
     codes, _ = quantized("qwen3_moe", tmp_path, BLOCK, powers=True)
-    model = stirred(load(codes, keep_float8=True, dtype="float32"))
+    model = stirred(load(codes, keep_quantized=True, dtype="float32"))
     want = step(model)
     compile_blocks(model, backend="eager")
     loss, gradients = step(model)
@@ -223,8 +223,8 @@ def test_blocks_with_experts_compile(tmp_path: Path) -> None:
 def test_what_does_not_work_is_named(tmp_path: Path) -> None:
     codes, dense = quantized("qwen3", tmp_path, BLOCK)
     with pytest.raises(
-        ValueError, match=r"keep_float8 needs linear layers or experts in float8 .* got a checkpoint without any"
+        ValueError, match=r"keep_quantized needs linear layers or experts whose .* got a checkpoint without any"
     ):
-        load(dense, keep_float8=True)
-    with pytest.raises(ValueError, match="load_hf_tensors: weights must not be kept in float8"):
-        load_hf_tensors(load(codes, keep_float8=True), get_hf_state_dict(load(dense)))
+        load(dense, keep_quantized=True)
+    with pytest.raises(ValueError, match="load_hf_tensors: weights must not be kept quantized"):
+        load_hf_tensors(load(codes, keep_quantized=True), get_hf_state_dict(load(dense)))

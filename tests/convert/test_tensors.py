@@ -75,7 +75,8 @@ def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
     assert "embed" in text[0]
     assert layers == sorted(layers)
     outside = [name for name in text if ".layers." not in name]
-    head = [] if model.config.tie_word_embeddings else ["lm_head.weight"]
+    tied = model.config.tie_word_embeddings
+    head = [f"lm_head.{name}" for name, _ in model.lm_head.named_parameters() if not (tied and name == "weight")]
     ends = ["embed_tokens.weight", *(f"norm.{name}" for name, _ in model.norm.named_parameters()), *head]
     other_names = {
         "backbone.embeddings.": "embed_tokens.",

@@ -16,7 +16,9 @@ from ..late import Late, transformers
 
 peft = Late("peft", "it adapts models of this package")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
-CASES = [("llama", "gqa"), ("gemma2", "gqa"), ("qwen3", "gqa"), ("mixtral", "aux"), ("phi3", "gqa")]
+CASES = [
+    ("llama", "gqa"), ("gemma2", "gqa"), ("qwen3", "gqa"), ("mixtral", "aux"), ("phi3", "gqa"), ("phimoe", "window"),
+]  # fmt: skip
 
 
 def make(folder: Path, labels: int = 3) -> tuple[Any, Any]:

@@ -164,6 +164,13 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         quantized_linear(draw_(rows, C).detach(), blocks)
         low_rank_linear(draw_(rows, C).detach(), blocks, None, (draw_(48, C).detach(), draw_(64, 48).detach()))
     gated_mlp(None, draw_(1, C), norm, blocks, draw_(8, 32))
+    by_row = blocks._replace(tensors=(stored[0], torch.ones(64, 1)), layout=[0])
+    for each in (by_row, *(four_bits(kind, (64, 512), dtype) for kind in FOUR_BITS)):
+        each.dense()
+        for rows in (1, 3, 20):
+            quantized_linear(draw_(rows, each.shape[1]).detach(), each)
+        pair = draw_(48, each.shape[1]).detach(), draw_(64, 48).detach()
+        low_rank_linear(draw_(1, each.shape[1]).detach(), each, None, pair)
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))
@@ -254,6 +261,20 @@ def with_blocks(weight: FrozenWeight) -> FrozenWeight:
     return FrozenWeight(FORMATS["blocks"], (weight.codes, scales), weight.shape, [128], weight.dtype)
 
 
+FOUR_BITS = {"mxfp4": [32], "nvfp4": [16, 0], "int4": [128], "bnb_nf4": [64, 0]}
+"""The formats of checkpoints in 4 bits, and their layouts."""
+
+
+def four_bits(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> FrozenWeight:
+    """A weight in 4 bits as a checkpoint has it."""
+    scales = torch.ones(*shape[:-1], shape[-1] // FOUR_BITS[kind][0])
+    stored = {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn, "int4": torch.bfloat16}.get(kind, torch.float32)
+    tensors = [torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8), scales.to(stored)]
+    if kind == "nvfp4":
+        tensors.append(torch.ones(*shape[:-1], 1))
+    return FrozenWeight(FORMATS[kind], tuple(tensors), torch.Size(shape), FOUR_BITS[kind], dtype)
+
+
 def run_experts(X: int, K: int, F: int) -> None:
     acts = ("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256))), ("relu2", ())
     for act, biases in acts:
@@ -264,6 +285,7 @@ def run_experts(X: int, K: int, F: int) -> None:
         differentiate(route(logits, grouped, torch.zeros(X))[0])
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
         route(logits, Routing(K, normalize=True), given=experts.short())
+        differentiate(route(logits, Routing(2, score="sparsemixer", tolerance=0.02), given=experts[:, :2].short())[0])
         matrices = draw(X, width, 256), draw(X, 256, F)
         differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
         pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, width, 16))}
@@ -272,6 +294,7 @@ def run_experts(X: int, K: int, F: int) -> None:
         differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0, dropout=0.1))
         quantized = [[FrozenWeight.quantize(each.detach(), kind) for each in matrices] for kind in ("nf4", "float8")]
         quantized.append([with_blocks(each) for each in quantized[1]])
+        quantized += [[four_bits(kind, each.shape, each.dtype) for each in matrices] for kind in FOUR_BITS]
         for stored in quantized:
             differentiate(moe_mlp(x, *frozen[:2], *stored, *biases, **pairs, act=act, limit=7.0))
         with torch.no_grad():

@@ -148,7 +148,11 @@ LENGTHS = {
         short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[2.0, 4.0, 8.0, 16.0], original_max_position_embeddings=16
     ),
     "dynamic": DynamicScaling(factor=4.0),
-}
+    "mscale": LongRopeScaling(
+        short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[1.0, 1.5, 2.0, 3.0], original_max_position_embeddings=16,
+        short_mscale=1.1, long_mscale=1.4,
+    ),
+}  # fmt: skip
 
 
 def with_lengths(scaling) -> LigerLlama:

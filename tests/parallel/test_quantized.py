@@ -25,7 +25,9 @@ from liger_models.parallel import apply_fsdp, compile_blocks, targets_per_rank, 
 from liger_models.train.report import estimate
 
 from ..convert.conftest import assert_same_bits, read_tensors
+from ..convert.quantized_folders import make_quantized
 from ..convert.test_fp8 import quantized
+from ..convert.test_mxfp4 import make as make_mxfp4
 from ..late import Late
 from .comparison import assert_same
 from .models import TINY, batch, gradients, share, stir, tiny
@@ -221,7 +223,7 @@ def step_on_float8(folder: str, saved: str, experts: bool, parallel: bool) -> tu
     over_ranks = partial(over_experts, ranks=ranks) if parallel else partial(apply_fsdp, param_dtype=None)
     shard = lambda model: over_ranks(model) if ranks > 1 else model
     read = lambda prepare, dtype: AutoLigerModel.from_pretrained(
-        folder, dtype=dtype, progress=False, keep_float8=True, shard=prepare
+        folder, dtype=dtype, progress=False, keep_quantized=True, shard=prepare
     )
     if saved:
         read(shard, None).save_pretrained(saved)
@@ -270,6 +272,30 @@ def test_float8_of_a_checkpoint_on_ranks(two, four, arch, ranks, parallel, tmp_p
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "parallel"),
+    [
+        ("mo_nvfp4", "qwen3", False),
+        ("mo_tensors", "qwen3_moe", False),
+        ("mo_nvfp4", "qwen3_moe", True),
+        ("ct_int4", "qwen3_moe", False),
+        ("mxfp4", "gpt_oss", False),
+        ("mxfp4", "gpt_oss", True),
+    ],
+)
+def test_other_formats_of_checkpoints_on_ranks(two, kind, arch, parallel, tmp_path):
+    """Rows of codes and scales on ranks, or whole experts; the ranks write the files that they have read."""
+    codes = make_mxfp4(tmp_path / "codes") if kind == "mxfp4" else make_quantized(kind, arch, tmp_path)[0]
+    experts = arch != "qwen3"
+    want, expected = step_on_float8(str(codes), "", experts, parallel)
+    for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved"), experts, parallel):
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
     assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
 
 

@@ -23,6 +23,7 @@ from liger_models.layers.moe import MATRICES, LigerMoE
 from liger_models.parallel import apply_fsdp, apply_tp, compile_blocks, load_state, save_state, targets_per_rank
 
 from ..convert.conftest import assert_same_bits, read_tensors
+from ..convert.quantized_folders import make_quantized
 from ..convert.test_fp8 import quantized
 from ..kernels.moe.cases import quantize
 from ..late import Late
@@ -155,7 +156,7 @@ def test_a_rank_multiplies_with_its_slice(two, dtype):
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("dtype", ["nf4", "float8", "blocks"])
+@pytest.mark.parametrize("dtype", ["nf4", "float8", "blocks", "mxfp4", "nvfp4"])
 def test_slices_of_experts(dtype, dim):
     """In which factors begin and end: of 5 blocks a row."""
     quantization.to_nf4  # noqa: B018  skips without torchao
@@ -210,7 +211,7 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
     """Loss and gradients of adapters on weights that ranks have read as they are; the base is saved as it was."""
 
     def read(prepare: Any, dtype: str | None) -> Any:
-        return AutoLigerModel.from_pretrained(folder, dtype=dtype, progress=False, keep_float8=True, shard=prepare)
+        return AutoLigerModel.from_pretrained(folder, dtype=dtype, progress=False, keep_quantized=True, shard=prepare)
 
     if saved is not None:
         read(lambda model: on_ranks(model, shape), None).save_pretrained(saved)
@@ -241,6 +242,19 @@ def test_float8_of_a_checkpoint_on_ranks(two, four, arch, targets, tmp_path):
             for part in ("loss", "run"):
                 assert_same(got[part], want[part])
         assert_same_bits(read_tensors(saved), read_tensors(codes))
+
+
+@pytest.mark.parametrize(("kind", "arch"), [("mo_nvfp4", "qwen3"), ("mo_tensors", "qwen3_moe")])
+def test_other_formats_of_checkpoints_on_ranks(two, kind, arch, tmp_path):
+    """Slices of rows and columns of codes and scales, with the factor of each row."""
+    codes, _ = make_quantized(kind, arch, tmp_path / arch)
+    targets = ["v_proj", "o_proj"]
+    want = step_on_float8(codes, (), targets, None)
+    for got in two(step_on_float8, codes, (2,), targets, tmp_path / "saved"):
+        assert_same_bits(got["base"], want["base"])
+        for part in ("loss", "run"):
+            assert_same(got[part], want[part])
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
 
 
 FAMILIES = [*CASES_OF_FAMILIES, ("qwen3_next", {}, True)]
@@ -413,15 +427,15 @@ def refused(codes: Path, mixed: Path) -> None:
     config = LoRAConfig(target_modules=[], target_parameters=EXPERTS)
     with pytest.raises(ValueError, match=r"got 32 of 64 columns of layers\.0\.mlp\.down_weight on each of 2 ranks"):
         apply_tp(quantize_base(apply_lora(mixture, config)), mesh)
-    with pytest.raises(ValueError, match=r"multiple of 20 columns.* layers\.0\..*keep_float8=False, or apply_fsdp"):
+    with pytest.raises(ValueError, match=r"multiple of 20 columns.* layers\.0\..*keep_quantized=False, or apply_fsdp"):
         AutoLigerModel.from_pretrained(
-            codes, progress=False, keep_float8=True, shard=lambda model: apply_tp(model, mesh)
+            codes, progress=False, keep_quantized=True, shard=lambda model: apply_tp(model, mesh)
         )  # fmt: skip
     with pytest.raises(
         ValueError, match=r"multiple of 16 columns.* 12 of 24 columns of layers\.0\.mlp\.down_weight .*keep_"
     ):
         AutoLigerModel.from_pretrained(
-            mixed, progress=False, keep_float8=True, shard=lambda model: apply_tp(model, mesh)
+            mixed, progress=False, keep_quantized=True, shard=lambda model: apply_tp(model, mesh)
         )  # fmt: skip
     for model in (apply_lora(plain()), apply_lora(plain(experts=True), config)):
         with pytest.raises(ValueError, match=r"linear layers must not be sharded yet.*Quantize, then call apply_tp"):

@@ -433,7 +433,7 @@ def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("kind", ["lora_4bit", "lora_keep_float8"])
+@pytest.mark.parametrize("kind", ["lora_4bit", "lora_keep_quantized"])
 def test_two_ranks_share_layers_with_quantized_weights(folder, two, kind, tmp_path):  # noqa: F811
     pytest.importorskip("torchao")
     save_llama(
@@ -495,7 +495,7 @@ def test_adapters_on_weights_in_float8_go_on(folder):
 def test_adapters_on_a_checkpoint_in_float8_as_it_is(folder, two, tmp_path):  # noqa: F811
     """As on the dense weights that it stands for, alone and on two ranks, and from a checkpoint of the run."""
     codes, dense = in_float8(folder / "checkpoint", tmp_path, (24, 20))
-    given = {"dtype": "bfloat16", "lora_keep_float8": True}
+    given = {"dtype": "bfloat16", "lora_keep_quantized": True}
     runs = {name: str(tmp_path / name) for name in ("kept", "alone", "dense", "again")}
     two(partial(train_adapters, model=str(codes), **given), folder, runs["kept"])
     train_adapters(folder, runs["alone"], model=str(codes), batch_size=4, **given)
@@ -522,11 +522,11 @@ def test_adapters_on_experts_in_float8_as_they_are(folder, two, tmp_path):  # no
     codes, dense = in_float8(tmp_path / "mixture", tmp_path, (12, 8))
     given = {"dtype": "bfloat16", "batch_size": 4, "lora_experts": True, "lora_targets": ["q_proj", "v_proj"]}
     runs = {name: str(tmp_path / name) for name in ("kept", "dense", "ranks", "experts", "again")}
-    train_adapters(folder, runs["kept"], model=str(codes), lora_keep_float8=True, **given)
+    train_adapters(folder, runs["kept"], model=str(codes), lora_keep_quantized=True, **given)
     train_adapters(folder, runs["dense"], model=str(dense), **given)
-    shared = partial(train_adapters, model=str(codes), lora_keep_float8=True, tensor_parallel=2, **given)
+    shared = partial(train_adapters, model=str(codes), lora_keep_quantized=True, tensor_parallel=2, **given)
     two(shared, folder, runs["ranks"])
-    of_experts = partial(train_adapters, model=str(codes), lora_keep_float8=True, **{**given, "batch_size": 2})
+    of_experts = partial(train_adapters, model=str(codes), lora_keep_quantized=True, **{**given, "batch_size": 2})
     two(of_experts, folder, runs["experts"])
     kept, plain, *ranks = ([line["loss"] for line in log(Path(runs[name]))] for name in [*runs][:-1])
     assert kept[-1] < kept[0] - 0.1

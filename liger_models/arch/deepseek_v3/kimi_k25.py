@@ -73,19 +73,9 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top.
-
-    Raises:
-        ValueError: the experts are quantized.
-    """
+    """Move the keys of ``text_config`` to the top."""
     text = dict(hf.get("text_config") or {})
-    quantization = text.pop("quantization_config", None)
-    if quantization:
-        raise ValueError(
-            "config.json: the weights must not be quantized, got text_config.quantization_config "
-            f"({quantization.get('quant_method')}). Decompress the checkpoint to bfloat16 first, with the package "
-            "compressed-tensors."
-        )
+    text.pop("quantization_config", None)  # checked before
     return of_text(KimiK25Config, hf, v3.from_json(text), TOP)
 
 

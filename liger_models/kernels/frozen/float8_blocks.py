@@ -1,6 +1,6 @@
-"""A frozen weight in float8 (e4m3) with one scale per block, the format of the DeepSeek-V3 and Qwen3-FP8 checkpoints.
+"""A frozen weight in float8 (e4m3) with the scales of a checkpoint: one per block, per row, or for the whole matrix.
 
-    W = bf16(code · scale)        one scale per block of 128 columns and several rows
+    W = bf16(code · scale)        one scale per block of 128 columns and several rows, or per all columns
 
 The scales are stored separately for each row, although several rows share them in the checkpoint, so that a packed
 projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed
@@ -38,7 +38,11 @@ NUM_WARPS = 4
 """Number of rows and of columns that a program dequantizes, and number of its warps."""
 
 WIDTHS = 16, 1024
-"""Least and largest width of blocks that the kernels for few rows support. The width must be a power of 2."""
+"""Least and largest width of blocks that the kernels for few rows support. The width must be a power of 2, unless all
+columns of a row share a scale."""
+
+ROW_WIDTH = 128
+"""Number of columns that the kernel for one row of x regards as a block if all columns of a row share a scale."""
 
 ROW_TILE = (4, 1024, 2)
 """Tile of the kernel for one row of x: a program's number of results, of columns per step, and of warps."""
@@ -78,7 +82,7 @@ def _block_weight_kernel(
 
 def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Compute `blocks_dense` in plain torch."""
-    factors = scales.float().repeat_interleave(width, 1)[:, : codes.shape[1]]
+    factors = scales.float().repeat_interleave(width or codes.shape[1], 1)[:, : codes.shape[1]]
     return (codes.float() * factors).bfloat16().to(dtype)
 
 
@@ -88,7 +92,7 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
     Args:
         codes: [O, C] in float8_e4m3fn, contiguous.
         scales: [O, ceil(C / width)], in a floating-point dtype.
-        width: number of columns that share a scale.
+        width: number of columns that share a scale; 0 for all columns of a row.
         dtype: float32, float16 or bfloat16.
     """
     if not use_triton(scales):
@@ -97,7 +101,7 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
     weight = torch.empty(N, K, dtype=dtype, device=codes.device)
     with on_device_of(codes):
         _block_weight_kernel[(cdiv(N, ROWS), cdiv(K, COLUMNS))](
-            codes, scales, weight, N, K, G, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+            codes, scales, weight, N, K, G, WIDTH=width or K, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
         )
     return weight
 
@@ -106,9 +110,12 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
 def _block_row_kernel(
     x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, G, R, WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
-    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results of a single row of x; each step reads BLOCKS blocks of each row of W."""
+    """Compute ROWS results of a single row of x; each step reads BLOCKS blocks of each row of W.
+
+    BY_ROW means that all blocks of a row share its only scale.
+    """
     start_next(OVERLAPS)
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
@@ -128,7 +135,10 @@ def _block_row_kernel(
             code_ptr + at * K + column[None, :], mask=known & (column < K)[None, :], other=0.0,
             eviction_policy="evict_first",
         )  # fmt: skip
-        scales = tl.load(scale_ptr + at * G + block[None, :], mask=known & (block < G)[None, :], other=0.0)
+        if BY_ROW:
+            scales = tl.load(scale_ptr + at + tl.zeros_like(block)[None, :], mask=known, other=0.0)
+        else:
+            scales = tl.load(scale_ptr + at * G + block[None, :], mask=known & (block < G)[None, :], other=0.0)
         # Two loads, as a thread reads half as many numbers of x at once: so it has those that it multiplies.
         half = start * WIDTH + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN // 2)[None, :]
         first = tl.load(x_ptr + half, mask=half < K, other=0.0)
@@ -182,8 +192,8 @@ def _block_rows_kernel(
 
 
 def takes_width(width: int) -> bool:
-    """Return whether the kernels for few rows support blocks of ``width`` columns."""
-    return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
+    """Return whether the kernels for few rows support blocks of ``width`` columns, or of all columns if it is 0."""
+    return width == 0 or (WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0)
 
 
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
@@ -208,21 +218,24 @@ def block_rows(
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     bias = None if bias is None else bias.contiguous()
     (low, B, R), constants = low_rank_arguments(x, low_rank)
-    constants |= {"WIDTH": width, "HAS_BIAS": bias is not None, "ACT": act}
+    constants |= {"HAS_BIAS": bias is not None, "ACT": act}
     with on_device_of(x):
         # One row is multiplied without matrix units, several rows with them.
         if M == 1:
             rows, columns, warps = ROW_TILE
+            by_row = width == 0
+            width, G = (ROW_WIDTH, cdiv(K, ROW_WIDTH)) if by_row else (width, G)
             blocks = max(min(columns // width, next_power_of_2(G)), 1)
             _block_row_kernel[(cdiv(N, rows),)](
                 x, codes, scales, bias, y, product, low, B, N, K, G, R, PTX=has_ptx(x), ROWS=rows,
-                BLOCKS=blocks, **constants, num_warps=warps,
+                BLOCKS=blocks, BY_ROW=by_row, WIDTH=width, **constants, num_warps=warps,
             )  # fmt: skip
         else:
+            width = width or max(next_power_of_2(K), WIDTHS[0])
             rows, block, warps = next(tile for most, *tile in TILES if most >= M)
             _block_rows_kernel[(cdiv(N, rows),)](
                 x, codes, scales, bias, y, product, low, B, M, N, K, G, R, ROWS=rows,
-                COLUMNS=max(next_power_of_2(M), 8), BLOCK=min(block, width), PARTS=warps, **constants,
+                COLUMNS=max(next_power_of_2(M), 8), BLOCK=min(block, width), PARTS=warps, WIDTH=width, **constants,
                 num_warps=warps,
             )  # fmt: skip
     return y, product
@@ -232,14 +245,19 @@ def block_rows(
 class Float8Blocks(Format):
     """The format with e4m3 codes [O, C] and scales [O, ceil(C / width)] from a checkpoint.
 
-    The layout is ``[width]``, the number of columns that share a scale.
+    The layout is ``[width]``, the number of columns that share a scale, or ``[0]`` if all columns of a row share one.
     """
 
     name = "blocks"
     number = 3
     by_column = ("scales",)
     is_kept = True
-    remedy = "keep_float8=False"
+    remedy = "keep_quantized=False"
+
+    def reference(self, weight: FrozenWeight) -> Tensor:
+        """Dequantize the weight in plain torch; see `blocks_dense_reference`."""
+        codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
+        return blocks_dense_reference(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight; see `blocks_dense`."""
@@ -261,4 +279,13 @@ class Float8Blocks(Format):
 
         A slice of rows may have any size, because each row has its own scales.
         """
-        return 1 if rows else layout[0]
+        return 1 if rows else max(layout[0], 1)
+
+    def slices(
+        self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
+    ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
+        """Divide the tensors; see `Format.slices`. Scales of rows are the same in every slice of columns."""
+        tensors, layout, dims = super().slices(tensors, shape, layout, dim, ranks)
+        if layout[0] == 0 and dim == len(shape) - 1:
+            del dims["scales"]
+        return tensors, layout, dims

@@ -9,7 +9,13 @@ in a subclass of `Format`. Each format is defined and registered in one file::
 
     nf4       `nf4_linear`: 4-bit codes with 8-bit scales
     float8    `frozen_float8_linear`: e4m3 codes with one scale per row, multiplied in float8 on devices that can do so
-    blocks    `float8_blocks`: e4m3 codes with one scale per block, both from a checkpoint
+    blocks    `float8_blocks`: e4m3 codes with one scale per block, row or matrix, both from a checkpoint
+    mxfp4     `mxfp4`: 4-bit codes with a power of 2 per 32 columns, both from a checkpoint
+    nvfp4     `nvfp4`: 4-bit codes with an 8-bit scale per 16 columns, both from a checkpoint
+    int4      `int4`: 4-bit integers with one scale per group of columns, both from a checkpoint
+    bnb_nf4   `bnb_nf4`: the codes of nf4 with the scales of bitsandbytes, both from a checkpoint
+
+`groups` has the kernels that the last four formats share.
 
 The default methods of `Format` suit formats in which each row of the weight has its own codes and scales. Such a format
 only implements `quantize`, `tensors_like` and `dense`.
@@ -223,6 +229,10 @@ class Format:
 
     def dense(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight to a new tensor in the dtype of the weight."""
+        raise NotImplementedError
+
+    def reference(self, weight: FrozenWeight) -> Tensor:
+        """Dequantize the weight of a format that `is_kept` as `dense` does, but in plain torch."""
         raise NotImplementedError
 
     def few_rows(

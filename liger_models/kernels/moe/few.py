@@ -13,7 +13,8 @@ earlier copy multiplies them. If there is only one token, all its copies have di
 multiplied separately, without matrix units, as in `row_linear`.
 
 If rows are sorted because there will be a backward, `few_product` multiplies them by frozen matrices in the same way.
-All these kernels read matrices in their stored form (dense, NF4 or float8), and only those of experts that have rows.
+All these kernels read matrices in their stored form (dense, float8, or 4 bits), and only those of experts that have
+rows.
 """
 
 from typing import Any
@@ -23,6 +24,15 @@ from torch import Tensor
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton
 from liger_models.kernels.frozen.float8_blocks import _numbers, takes_width
 from liger_models.kernels.frozen.frozen_float8_linear import converts
+from liger_models.kernels.frozen.groups import (
+    Groups,
+    bytes_of,
+    group_number,
+    group_rounded,
+    group_scale,
+    table_of,
+    takes_group,
+)
 from liger_models.kernels.frozen.nf4_rows import nf4_scale
 from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.frozen.weight import FrozenWeight
@@ -40,7 +50,7 @@ FEW_COPIES = 128, 512
 """Numbers of copies among which a program can search for copies of the same expert. A launch uses the smaller number if
 it suffices. If there are more copies than the larger number, the copies are sorted."""
 
-FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "dense": (32, 128)}
+FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "groups": (64, 64), "dense": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
 """For each storage format, the number of results per tile and the number of columns per step. Then the number of warps
@@ -170,6 +180,53 @@ def _few_nf4_kernel(
 
 
 @triton.jit
+def _few_groups_kernel(
+    rows_ptr, code_ptr, scale_ptr, whole_ptr, table_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K, limit, G,
+    PRECISION: tl.constexpr, SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Compute what `_few_kernel` computes, for the formats of `frozen.groups`.
+
+    In each step, GROUPS groups of PAIRS bytes of codes are read in each of BLOCK_OUT rows of the expert's matrix.
+    """
+    await_previous(OVERLAPS)
+    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
+    tile = tl.program_id(0) // tiles_out
+    expert, first, end, found = _few_tile(tile, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
+    if found:
+        rows, inside = _few_rows(tile, where_ptr, COUNT, expert, first, end, SORTED, BLOCK, BLOCK_ROWS)
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        STEP: tl.constexpr = GROUPS * PAIRS
+        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        known = (columns < OUT)[:, None]
+        matrix_row = (expert * OUT + columns)[:, None]
+        a_starts = rows_ptr + (rows // K)[:, None] * IN
+        total = tl.zeros([BLOCK_OUT, STEP] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
+        for start in range(0, G, GROUPS):
+            group = start + tl.arange(0, GROUPS)[None, :]
+            there = known & (group < G)
+            scale = group_scale(scale_ptr, whole_ptr, matrix_row * G + group, matrix_row, there, SCALES, WHOLE)
+            k = (start * PAIRS + tl.arange(0, STEP))[None, :]
+            pair = tl.load(code_ptr + matrix_row * (IN // 2) + k, mask=known & (k < IN // 2), other=0).to(tl.int32)
+            # Dequantize both numbers of a byte as when the dense weight is computed. x is read with a stride of 2.
+            pair = tl.reshape(pair, [BLOCK_OUT, GROUPS, PAIRS])
+            lower = group_rounded(group_number(pair & 15, table_ptr, CODES) * scale[:, :, None], HALF).to(dtype)
+            upper = group_rounded(group_number(pair >> 4, table_ptr, CODES) * scale[:, :, None], HALF).to(dtype)
+            lower, upper = tl.reshape(lower, [BLOCK_OUT, STEP]), tl.reshape(upper, [BLOCK_OUT, STEP])
+            mask = inside[:, None] & (k < IN // 2)
+            even = tl.load(a_starts + 2 * k, mask=mask, other=0.0)
+            odd = tl.load(a_starts + 2 * k + 1, mask=mask, other=0.0)
+            if BLOCK_ROWS == 1:
+                total += even.to(tl.float32) * lower.to(tl.float32) + odd.to(tl.float32) * upper.to(tl.float32)
+            else:
+                total = tl.dot(even, tl.trans(lower), total, input_precision=PRECISION)
+                total = tl.dot(odd, tl.trans(upper), total, input_precision=PRECISION)
+        sums = tl.sum(total, 1)[None, :] if BLOCK_ROWS == 1 else total
+        _few_store(sums, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT, BIAS, BLOCK_ROWS, BLOCK_OUT)
+
+
+@triton.jit
 def _few_kernel(
     rows_ptr, weight_ptr, scale_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K, limit, PRECISION: tl.constexpr,
     SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
@@ -218,12 +275,14 @@ def _few_kernel(
 def _fits(weight: Weight) -> bool:
     """Return whether the kernels support the matrices.
 
-    The kernels support dense matrices, NF4 with whole blocks per row, and float8 if the GPU can convert float8. If
-    float8 has one scale per block, `float8_blocks` must support the width of the blocks. Other formats are not
-    supported.
+    The kernels support dense matrices, NF4 with whole blocks per row, groups of 4-bit codes whose width `groups`
+    supports, and float8 if the GPU can convert float8. If float8 has one scale per block, `float8_blocks` must support
+    the width of the blocks. Other formats are not supported.
     """
     if isinstance(weight, Tensor):
         return True
+    if isinstance(weight.format, Groups):
+        return takes_group(weight.layout[0])
     if weight.format.name == "nf4":
         codes_per_scale, _ = weight.layout
         return codes_per_scale == FEW_BLOCKS["nf4"][1] and weight.shape[2] % codes_per_scale == 0
@@ -256,13 +315,15 @@ def _launch(
     """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix."""
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
     storage = weight.format.name if frozen else "dense"
-    stored = weight.tensors if frozen else (weight, None)
+    stored: Any = weight.tensors if frozen else (weight, None)
+    if frozen and isinstance(weight.format, Groups):
+        storage = "groups"
 
-    # The columns of a step must share a scale. In NF4 and "blocks", these are columns of the same block. In other
-    # formats, these may be any columns of a row.
+    # The columns of a step must share a scale. In NF4 and "blocks", these are columns of the same block. In groups of
+    # 4-bit codes, a step reads whole groups. In other formats, these may be any columns of a row.
     one_row = one_row and storage != "nf4"
     block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[storage])
-    blocks = weight.layout[0] if storage == "blocks" else 0
+    blocks = (weight.layout[0] or max(next_power_of_2(width), 16)) if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
@@ -274,19 +335,26 @@ def _launch(
         block = next(most for most in FEW_COPIES if results <= most)
     constants = {
         "PRECISION": _tile(rows)[1]["PRECISION"], "SORTED": is_sorted, "ACT": act, "BIAS": bias is not None,
-        "BLOCK": block, "BLOCK_ROWS": block_rows, "BLOCK_OUT": block_out, "BLOCK_IN": block_in,
+        "BLOCK": block, "BLOCK_ROWS": block_rows, "BLOCK_OUT": block_out,
         "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": fitting_stages(rows, FEW_STAGES, stage),
         **overlap(rows),
     }  # fmt: skip
-    if storage == "nf4":
-        kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.layout[1]
+    sizes: tuple[Any, ...] = count, width, out, K, limit
+    if storage == "groups":
+        pairs, groups = weight.layout[0] // 2, width // weight.layout[0]
+        codes, scales, *whole = stored
+        stored = codes, bytes_of(scales), whole[0] if whole else codes, table_of(weight.format.codes_kind, codes.device)
+        kernel, sizes = _few_groups_kernel, (*sizes, groups)
+        constants |= {"PAIRS": pairs, "GROUPS": max(block_in // (2 * pairs), 1)}
+        constants |= weight.format.constants(weight.layout)._asdict()
+    elif storage == "nf4":
+        kernel, constants["SCALES_PER_FACTOR"], constants["BLOCK_IN"] = _few_nf4_kernel, weight.layout[1], block_in
     else:
-        kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, frozen, blocks
+        kernel, constants["BLOCK_IN"] = _few_kernel, block_in
+        constants |= {"SCALED": frozen, "WIDTH": blocks}
     result = rows.new_empty(results, out // inputs_of(act) if act else out)
     with on_device_of(rows):
-        kernel[(tiles * cdiv(out, block_out),)](
-            rows, *stored, where, bias, result, count, width, out, K, limit, **constants
-        )
+        kernel[(tiles * cdiv(out, block_out),)](rows, *stored, where, bias, result, *sizes, **constants)
     return result
 
 

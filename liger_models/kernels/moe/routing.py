@@ -19,10 +19,18 @@ In the backward, let d[T_k] = scale · dw_k, and d = 0 elsewhere. q is the softm
     dl = s · (1 − s) · d                             sigmoid
     dl = s · (1 − s) / S · (d − Σ_x s_x · d_x / S)   sigmoid with normalize, over T, where S = Σ_j s[T_j] + epsilon
 
+With the score "sparsemixer", the experts are chosen one after the other, and each has a softmax of its own. For the
+k-th expert, let R be the experts that are not chosen yet, and m the largest logit in R::
+
+    A = experts x in R with m − l_x ≤ tolerance · max(|l_x|, m), and T_k
+    T_k = the expert with logit m       if it is not given
+    w_k = scale · softmax over A (l)[T_k]
+    dl = Σ_k dw_k · w_k · ([x = T_k] − softmax over A (l)_x)
+
 The logits and T are saved.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2412.19437 (groups and bias),
-https://arxiv.org/abs/2510.11370 (routing replay).
+https://arxiv.org/abs/2409.12136 (sparsemixer), https://arxiv.org/abs/2510.11370 (routing replay).
 """
 
 from typing import Any, NamedTuple
@@ -52,12 +60,13 @@ class Routing(NamedTuple):
         top_k: K, the number of experts of a token.
         normalize: whether to divide the K weights of a token by their sum.
         round_weights: whether to round the weights to the dtype of the logits instead of keeping them in fp32.
-        score: "softmax" or "sigmoid".
+        score: "softmax", "sigmoid" or "sparsemixer".
         groups: number of groups of X / groups consecutive experts each.
         top_groups: number of groups from which a token's experts are chosen.
         group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest.
         scale: factor of the weights.
         epsilon: number added to the sum of sigmoids that ``normalize`` divides by.
+        tolerance: with "sparsemixer", how far a logit may be below the largest one, relative to itself.
     """
 
     top_k: int
@@ -69,6 +78,7 @@ class Routing(NamedTuple):
     group_score: str = "max"
     scale: float = 1.0
     epsilon: float = 0.0
+    tolerance: float = 0.0
 
     def check(self, where: str, num_experts: int) -> None:
         """Raise ValueError unless the routing fits ``num_experts`` experts.
@@ -80,8 +90,13 @@ class Routing(NamedTuple):
         X, (K, *_), G = num_experts, self, self.groups
         if not 1 <= K <= X:  # the message is formatted only here, because Dynamo cannot format a symbolic top_k
             raise ValueError(f"{where}: top_k must be in 1 to {X} (the number of experts), got {K}.")
-        if self.score not in ("softmax", "sigmoid"):
-            raise ValueError(f"{where}: score must be 'softmax' or 'sigmoid', got {self.score!r}.")
+        if self.score not in ("softmax", "sigmoid", "sparsemixer"):
+            raise ValueError(f"{where}: score must be 'softmax', 'sigmoid' or 'sparsemixer', got {self.score!r}.")
+        if self.score == "sparsemixer" and (self.normalize or G != 1):
+            raise ValueError(
+                f"{where}: normalize must be False and groups 1 with the score 'sparsemixer', got {self.normalize} and "
+                f"{G}."
+            )
         if self.group_score not in ("max", "top2"):
             raise ValueError(f"{where}: group_score must be 'max' or 'top2', got {self.group_score!r}.")
         if G == 1:
@@ -103,6 +118,11 @@ def route_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute `route` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     compute = torch.promote_types(logits.dtype, torch.float32)
+    if given is not None:
+        _check_given(given, logits, routing.top_k)
+    if routing.score == "sparsemixer":
+        weights, experts = _mix_one_by_one(logits.to(compute), routing, given)
+        return _scaled(weights, routing, logits.dtype), experts
     # Compute scores [N, X], and the experts [N, K], the best first.
     scores = logits.softmax(-1, dtype=compute) if routing.score == "softmax" else logits.to(compute).sigmoid()
     choice = (logits.to(compute) if routing.score == "sigmoid" else scores) if bias is None else scores + bias
@@ -111,17 +131,34 @@ def route_reference(
         choice = _in_best_groups(best.detach(), routing)
     experts = choice.detach().topk(routing.top_k, dim=-1).indices
     if given is not None:
-        _check_given(given, logits, routing.top_k)
         experts = torch.where(given[:, :1] < 0, experts, given.long())
     weights = scores.gather(-1, experts)
     if routing.normalize:
         epsilon = routing.epsilon if routing.score == "sigmoid" else 0.0
         weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+    return _scaled(weights, routing, logits.dtype), experts
+
+
+def _scaled(weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """Multiply the weights by the scale, and round them to the dtype of the logits if the routing does so."""
     if routing.scale != 1.0:
         weights = weights * routing.scale
-    if routing.round_weights:
-        weights = weights.to(logits.dtype).to(compute)
-    return weights, experts
+    return weights.to(dtype).to(weights.dtype) if routing.round_weights else weights
+
+
+def _mix_one_by_one(logits: Tensor, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the weights and the experts [N, K] of the score "sparsemixer", before scaling."""
+    free, weights, experts = logits, [], []
+    for k in range(routing.top_k):
+        best, pick = free.detach().max(-1, keepdim=True)  # [N, 1]
+        if given is not None:
+            pick = torch.where(given[:, :1] < 0, pick, given[:, k : k + 1].long())
+        far = best - logits.detach() > routing.tolerance * logits.detach().abs().maximum(best)
+        kept = free.masked_fill(far.scatter(-1, pick, False), float("-inf"))
+        weights.append(kept.softmax(-1).gather(-1, pick))
+        experts.append(pick)
+        free = free.scatter(-1, pick, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -190,11 +227,20 @@ def _best_groups(
 
 
 @triton.jit
+def _softmax_of_near(logits, free, mine, tolerance):
+    """Return the softmax over the free experts whose logit is near the largest one, and over the chosen expert."""
+    best = tl.max(tl.where(free, logits, float("-inf")), 1)[:, None]
+    far = best - logits > tolerance * tl.maximum(tl.abs(logits), best)  # False beyond the last expert: inf > inf
+    e = tl.where((free & (far == 0)) | mine, tl.exp(logits - best), 0.0)
+    return e / tl.sum(e, 1)[:, None]
+
+
+@triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, given_ptr, weights_ptr, experts_ptr, N, X, scale, epsilon, K: tl.constexpr,
-    NORMALIZE: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, GIVEN: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    logits_ptr, bias_ptr, given_ptr, weights_ptr, experts_ptr, N, X, scale, epsilon, tolerance, K: tl.constexpr,
+    NORMALIZE: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr, MIXER: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, GIVEN: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     await_previous(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -217,6 +263,7 @@ def _route_kernel(
     picks = tl.arange(0, BLOCK_K)
     weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
     experts = tl.zeros([ROWS, BLOCK_K], tl.int32)
+    free = (rows >= 0)[:, None] & (lanes < X)[None, :]
     if GIVEN:
         is_given = tl.load(given_ptr + rows * K, mask=rows < N, other=-1) >= 0
     for k in tl.static_range(K):
@@ -226,6 +273,9 @@ def _route_kernel(
             given = tl.load(given_ptr + rows * K + k, mask=rows < N, other=0).to(tl.int32)
             pick = tl.where(is_given, tl.minimum(tl.maximum(given, 0), X - 1), pick)  # clamped to a valid address
         mine = lanes[None, :] == pick[:, None]
+        if MIXER:
+            e = _softmax_of_near(logits, free, mine, tolerance)
+            free = free & (mine == 0)
         weights = tl.where(picks[None, :] == k, tl.sum(tl.where(mine, e, 0.0), 1)[:, None], weights)
         experts = tl.where(picks[None, :] == k, pick[:, None], experts)
         keys = tl.where(mine, -2147483647, keys)
@@ -233,7 +283,7 @@ def _route_kernel(
     if SIGMOID:
         if NORMALIZE:
             weights /= (tl.sum(weights, 1) + epsilon)[:, None]
-    else:
+    elif not MIXER:
         weights /= (tl.sum(weights, 1) if NORMALIZE else tl.sum(e, 1))[:, None]
     weights *= scale
     if ROUND:
@@ -246,22 +296,32 @@ def _route_kernel(
 
 @triton.jit
 def _route_backward_kernel(
-    d_weights_ptr, logits_ptr, experts_ptr, d_logits_ptr, N, X, scale, epsilon, K: tl.constexpr,
-    NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
+    d_weights_ptr, logits_ptr, experts_ptr, d_logits_ptr, N, X, scale, epsilon, tolerance, K: tl.constexpr,
+    NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, MIXER: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
-    # Scatter d and the mask of chosen experts to [ROWS, BLOCK_X], one expert at a time.
+    # Scatter d and the mask of chosen experts to [ROWS, BLOCK_X], one expert at a time. With MIXER, each expert has a
+    # softmax of its own, and d is the sum of their gradients.
     d = tl.zeros([ROWS, BLOCK_X], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
+    free = (rows >= 0)[:, None] & (lanes < X)[None, :]
     for k in tl.static_range(K):
         pick = tl.load(experts_ptr + rows * K + k, mask=rows < N, other=0)
         dw = tl.load(d_weights_ptr + rows * K + k, mask=rows < N, other=0.0).to(tl.float32) * scale
         mine = lanes[None, :] == pick[:, None]
-        d = tl.where(mine, dw[:, None], d)
-        chosen = tl.where(mine, 1.0, chosen)
-    if SIGMOID:
+        if MIXER:
+            q = _softmax_of_near(logits, free, mine, tolerance)
+            weight = tl.sum(tl.where(mine, q, 0.0), 1)
+            d += (dw * weight)[:, None] * (tl.where(mine, 1.0, 0.0) - q)
+            free = free & (mine == 0)
+        else:
+            d = tl.where(mine, dw[:, None], d)
+            chosen = tl.where(mine, 1.0, chosen)
+    if MIXER:
+        d_logits = d
+    elif SIGMOID:
         s = tl.where(chosen > 0, tl.sigmoid(logits), 0.0)
         if NORMALIZE:
             total = (tl.sum(s, 1) + epsilon)[:, None]
@@ -295,14 +355,14 @@ def _route_tile(N: int, X: int) -> dict[str, int]:
 
 FIELDS = (
     "int top_k, bool normalize, bool round_weights, str score, int groups, int top_groups, str group_score, "
-    "float scale, float epsilon"
+    "float scale, float epsilon, float tolerance"
 )
 """The fields of `Routing` in the schema of the op."""
 
 LIBRARY.define(f"route(Tensor logits, Tensor? bias, Tensor? given, {FIELDS}) -> (Tensor, Tensor)")
 LIBRARY.define(
     "route_backward(Tensor d_weights, Tensor logits, Tensor experts, bool normalize, str score, float scale, "
-    "float epsilon) -> Tensor"
+    "float epsilon, float tolerance) -> Tensor"
 )
 
 
@@ -318,19 +378,21 @@ def _route(logits: Tensor, bias: Tensor | None, given: Tensor | None, *fields: A
         tile = _route_tile(N, X)
         with on_device_of(logits):
             _route_kernel[(cdiv(N, tile["ROWS"]),)](
-                logits, bias, given, weights, experts, N, X, routing.scale, routing.epsilon, K=routing.top_k,
-                NORMALIZE=routing.normalize, ROUND=routing.round_weights, SIGMOID=routing.score == "sigmoid",
-                BIASED=bias is not None, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
-                TOP2=routing.group_score == "top2", GIVEN=given is not None, BLOCK_K=_block(routing.top_k),
-                BLOCK_G=_block(routing.groups), **overlap(logits), **tile,
+                logits, bias, given, weights, experts, N, X, routing.scale, routing.epsilon, routing.tolerance,
+                K=routing.top_k, NORMALIZE=routing.normalize, ROUND=routing.round_weights,
+                SIGMOID=routing.score == "sigmoid", MIXER=routing.score == "sparsemixer", BIASED=bias is not None,
+                GROUPS=routing.groups, TOP_GROUPS=routing.top_groups, TOP2=routing.group_score == "top2",
+                GIVEN=given is not None, BLOCK_K=_block(routing.top_k), BLOCK_G=_block(routing.groups),
+                **overlap(logits), **tile,
             )  # fmt: skip
     return weights, experts
 
 
 @torch.library.impl(LIBRARY, "route_backward", "CompositeExplicitAutograd")
 def _route_backward(
-    d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool, score: str, scale: float, epsilon: float
-) -> Tensor:
+    d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool, score: str, scale: float, epsilon: float,
+    tolerance: float,
+) -> Tensor:  # fmt: skip
     d_weights, logits, experts = d_weights.contiguous(), logits.contiguous(), experts.contiguous()
     d_logits = torch.empty_like(logits)
     N, X = logits.shape
@@ -338,8 +400,8 @@ def _route_backward(
         tile = _route_tile(N, X)
         with on_device_of(logits):
             _route_backward_kernel[(cdiv(N, tile["ROWS"]),)](
-                d_weights, logits, experts, d_logits, N, X, scale, epsilon, K=experts.shape[1], NORMALIZE=normalize,
-                SIGMOID=score == "sigmoid", **tile,
+                d_weights, logits, experts, d_logits, N, X, scale, epsilon, tolerance, K=experts.shape[1],
+                NORMALIZE=normalize, SIGMOID=score == "sigmoid", MIXER=score == "sparsemixer", **tile,
             )  # fmt: skip
     return d_logits
 
@@ -371,8 +433,9 @@ def _route_autograd(ctx, d_weights, _d_experts):
         return None, *others
     routing = ctx.routing
     d_logits = torch.ops.liger_models.route_backward(
-        d_weights, *ctx.saved_tensors, routing.normalize, routing.score, routing.scale, routing.epsilon
-    )
+        d_weights, *ctx.saved_tensors, routing.normalize, routing.score, routing.scale, routing.epsilon,
+        routing.tolerance,
+    )  # fmt: skip
     return d_logits, *others
 
 
@@ -406,6 +469,8 @@ def route(
         raise ValueError(f"route: logits must be [N, X], got {list(logits.shape)}.")
     X = logits.shape[1]
     routing.check("route", X)
+    if bias is not None and routing.score == "sparsemixer":
+        raise ValueError("route: bias must be None with the score 'sparsemixer', got a bias. Leave it out.")
     if bias is not None and bias.shape != (X,):
         raise ValueError(f"route: bias must be [{X}], one number for each expert, got {list(bias.shape)}.")
     if not use_triton(logits):

@@ -21,7 +21,7 @@ def draw(*size, device="cpu", dtype=torch.float32):
 def make(shape, width, device, number=torch.float32):
     """Codes and scales, which are powers of 2 on the CPU: the interpreter truncates to bfloat16."""
     codes = draw(*shape, device=device).mul_(64).to(torch.float8_e4m3fn)
-    scales = draw(shape[0], -(-shape[1] // width), device=device).abs() / 64
+    scales = draw(shape[0], -(-shape[1] // (width or shape[1])), device=device).abs() / 64
     return codes, (scales if device == "cuda" else scales.log2().floor().exp2()).to(number)
 
 
@@ -31,8 +31,11 @@ def dtypes(device, rows):
 
 
 @pytest.mark.parametrize("act", ["", "silu"])
-@pytest.mark.parametrize("width", [16, 128])
-@pytest.mark.parametrize("shape", [(5, 7), (48, 96), (20, 1100)], ids=str)
+@pytest.mark.parametrize(
+    ("width", "shape"),
+    [(16, (5, 7)), (128, (48, 96)), (16, (20, 1100)), (128, (20, 1100)), (0, (20, 1100))],
+    ids=str,
+)
 def test_few_rows_match_fp64(kernel_device, shape, width, act, poisoned_empty):
     """W is rounded as documented, to bfloat16: what is left is the sum in fp32 and one rounding of the result."""
     codes, scales = make(shape, width, kernel_device, torch.bfloat16 if width == 16 else torch.float32)
@@ -56,10 +59,13 @@ def test_few_rows_match_fp64(kernel_device, shape, width, act, poisoned_empty):
                     torch.testing.assert_close(product, gated_act_reference(y, act), rtol=2 * limits.eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [32, 1024])
+@pytest.mark.parametrize("width", [32, 1024, 0])
 def test_numbers_are_those_of_the_dense_weight(kernel_device, width, poisoned_empty):
     """Bit for bit, with scales that are no powers of 2: rows of the identity show each column."""
-    codes, scales = draw(9, 1100, device=kernel_device).mul_(64).to(torch.float8_e4m3fn), draw(9, -(-1100 // width))
+    codes, scales = (
+        draw(9, 1100, device=kernel_device).mul_(64).to(torch.float8_e4m3fn),
+        draw(9, -(-1100 // (width or 1100))),
+    )
     scales = scales.to(kernel_device) / 256
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         weight, rows = blocks_dense(codes, scales, width, dtype), torch.eye(1100, dtype=dtype, device=kernel_device)
@@ -79,8 +85,11 @@ def test_rows_that_are_not_taken(kernel_device):
     assert takes_block_rows(x[:1].float(), codes, scales, 32)
     assert not takes_block_rows(x.float(), codes, scales, 32)
     assert not takes_block_rows(draw(MOST_ROWS + 1, 96, device=kernel_device, dtype=torch.float16), codes, scales, 32)
-    for width in (24, WIDTHS[0] // 2, 2 * WIDTHS[1]):
+    for width in (24, WIDTHS[0] // 2):
         assert not takes_block_rows(x, *make((48, 96), width, kernel_device), width)
+    wide = draw(2, 2100, device=kernel_device, dtype=torch.float16)
+    assert not takes_block_rows(wide, *make((4, 2100), 2 * WIDTHS[1], kernel_device), 2 * WIDTHS[1])
+    assert takes_block_rows(wide, *make((4, 2100), 0, kernel_device), 0)
     assert not takes_block_rows(x, codes, scales.t().contiguous().t(), 32)
     with batch_invariant():
         assert not takes_block_rows(x, codes, scales, 32)

@@ -6,12 +6,13 @@ import torch
 from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
 
+from ..frozen.test_groups import make as four_bits
 from ..oracle import assert_close_to_truth
 
 GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 KINDS = pytest.mark.parametrize("kind", ["nf4", "float8"])
-STORED = pytest.mark.parametrize("kind", ["nf4", "float8", "blocks"])
+STORED = pytest.mark.parametrize("kind", ["nf4", "float8", "blocks", "mxfp4", "nvfp4"])
 BLOCK = 32
 """Columns that share a scale in "blocks"."""
 
@@ -49,9 +50,11 @@ def stored(size, kind, device="cpu", dtype=torch.float32):
 
 
 def quantize(weight, kind):
-    """Matrices in NF4, in float8, or in float8 with the scales that a checkpoint would have; "dense" as they are."""
+    """Matrices in NF4, in float8, or in a format of checkpoints with such scales; "dense" as they are."""
     if kind == "dense":
         return weight
+    if kind in ("mxfp4", "nvfp4", "int4", "bnb_nf4"):
+        return four_bits(kind, weight.shape, weight.device.type, weight.dtype, exponents=(-8, -4))
     if kind != "blocks":
         return FrozenWeight.quantize(weight, kind)
     columns = weight.shape[2]

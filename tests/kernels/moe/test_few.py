@@ -75,7 +75,7 @@ def test_opcheck(kernel_device, tokens):
 def test_few_sorted_rows(backend, size, kind, poisoned_empty):
     """Each row times the same numbers, whether its expert has none, one or more than a tile of rows."""
     X, _, C = size
-    if kind == "nf4" and C % 64:  # which the kernel does not take
+    if kind in ("nf4", "mxfp4", "nvfp4") and C % 64:  # which the kernel does not take
         return
     for dtype in dtypes(backend):
         weight = stored(size, kind, backend, dtype)
@@ -97,9 +97,11 @@ def test_what_the_kernels_take():
     assert not takes_few(rows[:64], weight.dense())
     assert not takes_few(rows[:1, :48], stored((4, 4, 48), "nf4"))
     assert takes_few(rows[:1, :48], stored((4, 4, 48), "float8"))
-    for block, takes in ((8, False), (16, True), (24, False), (128, True), (2048, False)):
+    for block, takes in ((8, False), (16, True), (24, False), (2048, False), (0, True)):
         matrices = stored((4, 4, 48), "blocks")._replace(layout=[block])
         assert takes_few(rows[:1, :48], matrices) == takes
+    assert takes_few(rows, stored((5, 4, 64), "mxfp4"))
+    assert not takes_few(rows[:1], stored((4, 4, 64), "mxfp4")._replace(layout=[8]))
     copies = torch.zeros(32, 2)
     assert takes_few_copies(copies, weight, weight.dense())
     assert not takes_few_copies(torch.zeros(33, 2), weight, weight)

@@ -3,6 +3,7 @@ import torch
 
 from liger_models.kernels.moe import Routing, route, route_reference
 
+from ...late import transformers
 from ..oracle import assert_close_to_truth, opcheck
 from .cases import dtypes
 
@@ -148,7 +149,9 @@ def test_route_of_no_token(backend):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
-    "form", [{}, {"normalize": True}, {"score": "sigmoid"}, {"groups": 2, "top_groups": 1}], ids=str
+    "form",
+    [{}, {"normalize": True}, {"score": "sigmoid"}, {"groups": 2, "top_groups": 1}, {"score": "sparsemixer"}],
+    ids=str,
 )
 def test_route_always_chooses_different_experts(kernel_device, form):
     """Also of equal logits, of infinite ones and of NaN: a wrong index would be a wrong address."""
@@ -164,6 +167,75 @@ def test_route_always_chooses_different_experts(kernel_device, form):
         torch.testing.assert_close(weights[4], torch.tensor([1.0, 0.0, 0.0], device=kernel_device))
 
 
+MIXER = {"score": "sparsemixer", "tolerance": 0.02}
+"""The routing of Phi-3.5-MoE."""
+
+
+def mixer_logits(N, X, dtype, device):
+    """Logits of both signs, many of them within the tolerance of the largest, and different when rounded to bf16."""
+    generator = torch.Generator().manual_seed(3)
+    steps = torch.stack([torch.randperm(X, generator=generator) for _ in range(N)]).float()
+    return ((steps - X / 2) / 128 + torch.tensor([1.0, -1.0, 0.0, 3.0]).repeat(N)[:N, None]).to(device, dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"tolerance": 0.5, "scale": 2.5}, {"round_weights": True}], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sparsemixer_matches_fp64(backend, shape, options, many_blocks, poisoned_empty):
+    """Also for given experts in an order that the router would not choose."""
+    (N, X, K), routing = shape, Routing(shape[2], **{**MIXER, **options})
+    generator = torch.Generator().manual_seed(1)
+    upstream = torch.randn(N, K, generator=generator).to(backend)
+    other = torch.stack([torch.randperm(X, generator=generator)[:K] for _ in range(N)]).to(backend, torch.int16)
+    other[1::3] = -1
+    for dtype in dtypes(backend):
+        logits = mixer_logits(N, X, dtype, backend)
+        weights, experts = route(logits, routing)
+        wide = route_reference(logits.double(), routing._replace(round_weights=False))
+        assert torch.equal(experts, wide[1])
+        assert torch.equal(experts[:, 0], logits.argmax(1))
+        torch.testing.assert_close(weights.double(), wide[0], rtol=1e-2 if routing.round_weights else 1e-5, atol=1e-6)
+        assert torch.equal(route(logits, routing, given=other)[1][::3], other[::3].long())
+        for given in (None, experts, other):
+            ours, plain = (
+                (lambda t, f=f, g=given: f(t, routing, None, None if g is None else g.to(t.device))[0])
+                for f in (route, route_reference)
+            )
+            assert_close_to_truth(ours, plain, [logits], [upstream])
+        assert torch.equal(route(logits, routing, given=experts)[0], weights)
+
+
+def test_sparsemixer_is_that_of_transformers(backend):
+    """Experts, weights and gradients of both choices; of logits near each other, far from each other, and negative."""
+    sparsemixer = transformers.models.phimoe.modeling_phimoe.sparsemixer
+    logits = (
+        torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.02, 1.0]).repeat(32)[:, None]
+    )
+    logits = torch.cat([logits, logits - 1, logits + 1])
+    upstream = torch.randn(len(logits), 2, generator=torch.Generator().manual_seed(1))
+    wide = logits.double().requires_grad_()
+    want, chosen = sparsemixer(wide, jitter_eps=0.01, training=False)
+    want.backward(upstream.double())
+    leaf = logits.to(backend).requires_grad_()
+    weights, experts = route(leaf, Routing(2, **MIXER))
+    weights.backward(upstream.to(backend))
+    assert torch.equal(experts.cpu(), chosen)
+    torch.testing.assert_close(weights.cpu().double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.cpu().double(), wide.grad, rtol=1e-4, atol=1e-6)
+    assert ((want > 0.999).any(1) & (want.sum(1) > 1.999)).any()  # far from each other: the weights are not shares of 1
+    assert (want[:, 0] < 0.5).any()
+
+
+def test_a_given_expert_has_a_weight_however_far_its_logit_is(backend):
+    """Its softmax is over itself and the experts near the largest; without it the gradient would vanish."""
+    logits = torch.tensor([[5.0, 4.99, 1.0, 0.0]], device=backend, requires_grad=True)
+    weights, _ = route(logits, Routing(2, **MIXER), given=torch.tensor([[2, 0]], device=backend))
+    kept = torch.tensor([5.0, 4.99, 1.0]).softmax(0)
+    torch.testing.assert_close(weights[0].cpu(), torch.stack([kept[2], torch.tensor([5.0, 4.99]).softmax(0)[0]]))
+    weights[:, 0].sum().backward()
+    assert logits.grad[0, 2] > 0
+    assert logits.grad[0, 3] == 0
+
+
 @pytest.mark.parametrize("form", [FORMS[1], GROUPED[2][1]], ids=str)
 def test_route_opcheck(kernel_device, form):
     logits = distinct_logits(7, 12, torch.float16, kernel_device).requires_grad_()
@@ -172,11 +244,11 @@ def test_route_opcheck(kernel_device, form):
     opcheck(ops.route, (logits, None, None, *routing))
     opcheck(ops.route, (logits, bias, given, *routing))
     weights, experts = route(logits.detach(), routing)
-    fields = routing.normalize, routing.score, routing.scale, routing.epsilon
+    fields = routing.normalize, routing.score, routing.scale, routing.epsilon, routing.tolerance
     opcheck(ops.route_backward, (weights, logits.detach(), experts, *fields))
 
 
-@every_form
+@pytest.mark.parametrize("form", [*FORMS, MIXER], ids=str)
 def test_the_reference_in_fp64(form):
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     routing = Routing(2, **{**form, "round_weights": False})
@@ -208,7 +280,9 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match="given must name experts below 4, or begin with a negative number"):
             route(torch.ones(1, 4), Routing(2), given=torch.tensor(wrong))
     for form, message in (
-        ({"score": "tanh"}, "score must be 'softmax' or 'sigmoid', got 'tanh'"),
+        ({"score": "tanh"}, "score must be 'softmax', 'sigmoid' or 'sparsemixer', got 'tanh'"),
+        ({"score": "sparsemixer", "normalize": True}, "normalize must be False and groups 1 .*, got True and 1"),
+        ({"score": "sparsemixer", "groups": 2, "top_groups": 2}, "groups 1 .*, got False and 2"),
         ({"group_score": "mean"}, "group_score must be 'max' or 'top2', got 'mean'"),
         ({"groups": 3}, "groups must divide the 4 experts, .* got groups 3 and top_groups 1"),
         ({"groups": 2, "top_groups": 3}, "top_groups must be in 1 to groups, got groups 2 and top_groups 3"),
@@ -217,3 +291,5 @@ def test_bad_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             route(torch.ones(2, 4), Routing(2, **form))
+    with pytest.raises(ValueError, match="bias must be None with the score 'sparsemixer', got a bias"):
+        route(torch.ones(2, 4), Routing(2, score="sparsemixer"), torch.zeros(4))

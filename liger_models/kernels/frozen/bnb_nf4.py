@@ -1,0 +1,33 @@
+"""A frozen weight in NF4 with the scales of bitsandbytes, as folders of 4-bit models contain it.
+
+    W = bf16(table[code] · scale)        one scale per 64 columns of a row
+
+`nf4_linear` has the same codes, but other scales: torchao rounds scales to 8 bits on an even grid, and bitsandbytes to
+numbers of a table. Here, scales are in fp32, so W is bitwise identical to what bitsandbytes dequantizes. A weight takes
+4.5 bits per element. See `groups` for the kernels.
+
+Source: https://github.com/bitsandbytes-foundation/bitsandbytes, ``functional.py``.
+"""
+
+from collections.abc import Sequence
+
+from liger_models.kernels.frozen.groups import GroupConstants, Groups
+from liger_models.kernels.frozen.weight import register
+
+
+@register
+class BitsAndBytesNF4(Groups):
+    """The format with codes [O, C / 2] uint8 and scales [O, C / 64] in fp32.
+
+    The layout is the number of columns that share a scale, and 1 if W is rounded to float16, which is the dtype of the
+    model that was quantized, or 0 if W is rounded to bfloat16.
+    """
+
+    name = "bnb_nf4"
+    number = 7
+    codes_kind = "nf4"
+    scales_kind = "float"
+
+    def constants(self, layout: Sequence[int]) -> GroupConstants:
+        """Return the constants with which kernels dequantize a weight of this layout."""
+        return GroupConstants(self.codes_kind, self.scales_kind, HALF=bool(layout[1]))

@@ -1,0 +1,348 @@
+"""What frozen weights with four-bit codes have in common, if each group of columns of a row shares a scale.
+
+    W = rounded(number(code) · scale)
+
+A byte holds the codes of two neighboring columns, that of the first one in its lower half. The formats differ in the
+numbers that the 16 codes stand for and in how scales are stored. Each product of a number and a scale is computed in
+fp32 and rounded once, to bfloat16, as when the checkpoint is read as dense weights.
+
+W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
+the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
+before the product. The dequantized numbers are identical, but the products are summed in another order.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.frozen.weight import Format, FrozenWeight
+from liger_models.kernels.matmul.row_linear import (
+    LowRank,
+    are_few,
+    load_B,
+    low_rank_arguments,
+    low_rank_row,
+    store_row,
+    store_rows,
+)
+from liger_models.kernels.overlap import end_previous, start_next
+from liger_models.kernels.tiles import cdiv, next_power_of_2
+
+NUMBERS = {
+    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+    "int4": tuple(float(number) for number in range(-8, 8)),
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+}  # fmt: skip
+"""The numbers that the codes 0 to 15 stand for: floating-point numbers of four bits, integers, and quantiles (NF4)."""
+
+BLOCK = 1024
+NUM_WARPS = 4
+"""Number of bytes of codes that a program dequantizes, and number of its warps."""
+
+MOST_ROWS = 32
+"""Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
+
+WIDTHS = 16, 256
+"""Least and largest number of columns of a group that the kernels for few rows support. It must be a power of 2."""
+
+ROW_TILE = (4, 512, 4)
+TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
+"""The tile of the kernel for one row of x: a program's results, columns per step, and warps. Then the tiles for several
+rows, each after the maximum number of rows of x."""
+
+
+class GroupConstants(NamedTuple):
+    """The constants with which kernels dequantize: a kind of `NUMBERS`, of scales, and of the scale of a whole row.
+
+    Attributes:
+        CODES: name of an entry of `NUMBERS`.
+        SCALES: "e8m0" for bytes that are exponents of 2, "e4m3" for bytes in float8, or "float".
+        WHOLE: whether the scale of a group is multiplied ("times") or divided ("over") by that of its row, or "".
+        HALF: whether numbers are rounded to float16 instead of bfloat16.
+    """
+
+    CODES: str
+    SCALES: str
+    WHOLE: str = ""
+    HALF: bool = False
+
+
+@triton.jit
+def group_number(code, table_ptr, CODES: tl.constexpr):
+    """Return the numbers in fp32 that codes stand for, an int32 tensor of 0 to 15."""
+    if CODES == "e2m1":
+        # The exponent and the mantissa of the code become those of a float whose bias is larger by 126.
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif CODES == "int4":
+        # The last bits of a float from 2^23 on are an integer.
+        return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    else:
+        return tl.load(table_ptr + code)
+
+
+@triton.jit
+def group_scale(
+    scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Return the scales in fp32 of groups, which are numbered over all rows. ``row`` has the row of each group."""
+    if SCALES == "e8m0":
+        byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
+        scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+    elif SCALES == "e4m3":
+        # Not converted as float8, which older GPUs cannot do. The bias of the exponent differs by 120.
+        byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
+        bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
+        scale = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        scale = tl.load(scale_ptr + group, mask=inside, other=0.0).to(tl.float32)
+    if WHOLE == "times":
+        scale *= tl.load(whole_ptr + row, mask=inside, other=1.0)
+    elif WHOLE == "over":
+        scale = tl.div_rn(scale, tl.load(whole_ptr + row, mask=inside, other=1.0))
+    return scale
+
+
+@triton.jit
+def group_rounded(numbers, HALF: tl.constexpr):
+    """Round numbers in fp32 to the dtype of the dequantized weight."""
+    return numbers.to(tl.float16) if HALF else numbers.to(tl.bfloat16)
+
+
+@triton.jit
+def _group_weight_kernel(
+    code_ptr, scale_ptr, whole_ptr, table_ptr, w_ptr, pieces, G, PAIRS: tl.constexpr, PIECES_PER_GROUP: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Dequantize PIECES pieces per program. A piece is PAIRS bytes of codes, whose common scale is computed once."""
+    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    inside = piece < pieces
+    group = piece // PIECES_PER_GROUP
+    scale = group_scale(scale_ptr, whole_ptr, group, group // G, inside, SCALES, WHOLE)[:, None]
+    pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
+    mask = inside[:, None]
+    pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
+    first = group_number(pair & 15, table_ptr, CODES) * scale
+    second = group_number(pair >> 4, table_ptr, CODES) * scale
+    both = group_rounded(tl.interleave(first, second), HALF).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + piece[:, None] * (2 * PAIRS) + numbers[None, :], both, mask=mask)
+
+
+@triton.jit
+def _group_rows_kernel(
+    x_ptr, code_ptr, scale_ptr, whole_ptr, table_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, K, G, R,
+    PAIRS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS results for up to COLUMNS rows of x. Each step reads GROUPS groups of PAIRS bytes of a row of W.
+
+    Numbers of x with even and with odd indices are multiplied separately, because a byte has a code for each of them.
+    """
+    start_next(OVERLAPS)
+    STEP: tl.constexpr = GROUPS * PAIRS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = row.to(tl.int64)[:, None]
+    known = (row < N)[:, None]
+    column = tl.arange(0, COLUMNS)
+    if RANKS and COLUMNS == 1:
+        B = load_B(B_ptr, row, N, R, RANKS)
+    if COLUMNS == 1 and LOW != "awaited":
+        end_previous(OVERLAPS)
+    total = tl.zeros([ROWS, STEP] if COLUMNS == 1 else [ROWS, COLUMNS], tl.float32)
+    for start in range(0, G, GROUPS):
+        group = start + tl.arange(0, GROUPS)[None, :]
+        inside = known & (group < G)
+        scale = group_scale(scale_ptr, whole_ptr, at * G + group, at, inside, SCALES, WHOLE)  # [ROWS, GROUPS]
+        k = start * PAIRS + tl.arange(0, STEP)
+        there = k < K // 2
+        pair = tl.load(
+            code_ptr + at * (K // 2) + k[None, :], mask=known & there[None, :], other=0, eviction_policy="evict_first"
+        ).to(tl.int32)
+        # Both numbers of each byte, [ROWS, GROUPS, PAIRS], rounded as `groups_dense` rounds them.
+        pair = tl.reshape(pair, [ROWS, GROUPS, PAIRS])
+        first = group_rounded(group_number(pair & 15, table_ptr, CODES) * scale[:, :, None], HALF)
+        second = group_rounded(group_number(pair >> 4, table_ptr, CODES) * scale[:, :, None], HALF)
+        first, second = tl.reshape(first, [ROWS, STEP]), tl.reshape(second, [ROWS, STEP])
+        if COLUMNS == 1:
+            even = tl.load(x_ptr + 2 * k, mask=there, other=0.0).to(tl.float32)
+            odd = tl.load(x_ptr + 2 * k + 1, mask=there, other=0.0).to(tl.float32)
+            total += first.to(tl.float32) * even[None, :] + second.to(tl.float32) * odd[None, :]
+        else:
+            x = x_ptr + column[None, :] * K + 2 * k[:, None]
+            mask = there[:, None] & (column < M)[None, :]
+            even, odd = tl.load(x, mask=mask, other=0.0), tl.load(x + 1, mask=mask, other=0.0)
+            total = tl.dot(first.to(even.dtype), even, total)
+            total = tl.dot(second.to(odd.dtype), odd, total)
+    if COLUMNS == 1:
+        y = tl.sum(total, 1)
+        if RANKS:
+            y += low_rank_row(B, low_ptr, R, RANKS, LOW)
+        store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
+    else:
+        store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
+
+
+@functools.lru_cache(maxsize=32)
+def table_of(codes: str, device: torch.device) -> Tensor:
+    """Return the `NUMBERS` of a kind on a device, [16] fp32."""
+    return torch.tensor(NUMBERS[codes], device=device)
+
+
+def _scales_reference(scales: Tensor, whole: Tensor | None, constants: GroupConstants) -> Tensor:
+    """Return the scales [..., O, G] in fp32."""
+    if constants.SCALES == "e8m0":
+        numbers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    else:
+        numbers = scales.float()
+    if whole is None:
+        return numbers
+    return numbers * whole if constants.WHOLE == "times" else numbers / whole
+
+
+def groups_dense_reference(
+    codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, dtype: torch.dtype
+) -> Tensor:
+    """Compute `groups_dense` in plain torch, also for stacked matrices."""
+    out = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
+    rows, G = out.view(-1, out.shape[-1]), scales.shape[-1]
+    codes, scales = codes.reshape(len(rows), -1), scales.reshape(len(rows), G)
+    whole = None if whole is None else whole.reshape(len(rows), 1)
+    rounded = torch.float16 if constants.HALF else torch.bfloat16
+    # A byte's two numbers, [256, 2].
+    table = torch.tensor(NUMBERS[constants.CODES], device=codes.device)
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
+    step = max(2**22 // max(out.shape[-1], 1), 1)  # some rows at a time, to save memory
+    for first in range(0, len(rows), step):
+        part = slice(first, first + step)
+        scale = _scales_reference(scales[part], None if whole is None else whole[part], constants)
+        numbers = pairs[codes[part].int()].flatten(-2).unflatten(-1, (G, -1))
+        rows[part] = (numbers * scale[..., None]).flatten(-2).to(rounded).to(dtype)
+    return out
+
+
+def groups_dense(
+    codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, dtype: torch.dtype
+) -> Tensor:
+    """Dequantize the weight [O, C], round it to bfloat16, and cast it to ``dtype``.
+
+    Args:
+        codes: [O, C / 2] uint8, contiguous.
+        scales: [O, G], one for each C / G columns of a row.
+        whole: [O, 1] fp32, a scale for each row, or None.
+        constants: the meaning of codes and scales.
+        dtype: float32, float16 or bfloat16.
+    """
+    if not use_triton(codes):
+        return groups_dense_reference(codes, scales, whole, constants, dtype)
+    (N, half), G = codes.shape, scales.shape[1]
+    weight = torch.empty(N, 2 * half, dtype=dtype, device=codes.device)
+    width = half // G
+    pairs = min(width & -width, BLOCK)  # a power of two that divides the bytes of a group
+    pieces, step = codes.numel() // pairs, BLOCK // pairs
+    with on_device_of(codes):
+        _group_weight_kernel[(cdiv(pieces, step),)](
+            codes, bytes_of(scales), codes if whole is None else whole, table_of(constants.CODES, codes.device), weight,
+            pieces, G, PAIRS=pairs, PIECES_PER_GROUP=width // pairs, PIECES=step, **constants._asdict(),
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return weight
+
+
+def bytes_of(scales: Tensor) -> Tensor:
+    """Return scales in float8 as bytes, and others as they are."""
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
+
+
+def takes_group(width: int) -> bool:
+    """Return whether the kernels for few rows support groups of ``width`` columns."""
+    return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
+
+
+def group_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, bias: Tensor | None,
+    act: str = "", low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Multiply few rows x [..., C] by the weight, with a kernel that reads the codes.
+
+    The results are y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation. ``low_rank`` must
+    have the dtype of x.
+    """
+    (N, half), G = codes.shape, scales.shape[1]
+    K, pairs = 2 * half, half // G
+    y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
+    product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
+    bias = None if bias is None else bias.contiguous()
+    (low, B, R), options = low_rank_arguments(x, low_rank)
+    rows, columns, warps = ROW_TILE if M == 1 else next(tile for most, *tile in TILES if most >= M)
+    options |= {"HAS_BIAS": bias is not None, "ACT": act, **constants._asdict(), "num_warps": warps}
+    if M > 1:
+        options.setdefault("LOW", "")
+    with on_device_of(x):
+        _group_rows_kernel[(cdiv(N, rows),)](
+            x, codes, bytes_of(scales), codes if whole is None else whole, table_of(constants.CODES, codes.device),
+            bias, y, product, low, B, M, N, K, G, R, PAIRS=pairs, ROWS=rows,
+            COLUMNS=1 if M == 1 else max(next_power_of_2(M), 8),
+            GROUPS=max(min(columns // (2 * pairs), next_power_of_2(G)), 1), **options,
+        )  # fmt: skip
+    return y, product
+
+
+class Groups(Format):
+    """A format with codes [O, C / 2] and scales [O, G] from a checkpoint. The layout begins with the width C / G."""
+
+    is_kept = True
+    by_column = ("scales",)
+    remedy = "keep_quantized=False"
+    codes_kind: ClassVar[str]
+    scales_kind: ClassVar[str]
+
+    def constants(self, layout: Sequence[int]) -> GroupConstants:
+        """Return the constants with which kernels dequantize a weight of this layout."""
+        return GroupConstants(self.codes_kind, self.scales_kind)
+
+    def rows_of(self, weight: FrozenWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return codes, scales and the scale of each row, or None, with all rows of all experts together."""
+        codes, scales, *whole = (tensor.flatten(0, -2) for tensor in weight.tensors)
+        return codes, scales, whole[0] if whole else None
+
+    def dense(self, weight: FrozenWeight) -> Tensor:
+        """Dequantize the weight; see `groups_dense`."""
+        return groups_dense(*self.rows_of(weight), self.constants(weight.layout), weight.dtype).view(weight.shape)
+
+    def reference(self, weight: FrozenWeight) -> Tensor:
+        """Dequantize the weight in plain torch; see `groups_dense_reference`."""
+        constants = self.constants(weight.layout)
+        return groups_dense_reference(*self.rows_of(weight), constants, weight.dtype).view(weight.shape)
+
+    def few_rows(
+        self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Multiply few rows by the weight; see `group_rows`."""
+        codes, scales, whole = self.rows_of(weight)
+        contiguous = all(tensor is None or tensor.is_contiguous() for tensor in (codes, scales, whole))
+        if not (takes_group(weight.layout[0]) and contiguous and are_few(x, MOST_ROWS)):
+            return None
+        return group_rows(x, codes, scales, whole, self.constants(weight.layout), bias, act, low_rank)
+
+    def block(self, layout: Sequence[int], *, rows: bool) -> int:
+        """Return the unit of slices. A slice of columns must consist of whole groups, one of rows may have any size."""
+        return 1 if rows else layout[0]
+
+
+def check_width(where: str, columns: int, width: int) -> None:
+    """Raise ValueError unless ``width`` columns share a scale in each row of ``columns`` columns, without a rest."""
+    if width < 2 or width % 2 or columns % width or math.prod((columns, width)) == 0:
+        raise ValueError(
+            f"{where}: columns must be a multiple of those that share a scale, an even number, got {columns} and "
+            f"{width}. Load the checkpoint without quantization instead."
+        )

@@ -1,0 +1,21 @@
+"""A frozen weight in integers of four bits, as compressed-tensors packs them (Kimi K2.5).
+
+    W = bf16((code - 8) · scale)        one scale per group of columns of a row
+
+See `groups` for the kernels.
+
+Source: https://github.com/vllm-project/compressed-tensors, ``compressors/pack_quantized``.
+"""
+
+from liger_models.kernels.frozen.groups import Groups
+from liger_models.kernels.frozen.weight import register
+
+
+@register
+class Int4(Groups):
+    """The format with codes [O, C / 2] uint8 and floating-point scales [O, G]. Its layout is ``[C / G]``."""
+
+    name = "int4"
+    number = 6
+    codes_kind = "int4"
+    scales_kind = "float"
