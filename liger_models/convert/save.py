@@ -103,6 +103,8 @@ def save_pretrained(
     if mxfp4 is not None:
         weights, quantization = read_mxfp4(type(model), stored.config, Path(mxfp4))
         stored = stored._replace(weights=weights)
+    if not model.has_head:
+        stored = stored._replace(weights=stored.weights.of_body())
     kept = {theirs for name in stored.kept for theirs in stored.weights.entries[name].names()}
     if dtype is None and kept and kept == model.float8_tensors:
         quantization = {"quantization_config": model.hf_config["quantization_config"]}
@@ -123,6 +125,11 @@ def save_pretrained(
         hf_config = write_config(
             stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype
         )
+        hf_config |= {"is_causal": False} if model.bidirectional else {}
+        if not model.bidirectional:
+            hf_config.pop("is_causal", None)
+        if not model.has_head and model.hf_config:  # the config of the model says that the head is the embedding
+            hf_config["tie_word_embeddings"] = model.hf_config.get("tie_word_embeddings", False)
     hf_config = {**hf_config, **quantization}
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
