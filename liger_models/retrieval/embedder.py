@@ -1,8 +1,10 @@
 """Models of embeddings: a decoder whose hidden states are pooled to one vector for each text."""
 
+import itertools
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.data.batch import Batch
 from liger_models.distributed.ranks import run_on_rank_zero
 from liger_models.retrieval.settings import EmbedderSettings
-from liger_models.retrieval.texts import encode_texts, pack_texts, pool, split_by_tokens
+from liger_models.retrieval.texts import encode_texts, pack_texts, pool, regroup, split_by_tokens
+from liger_models.text.tokenizer import Tokenizer
 
 HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
 """Options of loading that also apply to the files of sentence-transformers."""
@@ -113,8 +116,35 @@ class LigerEmbedder:
             ValueError: the model has adapters. Merge them first.
         """
         self.model.save_pretrained(folder, dtype=dtype)
-        hidden_size = self.model.config.hidden_size
-        run_on_rank_zero(f"save_pretrained {folder}", lambda: self.settings.write(folder, hidden_size))
+        write_settings(self.model, self.settings, folder)
+
+
+def write_settings(model: CausalLM, settings: EmbedderSettings, folder: str | os.PathLike[str]) -> None:
+    """Write the files of sentence-transformers beside a saved model or adapter. Every rank must call this function."""
+    size, bidirectional = model.config.hidden_size, model.bidirectional
+    run_on_rank_zero(f"settings {folder}", lambda: settings.write(folder, size, bidirectional=bidirectional))
+
+
+@dataclass(frozen=True)
+class EmbedderTexts:
+    """Makes the texts of examples for training: a query and its documents, each with its prompt.
+
+    Args:
+        query_prompt, document_prompt: texts before the query and before each document.
+        max_length: number of tokens to which texts are cut.
+    """
+
+    query_prompt: str = ""
+    document_prompt: str = ""
+    max_length: int | None = None
+    by_document: ClassVar[bool] = False
+
+    def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Any]) -> list[list[Tensor]]:
+        """Return the token ids of the texts of each example; see `PairDataset`."""
+        written = [[self.query_prompt + pair.query] for pair in pairs]
+        for texts, pair in zip(written, pairs, strict=True):
+            texts += [self.document_prompt + document for document in pair.documents]
+        return regroup(encode_texts(tokenizer, [*itertools.chain(*written)], self.max_length), map(len, written))
 
 
 def embed(model: CausalLM, batch: Batch, settings: EmbedderSettings, dimensions: int | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from liger_models.data.batch import Batch
 from liger_models.distributed.ranks import run_on_rank_zero
 from liger_models.retrieval.embedder import HUB_OPTIONS
 from liger_models.retrieval.settings import RerankerSettings
-from liger_models.retrieval.texts import encode_texts, pack_texts, pool, split_by_tokens
+from liger_models.retrieval.texts import encode_texts, pack_texts, pool, regroup, split_by_tokens
 from liger_models.text.tokenizer import Tokenizer
 
 
@@ -78,6 +79,26 @@ class LigerReranker:
         """
         self.model.save_pretrained(folder, dtype=dtype)
         run_on_rank_zero(f"save_pretrained {folder}", lambda: self.settings.write(folder, *self.answers))
+
+
+@dataclass(frozen=True)
+class RerankerTexts:
+    """Makes the texts of examples for training: a prompt for each document of a query.
+
+    Args:
+        settings: the prompt.
+        max_length: number of tokens to which prompts are cut.
+    """
+
+    settings: RerankerSettings
+    max_length: int | None = None
+    by_document: ClassVar[bool] = True
+
+    def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Any]) -> list[list[Tensor]]:
+        """Return the token ids of the texts of each example; see `PairDataset`."""
+        written = [(pair.query, document) for pair in pairs for document in pair.documents]
+        encoded = encode_prompts(tokenizer, self.settings, written, self.max_length)
+        return regroup(encoded, (len(pair.documents) for pair in pairs))
 
 
 def score(model: CausalLM, batch: Batch, answers: tuple[int, int]) -> Tensor:

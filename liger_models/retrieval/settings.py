@@ -84,13 +84,23 @@ class EmbedderSettings:
         prompts = {prompt: text for prompt, text in (described.get("prompts") or {}).items() if text is not None}
         return cls(**settings, prompts=prompts, default_prompt=described.get("default_prompt_name"))
 
-    def write(self, folder: str | os.PathLike[str], hidden_size: int) -> None:
-        """Write the files into the folder of a checkpoint, which sentence-transformers then loads."""
+    def write(self, folder: str | os.PathLike[str], hidden_size: int, *, bidirectional: bool = False) -> None:
+        """Write the files into the folder of a checkpoint or adapter, which sentence-transformers then loads.
+
+        Args:
+            folder: the folder.
+            hidden_size: C, the size of embeddings.
+            bidirectional: whether the model is bidirectional, which the config.json of an adapter's base does not say.
+        """
         modules = ["Pooling", *["Normalize"] * self.normalize]
         pooling = {"word_embedding_dimension": hidden_size}
         pooling |= {f"pooling_mode_{key}": name == self.pooling for name, key in _POOLING_KEYS.items()}
         pooling |= {f"pooling_mode_{key}": False for key in _OTHER_POOLING_KEYS}
-        transformer = {} if self.max_length is None else {"max_seq_length": self.max_length, "do_lower_case": False}
+        transformer: dict[str, Any] = (
+            {} if self.max_length is None else {"max_seq_length": self.max_length, "do_lower_case": False}
+        )
+        if bidirectional:
+            transformer["config_args"] = {"is_causal": False}
         described = {
             "prompts": dict(self.prompts), "default_prompt_name": self.default_prompt, "similarity_fn_name": "cosine"
         }  # fmt: skip
@@ -168,6 +178,20 @@ class RerankerSettings:
             {"1_LogitScore/config.json": score, TRANSFORMER: transformer, CONFIG: described,
              MODULES: _list_modules(module, ["LogitScore"], "sentence_transformers.base.modules.transformer")},
         )  # fmt: skip
+
+
+def is_bidirectional(folder: Path) -> bool:
+    """Return whether the files in the folder of an adapter say that its model is bidirectional."""
+    path = folder / TRANSFORMER
+    described = parse_json(path.read_bytes(), path) if path.is_file() else {}
+    return (described.get("config_args") or {}).get("is_causal") is False
+
+
+def copy_settings(source: Path, folder: Path) -> None:
+    """Copy the files of sentence-transformers from the local folder of a checkpoint or adapter, if it has any."""
+    if (source / MODULES).is_file():
+        paths = [path for pattern in FILES for path in source.glob(pattern)]
+        _write(folder, {str(path.relative_to(source)): json.loads(path.read_bytes()) for path in paths[1:] + paths[:1]})
 
 
 class _Files:

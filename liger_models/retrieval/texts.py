@@ -1,7 +1,7 @@
 """Batches of whole texts: packed rows without padding between texts, and the pooling of each text's hidden states."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,12 @@ def encode_texts(
     if empty is not None:
         raise ValueError(f"embeddings: a text must have tokens, got {empty!r}, which has none. Leave it out.")
     return encoded
+
+
+def regroup(texts: Sequence[Tensor], sizes: Iterable[int]) -> list[list[Tensor]]:
+    """Split a sequence of texts into consecutive groups of ``sizes``."""
+    remaining = iter(texts)
+    return [[*itertools.islice(remaining, size)] for size in sizes]
 
 
 def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
