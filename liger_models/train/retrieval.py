@@ -369,8 +369,8 @@ def _spearman(first: Tensor, second: Tensor) -> Tensor:
 
     def ranks(x: Tensor) -> Tensor:
         _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-        return (counts.cumsum(0) - (counts - 1) / 2)[inverse].double()
+        shared: Tensor = counts.cumsum(0) - (counts - 1) / 2
+        return shared[inverse].double()
 
     correlation: Tensor = torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1]
-    defined: Tensor = correlation.nan_to_num()
-    return defined
+    return correlation.nan_to_num()
