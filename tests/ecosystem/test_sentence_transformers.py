@@ -1,21 +1,15 @@
 """Folders that sentence-transformers loads and writes, with equal embeddings."""
 
-import warnings
-
 import pytest
+import sentence_transformers
 import torch
 
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.retrieval import EmbedderSettings, LigerEmbedder, LigerReranker, RerankerSettings
 from liger_models.retrieval.texts import POOLINGS
 
-from .conftest import TEXTS
+from ..retrieval.conftest import TEXTS, checkpoint  # noqa: F401
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # other packages' warnings about each other
 LIMIT = 1e-5
 
 
@@ -30,7 +24,7 @@ def difference(ours: LigerEmbedder, other, **options) -> float:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_it_loads_our_folder(checkpoint, tmp_path, pooling, bidirectional):
+def test_it_loads_our_folder(checkpoint, tmp_path, pooling, bidirectional):  # noqa: F811
     settings = EmbedderSettings(
         pooling=pooling, normalize=pooling != "cls", prompts={"query": "query : "}, max_length=12
     )
@@ -42,7 +36,7 @@ def test_it_loads_our_folder(checkpoint, tmp_path, pooling, bidirectional):
     assert difference(ours, other, prompt_name="query") < LIMIT
 
 
-def test_we_load_its_folder(checkpoint, tmp_path):
+def test_we_load_its_folder(checkpoint, tmp_path):  # noqa: F811
     LigerEmbedder.from_pretrained(checkpoint, progress=False).save_pretrained(tmp_path / "source")
     source = theirs(tmp_path / "source")
     source.prompts = {"query": "query : ", "document": ""}
@@ -53,7 +47,7 @@ def test_we_load_its_folder(checkpoint, tmp_path):
     assert difference(ours, source, prompt_name="query") < LIMIT
 
 
-def test_it_loads_our_reranker(checkpoint, tmp_path):
+def test_it_loads_our_reranker(checkpoint, tmp_path):  # noqa: F811
     settings = RerankerSettings(instruction='say "w1"', prefix="query :\n", suffix=" document :\n")
     ours = LigerReranker(LigerReranker.from_pretrained(checkpoint, progress=False).model, settings)
     ours.save_pretrained(tmp_path)
