@@ -144,7 +144,10 @@ class AutoLigerModel:
         else:
             model_class = get_arch(format_of(type(config)).model_type)
             parsed = config
-        return model_class.from_config(parsed, dtype=dtype, device=device, kernels=kernels)
+        model = model_class.from_config(parsed, dtype=dtype, device=device, kernels=kernels)
+        if isinstance(config, Mapping) and config.get("is_causal") is False:
+            model.set_bidirectional()
+        return model
 
 
 class AutoLigerProcessor:

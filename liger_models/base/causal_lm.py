@@ -335,13 +335,14 @@ class CausalLM(Decoder):
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
         keep_quantized: bool = False,
+        head: bool = True,
     ) -> "Self":
         """Load a Hugging Face checkpoint from a local folder or, if there is no such folder, from the hub.
 
         Args:
             folder: folder with config.json and safetensors; or the name of a repository of the hub, ``owner/name``, if
                 there is no folder of this name.
-            dtype, device, kernels, strict, progress, shard, keep_quantized: see
+            dtype, device, kernels, strict, progress, shard, keep_quantized, head: see
                 `liger_models.convert.load.load_pretrained`, also for errors.
             revision, cache_dir, token, local_files_only, force_download: as for `from_hub`. They are unused if the
                 checkpoint is in a local folder.
@@ -350,7 +351,7 @@ class CausalLM(Decoder):
             return cls.from_hub(
                 str(folder), revision=revision, dtype=dtype, device=device, kernels=kernels, strict=strict,
                 progress=progress, cache_dir=cache_dir, token=token, local_files_only=local_files_only,
-                force_download=force_download, shard=shard, keep_quantized=keep_quantized,
+                force_download=force_download, shard=shard, keep_quantized=keep_quantized, head=head,
             )  # fmt: skip
 
         # A class with subclasses, such as `AutoLigerModel`, passes the call on to the class of the checkpoint.
@@ -358,7 +359,7 @@ class CausalLM(Decoder):
         load = partial(load_pretrained, cls) if chosen is cls else chosen.from_pretrained
         return load(
             folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard,
-            keep_quantized=keep_quantized,
+            keep_quantized=keep_quantized, head=head,
         )  # fmt: skip
 
     @classmethod
@@ -379,6 +380,7 @@ class CausalLM(Decoder):
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
         keep_quantized: bool = False,
+        head: bool = True,
     ) -> "Self":
         """Download a checkpoint from the Hugging Face hub, unless it is in the local cache, and load it.
 
@@ -395,6 +397,7 @@ class CausalLM(Decoder):
                 `parallel.apply_fsdp`.
             keep_quantized: whether to keep weights that are quantized in the checkpoint as they are, frozen; see
                 `liger_models.convert.load.load_pretrained`.
+            head: False leaves out the language-model head; see `liger_models.convert.load.load_pretrained`.
         """
         # The class of the checkpoint is known only from its config.json.
         folder = download(
@@ -410,7 +413,7 @@ class CausalLM(Decoder):
         )
         return cls._class_at(folder).from_pretrained(
             folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard,
-            keep_quantized=keep_quantized,
+            keep_quantized=keep_quantized, head=head,
         )  # fmt: skip
 
     @classmethod

@@ -348,12 +348,17 @@ def convert(
 ) -> None:
     """Rewrite a Hugging Face checkpoint with another dtype, merged adapters, or files of another size."""
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
+    from liger_models.retrieval.settings import copy_settings, is_bidirectional
+
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
+    if adapter is not None and is_bidirectional(adapter):
+        loaded.set_bidirectional()
 
     # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
+        copy_settings(Path(model) if adapter is None else adapter, output)
     written = sorted(path.name for path in output.iterdir())
     _print_json({"folder": str(output), "files": written}) if as_json else print(output)
 

@@ -33,7 +33,7 @@ _ORIGIN = """
 _IN_EVERY_CONFIG = """
     output_attentions output_hidden_states return_dict torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
     is_encoder_decoder is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder pruned_heads
-    finetuning_task task_specific_params problem_type num_labels id2label label2id tokenizer_class prefix
+    is_causal finetuning_task task_specific_params problem_type num_labels id2label label2id tokenizer_class prefix
     sep_token_id decoder_start_token_id
 """
 _GENERATION = """

@@ -61,6 +61,7 @@ def load_pretrained(
     kernels: KernelOptions | None = None,
     shard: Callable[[Model], object] | None = None,
     keep_quantized: bool = False,
+    head: bool = True,
     hf_config: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a model from a folder.
@@ -85,6 +86,9 @@ def load_pretrained(
         keep_quantized: whether weights of linear layers and routed experts that are quantized in the checkpoint stay
             as they are. These weights are frozen, take 4 or 8 bits per element and their scales, and are dequantized
             during matrix products.
+        head: False leaves out the language-model head, for models of embeddings. The head of the model is then the
+            embedding, and the checkpoint may have any head or none. The model is saved without a head and without the
+            prefix ``model.`` of names, as Qwen3-Embedding is.
         hf_config: content of a config.json that is used instead of the file in the folder.
 
     Returns:
@@ -109,11 +113,17 @@ def load_pretrained(
     stored = read_headers(folder) if shard is None else _headers_of_all(folder)
     with agreed():
         # Build the model without memory, and choose the layout that matches the tensors.
-        config = read_config(model_class.config_class, hf_config, strict=strict, tensors=len(stored))
+        described = hf_config if head else {**hf_config, "tie_word_embeddings": True}
+        config = read_config(model_class.config_class, described, strict=strict, tensors=len(stored))
         with blaming(folder / CONFIG), torch.device("meta"):
             model = model_class(config, kernels=kernels)
+        model.has_head = head
+        if hf_config.get("is_causal") is False:
+            model.set_bidirectional()
         model.check_buffers()
         parameters = dict(model.named_parameters())
+        if not head:
+            stored = {name: tensor for name, tensor in stored.items() if not name.endswith("lm_head.weight")}
         maps = format_of(model_class).file_maps(config)
         stored = of_whole_model(stored, maps)
         weights = pick_map(maps, stored, parameters)

@@ -95,7 +95,12 @@ def save_pretrained(
 
     # Determine the tensors and their format: MXFP4 with the scales of a checkpoint, quantized as read, or dense.
     folder = Path(folder).absolute()
+
+    def named_as(weights: WeightMap) -> WeightMap:
+        return weights if model.has_head else weights.of_body()
+
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors).narrowed(model)
+    stored = stored._replace(weights=named_as(stored.weights))
     quantization: dict[str, Any] = {}
     extras: Mapping[str, Tensor] = {}
     if mxfp4 is not None:
@@ -103,7 +108,7 @@ def save_pretrained(
         stored = stored._replace(weights=weights, encodings=encodings)
     elif dtype is None and stored.kept:
         quantized_map = format_of(type(model)).quantized_maps.get(model.quantization["quant_method"])
-        weights = stored.weights if quantized_map is None else quantized_map(stored.config)
+        weights = stored.weights if quantized_map is None else named_as(quantized_map(stored.config))
         if {theirs for name in stored.kept for theirs in weights.entries[name].names()} == model.encodings.keys():
             quantization, extras = {"quantization_config": model.quantization}, model.quantized_extras
             stored = stored._replace(weights=weights, encodings=model.encodings)
@@ -129,6 +134,12 @@ def save_pretrained(
         hf_config = write_config(
             stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype
         )
+        if model.bidirectional:
+            hf_config = {**hf_config, "is_causal": False}
+        elif hf_config.get("is_causal") is False:
+            hf_config = {name: value for name, value in hf_config.items() if name != "is_causal"}
+        if not model.has_head and model.hf_config:  # the config of the model says that the head is the embedding
+            hf_config["tie_word_embeddings"] = model.hf_config.get("tie_word_embeddings", False)
     if quantization and "quantization_config" in (model.hf_config.get("text_config") or {}):  # Kimi K2.5
         hf_config = {**hf_config, "text_config": {**hf_config["text_config"], **quantization}}
     else:

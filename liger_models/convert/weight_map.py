@@ -191,6 +191,34 @@ class Split(Expression):
         return f"Split({self.child}, dim={self.dim}, sizes={self.sizes}, parts={self.parts})"
 
 
+class Renamed(Expression):
+    """An expression whose checkpoint tensors have other names.
+
+    Args:
+        child: the expression.
+        names: maps each name in ``child`` to the name in the checkpoint.
+    """
+
+    def __init__(self, child: Expression, names: Mapping[str, str]) -> None:
+        self.child = child
+        self.renamed = names
+
+    def names(self) -> list[str]:
+        return [self.renamed[name] for name in self.child.names()]
+
+    def expand(self, indices: Mapping[str, int]) -> Renamed:
+        return self  # names without indices
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return self.child.pack({name: tensors[self.renamed[name]] for name in self.child.names()})
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        return {self.renamed[name]: tensor for name, tensor in self.child.unpack(packed).items()}
+
+    def __str__(self) -> str:
+        return f"Renamed({self.child}, {', '.join(self.names())})"
+
+
 def _expression(value: Expression | str) -> Expression:
     return Name(value) if isinstance(value, str) else value
 
@@ -253,6 +281,15 @@ class WeightMap:
     def passes_over(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to no parameter: ``skip``, ``kept`` or ``dropped`` has it."""
         return name in self.skip or name.startswith((*self.kept, *self.dropped))
+
+    def of_body(self) -> WeightMap:
+        """Return the map for a checkpoint without a language-model head, whose names lack the prefix ``model.``."""
+        entries: dict[str, Expression | str] = {
+            ours: Renamed(expression, {name: name.removeprefix("model.") for name in expression.names()})
+            for ours, expression in self.entries.items()
+            if ours != "lm_head.weight"
+        }
+        return WeightMap(entries, over={}, skip=self.skip, kept=self.kept, dropped=self.dropped)
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the checkpoint's tensors, by name, as meta tensors with their shapes and dtypes.

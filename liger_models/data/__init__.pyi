@@ -4,6 +4,7 @@ from liger_models.data.batch import collate as collate
 from liger_models.data.dataset import PackedDataset as PackedDataset
 from liger_models.data.loader import PackedLoader as PackedLoader
 from liger_models.data.packing import PackedRows as PackedRows
+from liger_models.data.pairs import PairDataset as PairDataset
 from liger_models.data.preference import preference_batch as preference_batch
 from liger_models.data.prompts import PromptDataset as PromptDataset
 from liger_models.data.tokens import TokenFile as TokenFile

@@ -238,8 +238,6 @@ class PackedDataset(IterableDataset[Batch]):
             ValueError: the source is a stream.
         """
         tokens = self.rows.tokens
-        documents = sum(part.documents for part in self.rows.sources)
-
         sources = [(path.name, (path,)) for path in self.source] if isinstance(self.source, tuple) else []
         # The format of each file, by its first record.
         formats: dict[str, list[str]] = {}  # name of a format -> the files in it
@@ -255,9 +253,18 @@ class PackedDataset(IterableDataset[Batch]):
         if self.per_example == 1 and self.encoder.tokenizer.chat_template and {*formats} & chats:
             listed += f"; multi_turn {self.encoder.multi_turn}"
 
-        ends = [0, *tokens.ends[: self.per_example].tolist()]
+        ends = [0, *tokens.ends[: self._first_size()].tolist()]
         shown = self._show([tokens.ids[start:end].tolist() for start, end in itertools.pairwise(ends)])
-        return f"{documents // self.per_example:,} examples, {listed}\n{shown}"
+        return f"{self._count():,} examples, {listed}\n{shown}"
+
+    def _count(self) -> int:
+        """Return the number of examples, for `describe`."""
+        documents = sum(int(part.documents) for part in self.rows.sources)
+        return documents // self.per_example
+
+    def _first_size(self) -> int:
+        """Return the number of documents of the first example, for `describe`."""
+        return self.per_example
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch`` with the next iteration. A loaded position within this epoch is kept."""

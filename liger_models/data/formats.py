@@ -143,6 +143,9 @@ def _only(columns: Columns, *names: str) -> dict[str, Any]:
 
 _TEMPLATE = ("tools", "chat_template_kwargs")
 _PAIRS = "Pairs train with objective dpo, orpo, cpo or simpo."
+_TEXTS = "Queries with documents train with objective embed or rerank."
+NEGATIVES = ("negative", "negatives", "neg", *(f"negative_{number}" for number in range(1, 65)))
+"""Columns of hard negatives of a query: one document, or a list of them."""
 FORMATS = {
     "chat": Format(("messages",), _TEMPLATE),
     "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
@@ -153,6 +156,12 @@ FORMATS = {
     "question-answer": Format(("question", "answer"), ("context",), _from_alpaca),
     "text": Format(("text",)),
     "input_ids": Format(("input_ids",), TOKEN_COLUMNS),
+    "scored-pair": Format(
+        ("query|sentence1|anchor", "document|sentence2|passage", "score|label|similarity_score"), todo=_TEXTS
+    ),
+    "contrastive": Format(
+        ("query|anchor|question|sentence1", "positive|pos|document|passage|answer|sentence2"), NEGATIVES, todo=_TEXTS
+    ),
     "prompt": Format(("prompt",), todo="Prompts without answers train with objective grpo."),
 }
 """The formats, in the order in which they are compared with a record."""

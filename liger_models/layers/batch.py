@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_tensors, check_values, is_traced
+from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.masks import (
@@ -113,6 +114,7 @@ class BatchLayout:
         dtype: torch.dtype | None = None,
         needs_bounds: bool = False,
         chunks: Collection[int] = (),
+        causal: bool = True,
         **extra: Any,
     ) -> "Self":
         """Build the layout of a batch of text.
@@ -145,6 +147,8 @@ class BatchLayout:
                 support; otherwise they have forms that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
             chunks: the chunk sizes of the attention layers, which need the mask for no window.
+            causal: False lets each token attend to all tokens of its document. There must be no windows, chunks or
+                cached tokens.
             extra: further fields of a derived class.
 
         Raises:
@@ -190,6 +194,9 @@ class BatchLayout:
             windows = {}  # only the backward, which is ordinary attention's, needs masks
         masks = {}
         for window, needed in ({None: False} if windows is None else windows).items():
+            if not causal:
+                masks[window] = _bidirectional_mask(documents, B, T, device, needed, segments)
+                continue
             until = None if window is None and cls.images_need_window else visible_until
             alternative = segments if until is None else None
             masks[window] = text_mask(documents, past, window, B, T, device, needed, until, alternative, prefix)
@@ -211,7 +218,8 @@ class BatchLayout:
                     "images or of a prefix, got some. Leave them out."
                 )
             spans = _spans(documents, B, T, past, device, pages)
-        options = {"attention_mask": attention_mask, "bounds": bounds, "pages": pages, "spans": spans, **extra}
+        options: dict[str, Any] = {"causal": causal, "attention_mask": attention_mask, "bounds": bounds}
+        options |= {"pages": pages, "spans": spans, **extra}
         layout = cls(positions, tables, documents, past, cache, masks, **options)
         if not chunks:
             return layout
@@ -277,10 +285,16 @@ class BatchLayout:
         if explicit and empty and self.causal:
             B, T = q.shape[:2]
             mask = self.masks[window] = text_mask(self.documents, self.past, window, B, T, q.device, needed=True)
-        if mask.segments is not None and self.causal and not takes_segments(q.device, q.dtype, q.shape[3]):
+        # Segments of text have no lengths, which only those of images have in a bidirectional layout.
+        is_text = mask.segments is not None and (self.causal or mask.segments.lengths is None)
+        if is_text and not takes_segments(q.device, q.dtype, q.shape[3]):
             # The heads are too wide, or their dtype differs from that of the embeddings; `build` could not know either.
             B, T = q.shape[:2]
-            mask = self.masks[window] = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
+            if self.causal:
+                mask = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
+            else:
+                mask = _bidirectional_mask(self.documents, B, T, q.device, needed=False)
+            self.masks[window] = mask
         return mask
 
     def padding(self, T: int) -> Tensor | None:
@@ -307,6 +321,17 @@ class BatchLayout:
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
+
+
+def _bidirectional_mask(
+    documents: Tensor | None, B: int, T: int, device: torch.device, needed: bool, segments: Segments | None = None
+) -> Mask:
+    """Build the mask of text in which each token attends to all tokens of its document; see `text_mask`."""
+    if documents is None:
+        # Without a mask, a bidirectional layout means that all tokens of a row attend to each other.
+        needed = needed and device.type in ACCELERATORS
+        return document_mask(torch.zeros(B, T, dtype=torch.int64, device=device)) if needed else Mask()
+    return Mask(segments=segments) if segments is not None and not needed else document_mask(documents)
 
 
 def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device: torch.device) -> Tensor | None:

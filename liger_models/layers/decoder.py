@@ -152,6 +152,10 @@ class Decoder(nn.Module):
         # How the model is distributed, and what its layers need from the layout of every batch.
         self.groups = ParallelGroups()
         """The process groups that the model is distributed over."""
+        self.has_head = True
+        """False for a model of embeddings, which is saved without a head. `lm_head` then has the embedding's weight."""
+        self.bidirectional = False
+        """Whether each token attends to all tokens of its document; see `set_bidirectional`."""
         self._needs_bounds = False
         """Whether a layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
@@ -422,6 +426,27 @@ class Decoder(nn.Module):
         for layer in layers_of(self.layers):
             layer.set_attention_dropout(probability)
 
+    def set_bidirectional(self, bidirectional: bool = True) -> None:
+        """Let each token attend to all tokens of its document, not only to itself and earlier ones, as in an encoder.
+
+        The model then computes hidden states only; it can't generate.
+
+        Raises:
+            ValueError: a layer can't attend to later tokens: attention with a window, chunks or sinks, or a layer that
+                is not attention and reads tokens in order.
+        """
+        for path, layer in named_layers(self.layers) if bidirectional else ():
+            spec = layer.attention
+            causal = layer.recurrent or layer.needs_bounds
+            if spec is not None:
+                causal = causal or spec.window is not None or spec.chunk is not None or spec.needs_flash
+            if causal:
+                raise ValueError(
+                    "set_bidirectional: all layers must be attention without window, chunks and sinks, got "
+                    f"{type(layer).__name__} in layers.{path}. Leave the model causal."
+                )
+        self.bidirectional = bidirectional
+
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
         """Choose which activations are saved for the backward, and where. The gradients do not depend on the choice.
 
@@ -612,6 +637,13 @@ class Decoder(nn.Module):
         # Attention with sinks has a fused kernel only in half precision. Otherwise its layers need a mask.
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
+        if self.bidirectional:
+            if options.get("cache") is not None:
+                raise ValueError(
+                    "forward: a bidirectional model has no decode cache and can't generate, got a cache. Call "
+                    "set_bidirectional(False)."
+                )
+            options["causal"] = False
         return self.layout_class.build(
             shape, embeds.device, rotary, windows=windows, needs_bounds=self._needs_bounds, dtype=embeds.dtype,
             chunks=self._chunks, **options,

@@ -1,4 +1,6 @@
 from liger_models.losses.base_preference import PreferenceMetrics as PreferenceMetrics
+from liger_models.losses.contrastive import LigerContrastiveLoss as LigerContrastiveLoss
+from liger_models.losses.contrastive import LigerCoSENTLoss as LigerCoSENTLoss
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
 from liger_models.losses.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss

@@ -41,7 +41,7 @@ class GRPOObjective(Objective):
     """Group-relative policy optimization (GRPO), on answers that the trained model samples itself."""
 
     formats = ("prompt",)
-    shares_rows, compares = False, True
+    shares_rows, compares, is_gentle = False, True, True
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)

@@ -52,7 +52,7 @@ from liger_models.train.folder import lock_folder
 from liger_models.train.metrics import Log, flops
 from liger_models.train.modelscope import PREFIX, fetch
 from liger_models.train.muon import LigerMuon
-from liger_models.train.objective_options import make_objective
+from liger_models.train.objective_options import OBJECTIVES, make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
 from liger_models.train.optimizer import LigerAdamW, split_by_decay, step_in_backward
 from liger_models.train.options import read_options
@@ -178,7 +178,7 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
         log.count(batches, operations)
 
         # Forward and backward of each batch, then one update.
-        loss, metrics = step_plan.run(step, batches, partial(forward_backward, model, objective, batches, updates))
+        loss, metrics = step_plan.run(step, batches, partial(objective.step, model, batches, updates.backward))
         lr, norm = updates.step()
         finite.watch(step, loss, norm)
 
@@ -226,22 +226,8 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
         finite.check_weights(max(start, steps))
         if options.lora_r and start < steps:
             say(adapter_line(model, adapters, steps - start))
-        export(options, model, output)
+        export(options, model, objective, output)
     return stop
-
-
-def forward_backward(
-    model: CausalLM, objective: Objective, batches: list[Batch], updates: "Updates"
-) -> tuple[Tensor, Metrics]:
-    """Compute the gradients of a step. Returns the loss of this rank [] and the metrics."""
-    num_items = objective.num_items(batches)
-    loss, metrics = torch.zeros((), device=model.device), Metrics()
-    for batch in batches:
-        batch_loss, batch_metrics = objective.loss(model, batch, num_items)
-        updates.backward(batch_loss)
-        loss += batch_loss.detach()
-        add_metrics(metrics, batch_metrics)
-    return loss, metrics
 
 
 def prepare_paths(options: TrainOptions) -> None:
@@ -504,18 +490,21 @@ def announce(
         say(f"data        {data.describe()}")
     if warning := warn_of_few_steps(options, steps, options.accumulate / len(data), ranks):
         say(warning)
-    if warning := check_turn_end(model):
+    if OBJECTIVES[str(options.objective)].generates and (warning := check_turn_end(model)):
         say(warning)
 
 
-def export(options: TrainOptions, model: CausalLM, output: Path) -> None:
+def export(options: TrainOptions, model: CausalLM, objective: Objective, output: Path) -> None:
     """Write the adapters or, if there are none, the model, and print the commands that use the result."""
+    folder = output / ("adapter" if options.lora_r else "model")
     if options.lora_r:
-        save_adapter(model, output / "adapter", base=options.model)
+        save_adapter(model, folder, base=options.model)
     else:
-        model.save_pretrained(output / "model", dtype=options.export_dtype)
+        model.save_pretrained(folder, dtype=options.export_dtype)
+    objective.export(model, folder)
     chat = bool(model.tokenizer.chat_template)
-    say(*next_steps(output, model=options.model, adapters=options.lora_r > 0, chat=chat))
+    adapters, generates = options.lora_r > 0, objective.generates
+    say(*next_steps(output, model=options.model, adapters=adapters, chat=chat, generates=generates))
 
 
 def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
@@ -562,6 +551,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         device=device,
         shard=adapt_and_shard,
         keep_quantized=options.lora_keep_quantized,
+        head=OBJECTIVES[str(options.objective)].has_head,
     )
 
 
@@ -674,6 +664,7 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objecti
     total = Metrics()
     for batch in data:
         add_metrics(total, objective.evaluate(model, to_device(objective.batch(model, batch), device, model)))
+    add_metrics(total, objective.finish_evaluation(device))
     reshard(model)
     model.train()
     return mean_metrics(total, "eval_")

@@ -1,5 +1,7 @@
 """The options of the training objectives, each with the objectives that read it."""
 
+# ruff: noqa: RUF009 (`_of` returns a field)
+
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +17,7 @@ from liger_models.train.objectives import (
     SimPOObjective,
 )
 from liger_models.train.options import option
+from liger_models.train.retrieval import EmbedObjective, RerankObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": Objective,
@@ -26,12 +29,14 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "kto": KTOObjective,
     "distill": DistillObjective,
     "grpo": GRPOObjective,
+    "embed": EmbedObjective,
+    "rerank": RerankObjective,
 }
 
 
-def _of(objectives: str, help: str, **checks: Any) -> Any:
+def _of(objectives: str, help: str, default: Any = None, **checks: Any) -> Any:
     """Return an option that only the listed objectives read."""
-    return option(f"{objectives}: {help}", None, read_by=("objective", objectives.split(", ")), **checks)
+    return option(f"{objectives}: {help}", default, read_by=("objective", objectives.split(", ")), **checks)
 
 
 @dataclass(kw_only=True)
@@ -42,8 +47,8 @@ class ObjectiveOptions:
     """
 
     objective: str | None = option(
-        "what is learned: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo; default: dpo for pairs, kto for "
-        "labeled answers, and otherwise sft",
+        "what is learned: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill, grpo, embed or rerank; default: dpo for "
+        "pairs, kto for labeled answers, and otherwise sft",
         None,
         choices=tuple(OBJECTIVES),
     )
@@ -63,7 +68,9 @@ class ObjectiveOptions:
     undesirable_weight: float | None = _of("kto", "weight of bad answers (default: 1)")
     teacher: str | None = _of("distill", "model whose distributions are learned: a folder, or a name on the hub")
     divergence: str | None = _of("distill", "jsd (default), forward_kl, reverse_kl, tvd or cosine")
-    temperature: float | None = _of("distill, grpo", "divisor of the logits (default: 1)")
+    temperature: float | None = _of(
+        "distill, grpo, embed", "divisor of the logits (default: 1), or of the cosines (0.05)"
+    )
     weight_hard_loss: float | None = _of("distill", "weight of the cross entropy (default: 0.5)")
     weight_soft_loss: float | None = _of("distill", "weight of the divergence (default: 0.5)")
 
@@ -81,6 +88,18 @@ class ObjectiveOptions:
         "grpo", "sample and train with the same bits of log-probabilities, which is slower (default: false)"
     )
 
+    pooling: str | None = _of("embed", "lasttoken, mean or cls (default: the checkpoint's, or lasttoken)")
+    bidirectional: bool | None = _of(
+        "embed", "let tokens attend to later ones, as in an encoder (default: as the checkpoint)"
+    )
+    symmetric: bool | None = _of("embed", "compare documents with all queries, too (default: false)")
+    matryoshka_dims: list[int] = _of(
+        "embed", "numbers of leading dimensions that are embeddings of their own, such as 1024 256 64", []
+    )
+    query_prompt: str | None = _of("embed", "text before each query (default: the checkpoint's prompt query, if any)")
+    document_prompt: str | None = _of("embed", "text before each document (default: the checkpoint's, if any)")
+    instruction: str | None = _of("rerank", "what a document must do for a query (default: answer a web search)")
+
 
 def make_objective(options: Any) -> Objective:
     """Create the objective of a run from the run's checked options.
@@ -92,6 +111,6 @@ def make_objective(options: Any) -> Objective:
     settings = {
         field.name: getattr(options, field.name)
         for field in fields(ObjectiveOptions)
-        if field.name != "objective" and getattr(options, field.name) is not None
+        if field.name != "objective" and getattr(options, field.name) not in (None, [])
     }
     return OBJECTIVES[options.objective](options, **settings)

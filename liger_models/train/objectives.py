@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -108,7 +109,13 @@ class Objective:
     repeats = 1
     """Number of optimizer steps on the same batches."""
     compares = False
-    """Whether examples are answers to compare. They are not packed into rows."""
+    """Whether examples are answers or texts to compare. They are not packed into rows."""
+    has_head = True
+    """Whether the model has a language-model head."""
+    generates = True
+    """Whether the model writes texts."""
+    is_gentle = False
+    """Whether the default learning rate is that of objectives that compare or sample answers."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         self.accumulate = options.accumulate
@@ -143,6 +150,28 @@ class Objective:
         """Return the part of a step's loss that comes from a batch, and the metrics of the batch."""
         return model(**batch, num_items_in_batch=num_items).loss, {}
 
+    def step(self, model: CausalLM, batches: list[Batch], backward: Callable[[Tensor], None]) -> tuple[Tensor, Metrics]:
+        """Compute the gradients of a step by calling ``backward`` with parts of the loss.
+
+        Returns:
+            The loss of this rank [] and the metrics.
+        """
+        num_items = self.num_items(batches)
+        total, metrics = torch.zeros((), device=model.device), Metrics()
+        for batch in batches:
+            loss, batch_metrics = self.loss(model, batch, num_items)
+            backward(loss)
+            total += loss.detach()
+            add_metrics(metrics, batch_metrics)
+        return total, metrics
+
+    def finish_evaluation(self, device: torch.device) -> Metrics:
+        """Return the metrics of all batches of an evaluation together. Every rank must call this method."""
+        return {}
+
+    def export(self, model: CausalLM, folder: Path) -> None:
+        """Write further files into the folder of the exported model or adapters. Every rank must call this method."""
+
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
         """Compute the metrics of a batch, including "loss", without gradients and auxiliary losses."""
         out = model(**batch, num_items_in_batch=1)  # the sum of the losses
@@ -160,7 +189,7 @@ class Compared(Objective):
     """The base class of objectives that compare whole answers of a batch by a loss in `liger_models.losses`."""
 
     formats = ("preference",)
-    shares_rows, compares = False, True
+    shares_rows, compares, is_gentle = False, True, True
     make: Callable[..., Any]
     """The class of the loss."""
     needs_reference = False

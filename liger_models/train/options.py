@@ -74,7 +74,7 @@ def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
     """Return the error of a field's value, a sentence without its first word, the field's name; None if valid."""
     # None means the default, and is always allowed.
     value, checks = getattr(options, field.name), field.metadata
-    if value is None:
+    if value is None or value == []:
         return None
 
     # Numbers. A comparison with NaN is False, so NaN is out of every bound.

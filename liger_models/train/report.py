@@ -158,13 +158,16 @@ def banner(
     weights = f"adapters of rank {options.lora_r} on weights" if options.lora_r else "all weights"
     stored = next((name for name in STORED if getattr(options, name)), None)
     stored = "" if stored is None else f", {stored}"
+    batch = f"{sequences:,} sequences of {length:,} tokens: {sequences * length:,} tokens a step"
+    if not make_objective(options).generates:
+        batch = f"{sequences:,} examples of texts of up to {length:,} tokens"
     parts = {
         "model": f"{options.model} ({type(model).__name__.removeprefix('FSDP')})",
         "parameters": f"{parameters:,}, of which {trained:,} ({trained / parameters:.2%}) are trained",
         "objective": f"{options.objective}{default['objective']}",
         "training": f"{weights} in {options.dtype}{default['dtype']}{stored}",
         "optimizer": f"{options.optimizer}, lr {options.lr:g}{default['lr']}",
-        "batch": f"{sequences:,} sequences of {length:,} tokens: {sequences * length:,} tokens a step",
+        "batch": batch,
         "devices": f"{ranks} x {device_name}" + f", {sharing} of which share a batch" * (sharing > 1),
         "memory": None if memory is None else f"about {memory / 2**30:.1f} of {total / 2**30:.1f} GiB (estimate)",
         "output": f"{Path(str(options.output))}{default['output']}",
@@ -333,11 +336,13 @@ def sample(model: CausalLM, prompt: str) -> str:
     return text
 
 
-def next_steps(output: Path, *, model: str, adapters: bool, chat: bool) -> list[str]:
+def next_steps(output: Path, *, model: str, adapters: bool, chat: bool, generates: bool = True) -> list[str]:
     """Return the last lines of a finished run, which name the result and the commands that use the result."""
     folder = output / ("adapter" if adapters else "model")
     result = [model, "--adapter", str(folder)] if adapters else [str(folder)]
-    commands = {"generate": ["liger-models", "generate", *result, *["--chat"] * chat, "Hello"]}
+    commands = {}
+    if generates:
+        commands["generate"] = ["liger-models", "generate", *result, *["--chat"] * chat, "Hello"]
     if adapters:
         merged = output / "model"
         commands["merge"] = ["liger-models", "merge", model, str(folder), str(merged)]

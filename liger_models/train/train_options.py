@@ -66,7 +66,12 @@ class DataOptions:
         "error, warn or drop if the chat template leaves out a field of a message", "error", choices=ON_UNRENDERED
     )
     max_pixels: int | None = option("most pixels of an image (Qwen-VL); default: the checkpoint's", None, at_least=1)
-    batch_size: int = option("rows, or pairs, per GPU in one forward pass", 1, at_least=1)
+    batch_size: int = option(
+        "rows, or examples of what is compared, per GPU in one forward pass; default: 1, and 32 for objectives embed "
+        "and rerank",
+        None,
+        at_least=1,
+    )
     accumulate: int = option("batches per GPU in one optimizer step", 1, at_least=1)
     workers: int = option("processes per rank that prepare batches", 1, at_least=0)
     steps: int | None = option("optimizer steps; default: enough for the epochs", None, at_least=1)
@@ -177,6 +182,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
         # Options whose default depends on others, as the user has given them.
         self.given = {name: getattr(self, name) for name in ("objective", "lr", "dtype", "output")}
         self.objective = self.objective or "sft"
+        self.batch_size = self.batch_size or (32 if self.objective in ("embed", "rerank") else 1)
         if self.dtype is None and not self.lora_r:
             self.dtype = "float32"
 
@@ -193,7 +199,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
 
         # Objectives that compare answers need smaller learning rates.
-        rates = COMPARING_RATES if OBJECTIVES[self.objective].compares else LEARNING_RATES
+        rates = COMPARING_RATES if OBJECTIVES[self.objective].is_gentle else LEARNING_RATES
         self.lr = self.lr or rates["lora" if self.lora_r else "full"]
 
         # Options that exclude each other.

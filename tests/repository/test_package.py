@@ -40,7 +40,7 @@ LEVELS = (
     ("generation",),
     ("base",),
     ("arch",),
-    ("losses", "data", "adapters", "hf"),
+    ("losses", "data", "adapters", "retrieval", "hf"),
     ("parallel",),
     ("train",),
     ("",),

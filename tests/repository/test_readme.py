@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.arch import built_in
 from liger_models.base import causal_lm
+from liger_models.retrieval import settings
 from liger_models.text import tokenizer
 
 from ..base.conftest import make_model
@@ -52,7 +53,8 @@ def test_an_accelerator_is_asked_for_only_where_it_is_available():
 def serve(monkeypatch, folder: Path) -> None:
     """Make every name on the hub this folder."""
     monkeypatch.setattr(causal_lm, "download", lambda repo_id, *_, **options: folder)
-    monkeypatch.setattr(tokenizer, "snapshot_download", lambda repo_id, **options: str(folder))
+    for module in (tokenizer, settings):
+        monkeypatch.setattr(module, "snapshot_download", lambda repo_id, **options: str(folder))
 
 
 @pytest.fixture
@@ -65,6 +67,7 @@ def tiny_hub(tmp_path, monkeypatch):
     special = ["<s>", "</s>"]
     trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([], trainer)
+    tokenizer.add_tokens(["yes", "no"])  # the answers of a reranker
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=32,

@@ -158,7 +158,15 @@ def test_every_model_has_files_and_every_file_a_model():
             method = "4bit" if options.lora_4bit else "lora" if options.lora_r else "full"
             assert file.stem.partition("gb-")[2] == method
             assert (options.model, options.output) == (model.name, f"{model.folder}-{method}")
-    assert {file.parent.name for file in RECIPES.rglob("*.yaml")} == {model.folder for model in generate.MODELS}
+    folders = {file.parent.name for file in RECIPES.rglob("*.yaml")}
+    assert folders == {"retrieval", *(model.folder for model in generate.MODELS)}
+
+
+@pytest.mark.parametrize(("name", "objective"), [("embedding", "embed"), ("reranker", "rerank")])
+def test_recipes_of_models_that_search(name, objective):
+    options = read_options(TrainOptions, [f"recipes/retrieval/qwen3-{name}-0.6b.yaml", "--data", "mine.jsonl"])
+    assert (options.objective, options.data) == (objective, ["mine.jsonl"])
+    assert options.model == f"Qwen/Qwen3-{name.title()}-0.6B"
 
 
 def test_models_without_a_config_have_the_published_number_of_parameters():

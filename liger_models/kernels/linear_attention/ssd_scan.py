@@ -73,8 +73,8 @@ SCAN_ROWS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 128, 32, 4, 3
 READ_HEADS, READ_COLUMNS = 8, 64
 """READ_HEADS is the largest number of heads of a group for which a program computes one product of B and C."""
 READ_WARPS, READ_STAGES = (4, 8), (2, 3)
-"""In the forward and in the backward. With one stage, half precision and fewer than 64 columns, the code that Triton 3.6
-generates for Hopper computes wrong products."""
+"""In the forward and in the backward. With one stage, half precision and fewer than 64 columns, the code that Triton
+3.6 generates for Hopper computes wrong products."""
 
 PAIR_WARPS, PAIR_STAGES = 8, 3
 SHARED_WARPS, SHARED_STAGES = 8, 1

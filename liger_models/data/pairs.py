@@ -1,0 +1,278 @@
+"""Queries with documents, for embeddings and rerankers: pairs and triplets, or pairs of texts with scores."""
+
+import hashlib
+import itertools
+import math
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_models.data.answers import AnswerRows
+from liger_models.data.batch import Batch
+from liger_models.data.dataset import PackedDataset
+from liger_models.data.encoding import Document, Encoder, check_characters
+from liger_models.data.formats import NEGATIVES, mark_learned
+from liger_models.data.packing import PackedRows
+from liger_models.data.sources import Record
+from liger_models.data.tokens import TokenFile, tokenize
+from liger_models.retrieval.texts import pack_texts
+from liger_models.text.tokenizer import Tokenizer
+
+GROUP = 256
+"""Number of examples that are tokenized together."""
+QUERY = ("query", "anchor", "question", "sentence1")
+DOCUMENT = ("positive", "pos", "document", "passage", "answer", "sentence2")
+SCORE = ("score", "label", "similarity_score")
+"""Columns of an example's query, of its document, and of the score of both."""
+HEAD = 4
+"""Number of integers at the beginning of an example's first document, which describes the example."""
+
+
+class Pair(NamedTuple):
+    """A query with documents.
+
+    Attributes:
+        query: the query, or the first of two texts.
+        documents: the positive document, followed by negative ones; with a score, only one document.
+        score: the score of query and document; None if the documents are a positive and negative ones.
+    """
+
+    query: str
+    documents: list[str]
+    score: float | None = None
+
+
+class TextMaker(Protocol):
+    """Makes the texts of examples, as token ids. An object with equal fields makes equal texts."""
+
+    by_document: bool
+    """Whether there is a text for each document, with a score, and not one for the query and one for each document."""
+
+    def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[list[Tensor]]:
+        """Return the token ids of the texts of each example, [n] int32 each."""
+
+
+def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
+    """Read a record of the format "contrastive" or "scored-pair".
+
+    Raises:
+        ValueError: a column is malformed.
+    """
+
+    def text(names: Iterable[str]) -> str:
+        name = next(name for name in names if record.get(name) is not None)
+        value = record[name]
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{where}: {name} must be a text, got {str(value)[:60]!r}. Write an example for each of several."
+            )
+        check_characters(where, value)
+        return value
+
+    query = text(QUERY)
+    if format == "scored-pair":
+        score = record[next(name for name in SCORE if record.get(name) is not None)]
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            raise ValueError(f"{where}: the score must be a finite number, got {score!r}. Correct it.")
+        return Pair(query, [text(name for name in DOCUMENT if name not in ("positive", "pos", "answer"))], float(score))
+
+    # Negative documents have a column each, or are a list.
+    unread = sorted(name for name in record if re.fullmatch(r"negative_\d+", name) and name not in NEGATIVES)
+    if unread:
+        raise ValueError(
+            f"{where}: columns of negatives must be negative_1 to negative_64, got {unread[0]}. Write a list in the "
+            "column negatives."
+        )
+    documents = [text(DOCUMENT)]
+    for name in (name for name in NEGATIVES if record.get(name) is not None):
+        value = record[name]
+        for negative in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(negative, str):
+                raise ValueError(f"{where}: {name} must be a text or texts, got {str(value)[:60]!r}. Correct it.")
+            check_characters(where, negative)
+            documents.append(negative)
+    return Pair(query, documents)
+
+
+def key_of(content: bytes) -> int:
+    """Return a 64-bit checksum, by which equal texts are recognized."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+class PairEncoder(Encoder):
+    """Encodes each record as a document that describes it, and a document for each of its texts.
+
+    The first document holds the number of texts, whether the texts have scores, the 64-bit checksum of the query as two
+    integers, and the bits of the scores.
+    """
+
+    texts: TextMaker
+
+    def encode(self, records: Iterable[Record]) -> Iterator[Document]:
+        """Yield the documents of the records, in order; see `Encoder.encode`."""
+        limited = iter(self._limited(records))
+        while group := list(itertools.islice(limited, GROUP)):
+            pairs = [read_pair(where, record, self.formats.name(where, record)) for where, record in group]
+            for pair, texts in zip(pairs, self.texts(self.tokenizer, pairs), strict=True):
+                scores = [] if pair.score is None else [pair.score]
+                if self.texts.by_document and pair.score is None:
+                    scores = [1.0, *[0.0] * (len(pair.documents) - 1)]
+                bits = array("i", array("f", scores).tobytes())
+                key = array("i", key_of(pair.query.encode()).to_bytes(8, "little", signed=True))
+                yield Document(array("i", [len(texts), len(scores)]) + key + bits)
+                yield from (Document(array("i", ids.tolist())) for ids in texts)
+
+
+class PairRows(AnswerRows):
+    """The examples of an epoch by their index, each with its ``texts``, its ``scores`` and the ``key`` of its query."""
+
+    def _with_answers(self) -> list[int]:
+        """Return the indices of all examples, after finding where each begins."""
+        self.firsts, ends, ids = list[int](), self.tokens.ends.tolist(), self.tokens.ids
+        first = 0
+        while first < len(ends):
+            self.firsts.append(first)
+            first += 1 + int(ids[ends[first - 1] if first else 0])
+        return [*range(len(self.firsts))]
+
+    def _document(self, number: int) -> Tensor:
+        return self.tokens.ids[int(self.tokens.ends[number - 1]) if number else 0 : int(self.tokens.ends[number])]
+
+    def _read(self, number: int) -> Any:
+        first = self.firsts[number]
+        size, _, *key = self._document(first)[:HEAD].tolist()
+        return {
+            "texts": [self._document(first + 1 + index) for index in range(size)],
+            "key": torch.tensor(key, dtype=torch.int32).view(torch.int64),  # [1]
+            "scores": self.scores(number),
+        }
+
+    def scores(self, number: int) -> Tensor:
+        """Return the scores of an example in the source, [n] fp32."""
+        return self._document(self.firsts[number])[HEAD:].clone().view(torch.float32)
+
+    @property
+    def are_scored(self) -> set[bool]:
+        """Whether examples have scores: {True}, {False} or both."""
+        ends = self.tokens.ends
+        return {bool(self.tokens.ids[(int(ends[first - 1]) if first else 0) + 1]) for first in self.firsts}
+
+
+class PairDataset(PackedDataset):
+    """Batches of queries with documents: this rank's share of the examples, epoch after epoch.
+
+    A batch has the packed texts of `pack_texts`, and these tensors:
+
+    - ``counted`` [examples] bool: False for an example that fills the batch of a rank that has none.
+    - ``query_keys`` [examples] int64: a checksum of each query.
+    - ``keys`` [texts] int64: a checksum of each text.
+    - ``scores`` fp32, if there are scores: [texts] for a reranker, and otherwise [examples].
+    - ``example`` [texts] int64: the example of each text.
+
+    The texts of embeddings are all queries, followed by the document of each query, followed by all negative documents.
+    The texts of a reranker are prompts, one for each document.
+
+    Order, distribution over ranks, position and cache are as in `PackedDataset`, with examples instead of rows. The
+    last step of an epoch is completed with the first examples of the epoch, unless ``complete`` is False.
+
+    Args:
+        source: files or another source with a length, as for `PackedDataset`, with examples of these formats:
+
+            - "contrastive": a query (``query``, ``anchor``, ``question`` or ``sentence1``), its document (``positive``,
+              ``pos``, ``document``, ``passage``, ``answer`` or ``sentence2``), and optionally hard negatives:
+              ``negative``, ``negative_1`` and so on, or a list ``negatives`` or ``neg``.
+            - "scored-pair": a query (``query``, ``sentence1`` or ``anchor``), a document (``document``, ``sentence2``
+              or ``passage``) and a number ``score``, ``label`` or ``similarity_score``.
+        tokenizer: the tokenizer of the model.
+        length: number of tokens to which texts are cut.
+        texts: makes the texts of the examples, such as `EmbedderTexts` or `RerankerTexts`.
+        complete: False for an evaluation, which must see each example once.
+        options: as for `PackedDataset`; ``batch_size`` is the number of examples in a batch.
+
+    Raises:
+        ValueError: as for `PackedDataset`, the source is a stream, or some examples have scores and others do not.
+    """
+
+    def __init__(
+        self, source: Any, tokenizer: Tokenizer, *, length: int, texts: TextMaker, complete: bool = True, **options: Any
+    ) -> None:
+        self.texts, self.complete = texts, complete
+        options = {**options, "formats": ("scored-pair", "contrastive"), "overflow": "truncate"}
+        super().__init__(source, tokenizer, length=length, **options)
+        if self._rows is None:
+            raise ValueError("PairDataset: the source must have a length, got a stream. Save it as a file.")
+        are_scored = set[bool]().union(*(part.are_scored for part in self._parts))
+        if len(are_scored) > 1:
+            raise ValueError(
+                "PairDataset: all examples must have scores, or none may have any, got both. Train with one kind after "
+                "the other."
+            )
+        self.is_scored = True in are_scored
+
+    @property
+    def _parts(self) -> list[Any]:
+        return getattr(self.rows, "parts", [self.rows])
+
+    def _make_encoder(self, tokenizer: Any, *options: Any) -> Encoder:
+        encoder = PairEncoder(tokenizer, *options)
+        encoder.texts = self.texts
+        encoder.key = [*encoder.key, repr(self.texts)]
+        return encoder
+
+    def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
+        tokens: TokenFile = tokenize(source, self.encoder, cache_dir, progress)
+        return PairRows(tokens, self._make_row, self.shuffle, self.seed)
+
+    def score_outside(self, low: float, high: float) -> float | None:
+        """Return a score that is below ``low`` or above ``high``; None if there is none."""
+        for part in self._parts:
+            for number in range(len(part.firsts)) if self.is_scored else ():
+                wrong = [score for score in part.scores(number).tolist() if not low <= score <= high]
+                if wrong:
+                    return float(wrong[0])
+        return None
+
+    def _count(self) -> int:
+        return sum(len(part.firsts) for part in self._parts)
+
+    def _first_size(self) -> int:
+        return 1 + int(self.rows.tokens.ids[0])
+
+    def _show(self, documents: list[list[int]]) -> str:
+        head, *texts = documents
+        scores = array("f", array("i", head[HEAD:]).tobytes())
+        names = ["query", "positive", *[f"negative {number}" for number in range(1, len(texts))]]
+        if scores and self.texts.by_document:
+            names = [f"score {score:g}" for score in scores]
+        elif scores:
+            names = ["first", f"second, score {scores[0]:g}"]
+        shown = (mark_learned(self.encoder.tokenizer, [~token for token in text]) for text in texts)
+        return "\n".join(f"{name}:\n{text}" for name, text in zip(names, shown, strict=False))
+
+    def _batch(self, rows: list[Any]) -> Batch:
+        counted = [True] * len(rows)
+        if self.complete:
+            rows = self._completed(rows)
+            counted = [True] * len(rows)
+        elif not rows:
+            rows, counted = [self.rows[0]], [False]  # so that all ranks have the same number of batches
+        # The texts in order: those of a reranker by example; otherwise queries, documents, negative documents.
+        numbered = [(number, text) for number, row in enumerate(rows) for text in row["texts"]]
+        if not self.texts.by_document:
+            parts = [[(number, row["texts"][place]) for number, row in enumerate(rows)] for place in (0, 1)]
+            parts.append([(number, text) for number, row in enumerate(rows) for text in row["texts"][2:]])
+            numbered = [item for part in parts for item in part]
+        texts = [text for _, text in numbered]
+        batch = pack_texts(texts, self._filler) | {
+            "counted": torch.tensor(counted),
+            "query_keys": torch.cat([row["key"] for row in rows]),
+            "keys": torch.tensor([key_of(text.numpy().tobytes()) for text in texts]),
+            "example": torch.tensor([number for number, _ in numbered]),
+        }
+        scores = torch.cat([row["scores"] for row in rows])
+        return batch | ({"scores": scores} if len(scores) else {})

@@ -1,0 +1,5 @@
+"""Models that search: embeddings of texts, rerankers, their folders for sentence-transformers, and their metrics."""
+
+from liger_models.common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,52 @@
+"""Metrics of retrieval: recall@k and nDCG@k of the documents that a model finds for queries."""
+
+import torch
+from torch import Tensor
+
+CHUNK = 1024
+"""Number of queries whose similarities to all documents are computed at a time."""
+
+
+def ranks_of_targets(queries: Tensor, documents: Tensor, target: Tensor) -> Tensor:
+    """Return the rank of each query's positive document among all documents by the product of embeddings, [N] int64.
+
+    The best document has rank 0. A document with the same product as the positive one counts as worse.
+
+    Args:
+        queries: [N, C].
+        documents: [M, C].
+        target: [N] int64, the index of each query's positive document.
+    """
+    ranks = []
+    for rows, positive in zip(queries.split(CHUNK), target.split(CHUNK), strict=True):
+        similarities = rows @ documents.T  # [n, M]
+        ranks.append((similarities > similarities.gather(1, positive[:, None])).sum(1))
+    return torch.cat(ranks)
+
+
+def recall(ranks: Tensor, k: int) -> Tensor:
+    """Return the fraction of queries whose positive document is among the best k, [] fp32.
+
+    Args:
+        ranks: [N], the rank of each query's positive document, from 0.
+        k: number of documents.
+    """
+    return (ranks < k).float().mean()
+
+
+def ndcg(scores: Tensor, relevance: Tensor, k: int | None = None) -> Tensor:
+    """Compute the normalized discounted cumulative gain of a ranking, [] fp32.
+
+    Each of the best k documents has the gain 2^relevance − 1, divided by log2(2 + rank), and the sum is divided by the
+    sum for the ideal ranking. It is 0 if no document is relevant.
+
+    Args:
+        scores: [n], by which the documents are ranked.
+        relevance: [n], the relevance of each document, at least 0.
+        k: number of documents that count; None for all.
+    """
+    gains = torch.exp2(relevance.float()) - 1
+    discounts = 1 / torch.arange(2, len(gains) + 2, device=gains.device).log2()
+    ranked, ideal = (gains[order.argsort(descending=True, stable=True)] for order in (scores, gains))
+    best = (ideal * discounts)[:k].sum()
+    return torch.where(best > 0, (ranked * discounts)[:k].sum() / best.clamp_min(1e-12), torch.zeros_like(best))

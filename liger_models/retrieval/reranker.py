@@ -1,0 +1,172 @@
+"""Rerankers (cross-encoders): causal models that answer whether a document fits a query by one of two tokens."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_models.arch.auto import load_by_name
+from liger_models.base.causal_lm import CausalLM
+from liger_models.data.batch import Batch
+from liger_models.distributed.ranks import run_on_rank_zero
+from liger_models.retrieval.embedder import HUB_OPTIONS
+from liger_models.retrieval.settings import RerankerSettings
+from liger_models.retrieval.texts import encode_texts, pack_texts, pool, regroup, split_by_tokens
+from liger_models.text.tokenizer import Tokenizer
+
+
+class LigerReranker:
+    """A reranker.
+
+    Args:
+        model: the causal model, with its head.
+        settings: prompt and tokens, by default those of Qwen3-Reranker.
+
+    Raises:
+        ValueError: an answer of the settings is not a single token.
+    """
+
+    def __init__(self, model: CausalLM, settings: RerankerSettings | None = None) -> None:
+        self.model, self.settings = model, settings or RerankerSettings()
+        self.answers = answer_ids(model.tokenizer, self.settings)
+
+    @classmethod
+    def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> "LigerReranker":
+        """Load a reranker from a folder or from the hub: any causal model, with the settings in its folder if any.
+
+        Args:
+            name: folder, or name of a repository on the hub.
+            options: arguments of `CausalLM.from_pretrained`, such as ``dtype`` and ``device``.
+        """
+        settings = RerankerSettings.read(name, **{key: options[key] for key in HUB_OPTIONS if key in options})
+        return cls(load_by_name(str(name), **options), settings)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the scores of a batch of prompts that `pack_texts` has made, [texts] fp32, with gradients."""
+        return score(self.model, batch, self.answers)
+
+    @torch.no_grad()
+    def score(self, pairs: Sequence[tuple[str, str]], *, batch_tokens: int = 16384) -> Tensor:
+        """Return the scores of pairs of a query and a document, without gradients.
+
+        Args:
+            pairs: the pairs.
+            batch_tokens: number of tokens in a forward. Longer prompts have a forward of their own.
+
+        Returns:
+            [pairs] fp32, on the device of the model: the log-odds of ``yes``, whose sigmoid is a probability.
+        """
+        tokenizer, was_training = self.model.tokenizer, self.model.training
+        self.model.eval()
+        limit = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None)
+        encoded = encode_prompts(tokenizer, self.settings, pairs, limit)
+        scores = torch.empty(len(encoded), device=self.model.device)
+        for members in split_by_tokens(encoded, batch_tokens):
+            batch = pack_texts([encoded[member] for member in members], tokenizer.padding_id)
+            scores[members] = self({name: tensor.to(self.model.device) for name, tensor in batch.items()})
+        self.model.train(was_training)
+        return scores
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None) -> None:
+        """Write a folder that `from_pretrained` and the ``CrossEncoder`` of sentence-transformers load.
+
+        Args:
+            folder: the folder.
+            dtype: dtype of the tensors; None for the dtype of each parameter.
+        """
+        self.model.save_pretrained(folder, dtype=dtype)
+        run_on_rank_zero(f"save_pretrained {folder}", lambda: self.settings.write(folder, *self.answers))
+
+
+@dataclass(frozen=True)
+class RerankerTexts:
+    """Makes the texts of examples for training: a prompt for each document of a query.
+
+    Args:
+        settings: the prompt.
+        max_length: number of tokens to which prompts are cut.
+    """
+
+    settings: RerankerSettings
+    max_length: int | None = None
+    by_document: ClassVar[bool] = True
+
+    def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Any]) -> list[list[Tensor]]:
+        """Return the token ids of the texts of each example; see `PairDataset`."""
+        written = [(pair.query, document) for pair in pairs for document in pair.documents]
+        encoded = encode_prompts(tokenizer, self.settings, written, self.max_length)
+        return regroup(encoded, (len(pair.documents) for pair in pairs))
+
+
+def score(model: CausalLM, batch: Batch, answers: tuple[int, int]) -> Tensor:
+    """Return the scores of a batch of prompts, [texts] fp32: the difference of the logits of two tokens.
+
+    Only these logits are computed, for the last token of each prompt.
+
+    Args:
+        model: the model, which may be sharded by `apply_fsdp`.
+        batch: a batch of `pack_texts` on the model's device.
+        answers: the ids of the tokens for yes and no.
+    """
+    ids, bounds, head = batch["input_ids"], batch["cu_seqlens"], model.lm_head
+
+    def difference(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        last = pool(x, bounds, batch["texts"], "lasttoken")  # [texts, C]
+        logits = last @ weight[[*answers]].to(last.dtype).T * head.logit_scale  # [texts, 2]
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        return logits[:, 0] - logits[:, 1]
+
+    scores: Tensor = model(ids, cu_seqlens=bounds, labels=ids, loss_function=difference).loss
+    return scores
+
+
+def answer_ids(tokenizer: Tokenizer, settings: RerankerSettings) -> tuple[int, int]:
+    """Return the ids of the tokens ``yes`` and ``no``.
+
+    Raises:
+        ValueError: one of them is not a single token.
+    """
+    ids = []
+    for name in ("yes", "no"):
+        text = getattr(settings, name)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ValueError(
+                f"RerankerSettings: {name} must be one token, got {text!r} of {len(tokens)} tokens. Choose another."
+            )
+        ids.append(tokens[0])
+    return ids[0], ids[1]
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, settings: RerankerSettings, pairs: Sequence[tuple[str, str]], max_length: int | None
+) -> list[Tensor]:
+    """Return the token ids of the prompt for each query and document, [n] int32.
+
+    Args:
+        tokenizer: the tokenizer of the model. Its special tokens are not added.
+        settings: the prompt.
+        pairs: pairs of a query and a document.
+        max_length: number of tokens to which a prompt is cut, at the end of the document; None for no limit.
+
+    Raises:
+        ValueError: ``max_length`` leaves no room for a query and a document.
+    """
+    prefix, suffix = (
+        torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int32)
+        for text in (settings.prefix, settings.suffix)
+    )
+    if max_length is not None:
+        max_length -= len(prefix) + len(suffix)
+        if max_length < 1:
+            raise ValueError(
+                f"rerank: length must be more than the {len(prefix) + len(suffix)} tokens of prefix and suffix, got "
+                f"{max_length + len(prefix) + len(suffix)}. Raise it."
+            )
+    bodies = [settings.body(query, document) for query, document in pairs]
+    encoded = encode_texts(tokenizer, bodies, max_length, add_special_tokens=False)
+    return [torch.cat([prefix, body, suffix]) for body in encoded]
