@@ -379,7 +379,8 @@ def recognize(stored: Stored, quantization: Mapping[str, Any], read: Read) -> St
                     _join(stored, owner, name, _int4, scales=scales)
                 elif scales in stored:
                     weights = [group["weights"] for group in _groups(quantization)]
-                    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
+                    blocks = [each.get("block_structure") for each in weights]
+                    block = next((block for block in blocks if _is_block(block)), None)
                     _join(stored, owner, name, partial(_float8, block=block), scales=scales)
             _take_extras(stored)
     return stored
@@ -432,6 +433,10 @@ def quantization_of(hf_config: Mapping[str, Any]) -> Any:
     configs = hf_config, text if isinstance(text, Mapping) else {}
     keys = "quantization_config", "compression_config"
     return next((config[key] for config in configs for key in keys if config.get(key)), None)
+
+
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
 def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -550,7 +555,7 @@ def _join_bitsandbytes(stored: Stored, name: str, read: Read) -> None:
             f"{stored[f'{name}.absmax'].file}: must hold {missing[0]}, a part of {name} in NF4, got no tensor of this "
             "name. Download the files of one commit."
         )
-    state = json.loads(bytes(read(stored[names["state"]]).tolist()))
+    state = _state_of(stored[names["state"]], read)
     rows, columns = state["shape"]
     check_width(name, columns, state["blocksize"])
     table = read(stored[names["table"]]).float()
@@ -569,6 +574,24 @@ def _join_bitsandbytes(stored: Stored, name: str, read: Read) -> None:
         return BitsAndBytes((rows, columns), parts, state=state)
 
     _join(stored, name, name, make, **names)
+
+
+def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
+    """Return the content of a tensor ``quant_state``, whose bytes are JSON."""
+    try:
+        state = json.loads(bytes(read(tensor).flatten().tolist()))
+    except (ValueError, TypeError):
+        state = None
+    state = state if isinstance(state, dict) else {}
+    shape, sizes = state.get("shape"), [state.get("blocksize"), state.get("nested_blocksize", 1)]
+    numbers = [*(shape if isinstance(shape, list) else ()), *sizes]
+    offset = state.get("nested_offset", 0.0)
+    if len(numbers) != 4 or not all(type(n) is int and n > 0 for n in numbers) or not isinstance(offset, int | float):
+        raise ValueError(
+            f"{tensor.file}: {tensor.name} must hold JSON with the shape of a matrix and positive block sizes, got "
+            f"{state}. Download the files of one commit."
+        )
+    return {"dtype": "bfloat16", **state}
 
 
 def _take_extras(stored: Stored) -> None:

@@ -254,6 +254,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     refuses("ct_int4", r"must hold .*o_proj.weight_scale, the scales of .*weight_packed, got no tensor", _scale=None)
     refuses("ct_channels", r"o_proj.weight_scale must have shape .* got \(64, 2\)", _scale=lambda t: t.repeat(1, 2))
     refuses("bnb", r"must hold .*o_proj.weight.quant_map, a part of .* in NF4", **{".quant_map": None})
+    broken = {".quant_state.bitsandbytes__nf4": lambda t: t[:-1]}
+    refuses("bnb", r"quant_state.bitsandbytes__nf4 must hold JSON with the shape of a matrix", **broken)
     refuses("bnb", r"quant_map must hold the numbers of NF4, got", **{".quant_map": torch.zeros_like})
 
 
