@@ -36,10 +36,14 @@ def scripts(page: str) -> list[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a process that uses the reference backend and the package of this folder."""
+    """The environment of a process that uses the reference backend and the package of this folder.
+
+    PyTorch asks whether there is a GPU when its compiler is imported. The answer comes from NVML, because one from CUDA
+    would keep the processes that the fork server forks from using CUDA.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     plain = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return plain | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+    return plain | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}
 
 
 def free_port() -> int:

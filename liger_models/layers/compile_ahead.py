@@ -68,8 +68,8 @@ Kernels = dict[tuple[Any, int, str], Launch]
 def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mapping[str, Any]) -> None:
     """Start to compile the kernels of ``model.run(embeds, layout, **options)`` and its backward.
 
-    Only the first call for a model on an NVIDIA GPU with gradients has an effect, and only if the model is not
-    distributed, has plain parameters, and has no hooks.
+    Only the first call for a model on an NVIDIA GPU with gradients and without a cache has an effect, and only if the
+    model is not distributed, has plain parameters, and has no hooks.
 
     Args:
         model: the `Decoder`.
@@ -79,7 +79,9 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
         return
     if model in _early:
         _early.pop(model).join()
-    if model in _done or not _has_kernels() or not _runs_on_fakes(model, embeds, options):
+    if model in _done or not _has_kernels() or layout.cache is not None:  # tensors without values would be cached
+        return
+    if not _runs_on_fakes(model, embeds, options):
         return
     _done.add(model)
     marker = marker_of(model, embeds.dtype, embeds.device)
@@ -180,8 +182,14 @@ def _runs_on_fakes(model: Any, embeds: Tensor, options: Mapping[str, Any]) -> bo
     return (
         all(type(tensor) in (nn.Parameter, Tensor) and tensor.device == embeds.device for tensor in tensors)
         and any(tensor.requires_grad for tensor in tensors)
-        and not any(is_hooked(module) or is_compiled(module) for module in model.modules())
+        and not any(is_hooked(module) or is_compiled(module) or _is_fsdp1(module) for module in model.modules())
     )
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is wrapped by FSDP1, whose forward replaces the storage of parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def record_step(

@@ -27,6 +27,12 @@ LARGE_HEAD_OPTIONS = {
 PyTorch's default is four warps, whose registers cannot hold the accumulators of such large heads.
 """
 
+FLOAT32_OPTIONS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "fwd_num_warps": 4}
+"""Kernel options of flex_attention for head dimensions between 128 and 256 in float32.
+
+PyTorch's default is blocks of 64 tokens, which do not fit into the shared memory of a multiprocessor.
+"""
+
 RECOMPILE_LIMIT = 256
 """Maximum number of compilations of flex_attention.
 
@@ -76,6 +82,8 @@ def flex_by_blocks(
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if 128 < D <= 256 and takes_flash(q.dtype, D) and q.is_cuda and _on_hopper():
         options["kernel_options"] |= LARGE_HEAD_OPTIONS
+    if 128 < D < 256 and q.dtype == torch.float32 and q.is_cuda:
+        options["kernel_options"] |= FLOAT32_OPTIONS
     if sinks is not None:
         options["return_aux"] = AuxRequest(lse=True)
     out: Any

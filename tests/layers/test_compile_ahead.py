@@ -4,9 +4,12 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.kernels.dispatch import HAS_TRITON
@@ -20,6 +23,7 @@ from liger_models.layers.compile_ahead import (
     never_ahead,
     start_compilation,
 )
+from liger_models.layers.kv_cache import DecodeCache
 
 from ..processes import ROOT, run
 
@@ -93,6 +97,10 @@ def test_frozen_and_distributed_models_do_not_run_on_fakes(model):
     assert not runs(model)
     model.groups.__dict__["tensor"] = None
     assert runs(model)
+    with mock.patch.object(FullyShardedDataParallel, "__init__", torch.nn.Module.__init__):
+        model.layers[0].wrapper = FullyShardedDataParallel()  # type: ignore[call-arg]
+    assert not runs(model)
+    del model.layers[0].wrapper
     assert not runs(model.requires_grad_(False))
 
 
@@ -100,6 +108,10 @@ class OnCuda:
     is_cuda = True
     device = torch.device("cuda", 0)
     dtype = torch.bfloat16
+
+
+PLAIN = SimpleNamespace(cache=None)
+"""The layout of a batch without a cache."""
 
 
 @pytest.fixture
@@ -126,11 +138,12 @@ def recorded(monkeypatch, tmp_path):
 def test_only_the_first_training_step_is_recorded(recorded, model):
     models, _, started = recorded
     with torch.no_grad():
-        compile_ahead(model, OnCuda, None, {})
-    compile_ahead(model, torch.zeros(1), None, {})
+        compile_ahead(model, OnCuda, PLAIN, {})
+    compile_ahead(model, torch.zeros(1), PLAIN, {})
+    compile_ahead(model, OnCuda, SimpleNamespace(cache=DecodeCache()), {})  # which would hold tensors without values
     assert not models
     for _ in range(2):
-        compile_ahead(model, OnCuda, None, {})
+        compile_ahead(model, OnCuda, PLAIN, {})
     assert models == [model]
     assert started == [2]
 
@@ -151,7 +164,7 @@ def test_a_model_that_is_being_loaded(recorded, model, monkeypatch, error):
     loading.set_attention_dropout(0.0)
     compile_early(loading, (2, 8), torch.device("cuda"))
     thread = module._early[loading]
-    compile_ahead(loading, OnCuda, None, {})
+    compile_ahead(loading, OnCuda, PLAIN, {})
     assert not thread.is_alive()
     assert loading not in module._early
     twin, *others = models
@@ -164,7 +177,7 @@ def test_a_model_that_is_being_loaded(recorded, model, monkeypatch, error):
 def test_a_step_that_does_not_run_on_fakes_keeps_its_first_kernels(recorded, model):
     _, errors, started = recorded
     errors.append(ValueError("no values"))
-    compile_ahead(model, OnCuda, None, {})
+    compile_ahead(model, OnCuda, PLAIN, {})
     assert started == [2]
 
 
@@ -175,19 +188,19 @@ def test_later_processes_do_not_record_a_model_whose_kernels_are_on_the_disk(rec
     monkeypatch.setattr(module, "compile_all", lambda kernels, **options: options["submitted"].set())
     start_compilation({}, marker_of(model, OnCuda.dtype, OnCuda.device)).join()
     same = LigerLlama.from_config(LlamaConfig(**SIZES))
-    compile_ahead(same, OnCuda, None, {})
+    compile_ahead(same, OnCuda, PLAIN, {})
     assert not models
     frozen, larger = (LigerLlama.from_config(LlamaConfig(**SIZES | {"vocab_size": size})) for size in (256, 257))
     frozen.norm.requires_grad_(False)
     for other in (frozen, larger):
-        compile_ahead(other, OnCuda, None, {})
+        compile_ahead(other, OnCuda, PLAIN, {})
     assert models == [frozen, larger]
 
 
 def test_warmed_up_models_are_not_recorded(recorded, model):
     models, _, _ = recorded
     never_ahead(torch.nn.Sequential(model))
-    compile_ahead(model, OnCuda, None, {})
+    compile_ahead(model, OnCuda, PLAIN, {})
     assert not models
 
 

@@ -46,7 +46,9 @@ def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, latent
     exact = decode_attention_reference(*inputs, **options, **{name: wide(x) for name, x in extra.items()})[rows.cpu()]
     assert got.dtype == dtype
     error, theirs = ((wide(x) - exact).norm() / exact.norm() for x in (got, plain))
-    rounding = max(2.4e-7, 2e-8 * shape[2] ** 0.5)  # the kernel adds the products of q and k one after the other
+    # The kernel adds the products of q and k one after the other, so the errors of the D sums are a random walk, and
+    # the error of a score is some 0.2 · scale · D roundings.
+    rounding = max(2.4e-7, 2e-8 * shape[2] ** 0.5, 0.25 * options["scale"] * shape[2] * 2**-23 if latent else 0.0)
     assert error <= 1.5 * theirs + max(0.1 * torch.finfo(dtype).eps, rounding)
 
 
