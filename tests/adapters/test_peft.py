@@ -66,6 +66,8 @@ def adapters(arch: str, **options):
     """All linear layers that both sides have."""
     targets: Any = SEVEN[:4] if arch in WITH_EXPERTS else "all-linear"
     targets = r".*attn\.\w*proj\w*|.*shared_expert_gate" if arch in SHARED_EXPERTS else targets
+    # transformers makes names of this pattern, and "proj" would be the patch embedding's as well.
+    targets = r".*attn\.(\w+_proj|qkv)" if arch == "glm4v_moe" else targets
     targets = r".*\.(?!out_proj|fc\d_latent)\w*_proj" if arch in STATE_SPACE else targets
     targets = r".*\.(qkv?|proj|fc[12]|[qkvo]_proj|gate_proj|up_proj|down_proj)" if arch in BY_PATTERN else targets
     return peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
