@@ -27,14 +27,14 @@ from liger_models.arch._gemma.attention import GemmaAttention, GemmaLayout
 from liger_models.arch._gemma.decoder import GemmaDecoder
 from liger_models.arch._gemma.names import PER_LAYER, attention_entries
 from liger_models.arch._gemma.per_layer import PerLayerBranch
-from liger_models.arch.gemma3n.streams import AltUp, Laurel, Streams, magnitude
+from liger_models.arch.gemma3n.streams import AltUp, Laurel, Streams
 from liger_models.arch.registry import add_family
 from liger_models.convert.config_map import flat_rope
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.distributed.collectives import Group
+from liger_models.distributed.collectives import sum_over
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
-from liger_models.layers.linear import ReplicatedLinear
+from liger_models.layers.linear import ranks_of
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import fp32_norm
 from liger_models.layers.rope import RotaryEmbedding
@@ -153,8 +153,6 @@ class Gemma3nLayout(GemmaLayout):
 class SparseMLP(GatedMLP):
     """A gated MLP in which only gates far above the mean of their token's gates are not 0.
 
-    Tensor parallelism replicates the layer, because the mean is that of all gates.
-
     Args:
         hidden_size, intermediate_size, kernel: as for `GatedMLP`.
         sparsity: the share of gates that are 0, if they are distributed normally.
@@ -165,23 +163,21 @@ class SparseMLP(GatedMLP):
         self.cutoff = NormalDist().inv_cdf(sparsity)
         """Number of standard deviations above the mean up to which gates are 0."""
 
-    def can_shard(self, size: int) -> bool:
-        """True: every rank has the whole layer."""
-        return True
-
-    def shard(self, group: Group) -> dict[str, int]:
-        """Replicate both projections."""
-        self.gate_up_proj = ReplicatedLinear.of(self.gate_up_proj, group)
-        self.down_proj = ReplicatedLinear.of(self.down_proj, group)
-        return {}
-
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""
         gate, up = self.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
-        centered = gate - gate.mean(-1, keepdim=True)
-        deviation = magnitude(centered, torch.finfo(torch.float32).tiny)
-        y: Tensor = self.down_proj(F.gelu(F.relu(centered - deviation * self.cutoff), approximate="tanh") * up)
+        centered = gate - self._mean(gate)
+        variance = self._mean(centered.square()).clamp_min(torch.finfo(torch.float32).tiny)
+        sparse = F.relu(centered - variance.sqrt() * self.cutoff)
+        y: Tensor = self.down_proj(F.gelu(sparse, approximate="tanh") * up)
         return y
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all gates, [..., 1], of which this rank has x [..., F / R]."""
+        group = ranks_of(self.gate_up_proj)
+        if group is None:
+            return x.mean(-1, keepdim=True)
+        return sum_over(x.sum(-1, keepdim=True), group) / self.parts
 
     def _fuses(self, x: Tensor) -> bool:
         return False
