@@ -31,6 +31,7 @@ from liger_models.arch.gemma import LigerGemma as LigerGemma
 from liger_models.arch.gemma2 import LigerGemma2 as LigerGemma2
 from liger_models.arch.gemma3.model import LigerGemma3 as LigerGemma3
 from liger_models.arch.gemma3.text import LigerGemma3Text as LigerGemma3Text
+from liger_models.arch.gemma3n.text import LigerGemma3nText as LigerGemma3nText
 from liger_models.arch.gemma4.config import Gemma4TextConfig as Gemma4TextConfig
 from liger_models.arch.gemma4.model import Gemma4Config as Gemma4Config
 from liger_models.arch.gemma4.model import LigerGemma4 as LigerGemma4

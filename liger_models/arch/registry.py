@@ -26,7 +26,10 @@ A family's file is named after its ``model_type``. The ``__init__.py`` of a fami
 which maps each ``model_type`` to the file that registers it.
 """
 
-LANGUAGE_MODELS = {"kimi_k25": f"{__package__}.deepseek_v3.kimi_k25"}
+LANGUAGE_MODELS = {
+    "gemma3n": f"{__package__}.gemma3n.model",
+    "kimi_k25": f"{__package__}.deepseek_v3.kimi_k25",
+}
 """Maps a ``model_type`` to its module, for models with images whose language model alone is implemented.
 
 These are not among `built_in_modules`.

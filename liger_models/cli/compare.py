@@ -121,7 +121,8 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
         x = args[0] if args else options.get("hidden_states", options.get("x"))
         y = out[0] if isinstance(out, tuple) else out
         if isinstance(x, Tensor) and isinstance(y, Tensor) and name not in parts:
-            parts[name] = (x, y)
+            # Of several streams [n, B, T, C], the first is the residual stream.
+            parts[name] = (x[0], y[0]) if name == BLOCK and x.dim() == y.dim() == 4 else (x, y)
 
     def record_head(_: Any, args: tuple[Any, ...]) -> None:
         recorded.head_input = args[0]

@@ -235,6 +235,11 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
         if arch == "nemotron_h" and hasattr(mixer, "time_step_limit"):
             # Transformers 5.23 limits step sizes to (time_step_min, infinity), but not in decoding.
             mixer.time_step_limit = tuple(model.config.time_step_limit)
+    if arch == "gemma3n_text":
+        for block in model.model.layers:
+            block.altup.correct_output_scale.requires_grad_(model.config.altup_correct_scale)
+        forward = functools.partial(with_per_layer_inputs, model, model.forward)
+        model.forward = functools.update_wrapper(forward, model.forward)
     if arch == "paligemma":
         for name, with_types in (("forward", with_prefix_of_labels), ("generate", with_prefix_of_prompts)):
             method = functools.partial(with_types, getattr(model, name))
@@ -319,6 +324,16 @@ def without_padding(mixer, linear, args, out):
     return None if mask is None else out * mask[:, -out.shape[1] :, None].to(out.dtype)
 
 
+def with_per_layer_inputs(model, forward, *args, inputs_embeds=None, **inputs):
+    """The forward of Gemma 3n, which leaves out the second embedding of tokens that are given as embeddings."""
+    if inputs_embeds is not None:
+        table = model.get_input_embeddings()
+        rows = table(torch.arange(table.num_embeddings))
+        ids = (inputs_embeds[..., None, :] == rows).all(-1).int().argmax(-1)
+        inputs |= {"inputs_embeds": inputs_embeds, "per_layer_inputs": model.model.get_per_layer_inputs(ids)}
+    return forward(*args, **inputs)
+
+
 def with_prefix_of_labels(forward, input_ids=None, labels=None, token_type_ids=None, attention_mask=None, **inputs):
     """PaliGemma's forward; without ``token_type_ids`` the prefix of a row ends before its first label."""
     if token_type_ids is None and labels is not None:
@@ -357,8 +372,8 @@ def hf_gradients(model) -> dict[str, Tensor]:
     with torch.no_grad():
         for (name, parameter), source in zip(gradients.named_parameters(), model.parameters(), strict=True):
             chooses = name.endswith("e_score_correction_bias")  # a bias for the choice of experts alone
-            trains = not chooses and not is_tower(name) and not name.startswith(crossing)
-            assert source.grad is not None or not trains, name
+            reached = source.requires_grad and not (chooses or is_tower(name) or name.startswith(crossing))
+            assert source.grad is not None or not reached, name
             parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
         for buffer in gradients.buffers():
             buffer.zero_()

@@ -67,6 +67,7 @@ def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
         "image_newline",
         "connector",
         "embed_tokens_per_layer",
+        "altup_",
         "per_layer_model",
         "per_layer_projection_norm",
     )

@@ -101,6 +101,15 @@ RUNS = {
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
     "apertus": ("apertus", {}),
     "gemma4_text": ("gemma4_text", GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2}),
+    "gemma3n_text": (
+        "gemma3n_text",
+        {
+            "head_dim": 8, "sliding_window": 5, "vocab_size_per_layer_input": 97, "rms_norm_eps": 0.1,
+            "hidden_size_per_layer_input": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "altup_num_inputs": 3, "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.7, 0.0, 0.0, 0.0],
+        },
+    ),
     "qwen3_next": (
         "qwen3_next",
         {

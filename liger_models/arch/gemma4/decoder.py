@@ -1,25 +1,21 @@
 """The decoder of the Gemma 4 families: the blocks, and the tensors that blocks pass to later blocks."""
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.arch.gemma4.attention import Gemma4Attention, Gemma4Layout
+from liger_models.arch._gemma.attention import GemmaAttention
+from liger_models.arch._gemma.decoder import GemmaDecoder
+from liger_models.arch._gemma.per_layer import PerLayerBranch
 from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.arch.gemma4.experts import Gemma4Experts
-from liger_models.arch.gemma4.per_layer import PerLayerBranch, PerLayerInputs, find_ids
-from liger_models.base.causal_lm import CausalLM
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
-from liger_models.layers.embedding import LigerEmbedding, resize_rows, zero_padding_row
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import replicated
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm, fp32_norm
+from liger_models.layers.norm import fp32_norm
 from liger_models.layers.rope import ProportionalRotaryEmbedding, RotaryEmbedding
 
 
@@ -58,7 +54,7 @@ class Gemma4Block(nn.Module):
         self.layer = layer
         # Each branch has a norm before it and another after it.
         self.input_layernorm = norm(C)
-        self.self_attn = Gemma4Attention(config, layer, norm, kernels)
+        self.self_attn = GemmaAttention(config, layer, norm, kernels)
         self.post_attention_layernorm = norm(C)
         self.pre_feedforward_layernorm = norm(C)
         self.mlp = GatedMLP(C, config.mlp_size_of(layer), act="gelu_tanh", kernel=kernels.swiglu)
@@ -97,35 +93,11 @@ class Gemma4Block(nn.Module):
         return None, self.layer_scalar(residual), *carried
 
 
-class Gemma4Decoder(CausalLM):
+class Gemma4Decoder(GemmaDecoder):
     """The decoder of the Gemma 4 families."""
 
     block_class = Gemma4Block
-    layout_class: ClassVar[type[BatchLayout]] = Gemma4Layout
     replays_routing = True
-
-    def build_embedding(self, config: Gemma4TextConfig) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
-
-    def build_blocks(self, config: Gemma4TextConfig) -> nn.ModuleList:
-        """Build the blocks, and the module that computes the blocks' second inputs from the tokens."""
-        norm = fp32_norm(config, self.kernels)
-        # Set before the blocks: states of optimizers number parameters in this order.
-        self.per_layer = PerLayerInputs(config, norm) if config.hidden_size_per_layer_input else None
-        return super().build_blocks(config)
-
-    def build_norm(self, config: Gemma4TextConfig) -> LigerRMSNorm:
-        """A norm that multiplies by its weight in fp32."""
-        return fp32_norm(config, self.kernels)(config.hidden_size)
-
-    def build_head(self, config: Gemma4TextConfig) -> LigerLMHead:
-        """A head with capped logits."""
-        return LigerLMHead(
-            config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
-        )
 
     def build_rotary(self, config: Gemma4TextConfig) -> dict[str, nn.Module]:
         """One rotary embedding per layer type. Layers with full attention rotate only some pairs of dimensions."""
@@ -133,61 +105,3 @@ class Gemma4Decoder(CausalLM):
         full = ProportionalRotaryEmbedding(config.global_head_dim, config.rope_theta, config.partial_rotary_factor)
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": full, "sliding_attention": sliding}
-
-    def reset_parameters(self) -> None:
-        """See `Decoder.reset_parameters`. In both token embeddings, the padding token's row is 0."""
-        super().reset_parameters()
-        if self.per_layer is not None:
-            zero_padding_row(self.per_layer.embed_tokens)
-
-    def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
-        """See `CausalLM.resize_token_embeddings`. Both token embeddings are resized."""
-        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of)
-        if self.per_layer is not None:
-            resize_rows(self.per_layer.embed_tokens, embedding.num_embeddings)
-            self.config = replace(self.config, vocab_size_per_layer_input=embedding.num_embeddings)
-        return embedding
-
-    def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """Return the second inputs of all blocks, for this rank's share of the tokens."""
-        if self.per_layer is None:
-            return {}
-        if input_ids is None:
-            if self.groups.sharded is not None:
-                raise ValueError(
-                    "forward: inputs_embeds needs the whole embedding on each rank, because this model embeds the ids "
-                    "a second time. Pass input_ids."
-                )
-            input_ids = find_ids(embeds, self.embed_tokens)
-        tokens = self.per_layer.embed_tokens(self.groups.context_share(input_ids))  # [B, T, L · P]
-        # Embeddings of all tokens are cut to this rank's share; those of its share stay as they are.
-        embeds, tokens = (self.groups.token_share(x) if x.shape[1] == T else x for x in (embeds, tokens))
-        return {"per_layer": self.per_layer(embeds, tokens)}
-
-    @property
-    def held_elements(self) -> int:
-        """Number of elements per token of the blocks' second inputs, and of the projections they are computed from."""
-        count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
-        return count
-
-    def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return a block's router logits, and a layout with the block's keys and values for blocks of its type."""
-        attention: Any = self.layers[index].self_attn
-        if attention.shares:
-            return more, layout
-        # Without sharing, nothing holds on to the keys and values.
-        k, v, *routed = more
-        if self.config.num_kv_shared_layers:
-            layout = replace(layout, shared={**(layout.shared or {}), attention.layer_type: (k, v)})
-        return routed, layout
-
-    def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """See `Decoder.stand_ins`. Placeholders replace all second inputs, and keys and values of each layer type."""
-        config, shape = self.config, like.shape[:2]
-        # Shapes differ between types of layers; of each type the last layer's remain, as in `carry`.
-        width, shared = config.hidden_size_per_layer_input, {}
-        for layer in range(config.num_hidden_layers):
-            heads = (*shape, config.kv_heads_of(layer), config.head_size_of(layer))
-            shared[config.layer_type(layer)] = tuple(like.new_empty(heads).requires_grad_() for _ in range(2))
-        per_layer = tuple(like.new_empty(*shape, width).requires_grad_() for _ in self.layers) if width else None
-        return replace(layout, shared=shared, per_layer=per_layer)

@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from liger_models.arch._gemma.names import PER_LAYER, attention_entries
 from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.convert.weight_map import (
     Expression,
     WeightMap,
     decoder_map,
     fused_expert_rows,
-    key_rows,
-    qkv_rows,
 )
 from liger_models.layers.config import LAYER_TYPES
 
@@ -92,7 +91,7 @@ def text_map(
         "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ]  # fmt: skip
-    attention, skipped = _attention_entries(config, prefix)
+    attention, skipped = attention_entries(config, prefix)
     entries = {**(also or {}), **attention, "layers.{i}.layer_scalar.weight": f"{block}.layer_scalar"}
     if config.enable_moe_block:
         norms += [f"{position}_feedforward_layernorm_{n}" for position, n in (("pre", 2), ("post", 1), ("post", 2))]
@@ -114,38 +113,6 @@ def text_map(
     )
 
 
-def _attention_entries(config: Gemma4TextConfig, prefix: str) -> tuple[dict[str, Expression | str], list[str]]:
-    """Return the entries for the attention projections and key norms of all layers, and the tensors to skip.
-
-    If a layer uses the keys and values of another layer, the checkpoint's tensors for its own keys and values are
-    skipped.
-    """
-    entries: dict[str, Expression | str] = {}
-    skipped: list[str] = []
-    for layer in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{layer}.self_attn", f"{prefix}.layers.{layer}.self_attn"
-        k_norm = f"{theirs}.k_norm.weight"
-        sizes = {
-            "heads": config.num_attention_heads,
-            "kv_heads": config.kv_heads_of(layer),
-            "head_dim": config.head_size_of(layer),
-        }
-        for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
-            q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
-            rows: Expression | str = qkv_rows(q, k, v, **sizes)
-            if config.shares(layer):
-                rows = q
-                skipped += [k, v]
-            elif config.keys_are_values(layer):
-                rows = key_rows(q, k, **sizes)
-            entries[f"{ours}.qkv_proj.{parameter}"] = rows
-        if config.shares(layer):
-            skipped.append(k_norm)
-        else:
-            entries[f"{ours}.k_norm.weight"] = k_norm
-    return entries, skipped
-
-
 def _expert_entries(block: str) -> dict[str, Expression | str]:
     """Return the entries for the router and the experts of a block."""
     gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
@@ -156,14 +123,3 @@ def _expert_entries(block: str) -> dict[str, Expression | str]:
         "layers.{i}.moe.gate_up_weight": gate_up,
         "layers.{i}.moe.down_weight": down,
     }
-
-
-PER_LAYER = {
-    "layers.{i}.per_layer.gate.weight": "layers.{i}.per_layer_input_gate.weight",
-    "layers.{i}.per_layer.projection.weight": "layers.{i}.per_layer_projection.weight",
-    "layers.{i}.per_layer.norm.weight": "layers.{i}.post_per_layer_input_norm.weight",
-    "per_layer.embed_tokens.weight": "embed_tokens_per_layer.weight",
-    "per_layer.projection.weight": "per_layer_model_projection.weight",
-    "per_layer.norm.weight": "per_layer_projection_norm.weight",
-}
-"""Maps parameters that compute or read the blocks' second inputs to their checkpoint names, without the prefix."""

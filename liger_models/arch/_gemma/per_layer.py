@@ -1,4 +1,4 @@
-"""The second token embedding of Gemma 4 (E2B, E4B), which gives each block an input besides the residual stream.
+"""The second token embedding of Gemma 3n and of Gemma 4 (E2B, E4B), which gives each block a second input.
 
 `PerLayerInputs` computes the second inputs of all blocks before the first block runs, and `PerLayerBranch` is the part
 of a block that reads the block's second input. If a caller passes embeddings, `find_ids` finds their token ids, because
@@ -6,12 +6,12 @@ the second embedding needs ids.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.distributed.collectives import Group
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import Layer
@@ -27,10 +27,10 @@ class PerLayerInputs(Layer):
 
     Args:
         config: sizes and constants.
-        norm: function that returns a Gemma 4 norm of a given width.
+        norm: function that returns a norm of a given width.
     """
 
-    def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
+    def __init__(self, config: Any, norm: partial[LigerRMSNorm]) -> None:
         super().__init__()
         width = config.hidden_size_per_layer_input
         # The second inputs of all blocks come from one wide embedding and one wide projection.
@@ -63,10 +63,10 @@ class PerLayerBranch(Layer):
 
     Args:
         config: sizes and constants.
-        norm: function that returns a Gemma 4 norm of a given width.
+        norm: function that returns a norm of a given width.
     """
 
-    def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
+    def __init__(self, config: Any, norm: partial[LigerRMSNorm]) -> None:
         super().__init__()
         C, width = config.hidden_size, config.hidden_size_per_layer_input
         self.gate = nn.Linear(C, width, bias=False)

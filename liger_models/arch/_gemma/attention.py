@@ -1,4 +1,4 @@
-"""Attention of Gemma 4, and the layout that passes keys and values from layer to layer."""
+"""Attention of Gemma 3n and Gemma 4, and the layout that passes keys and values from layer to layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_models.arch.gemma4.config import Gemma4TextConfig
 from liger_models.distributed.collectives import Group, to_heads, to_tokens
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qkv_norm_rope import qkv_norm_rope, qkv_norm_rope_reference
@@ -19,8 +18,8 @@ from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear
 
 
 @dataclass(frozen=True, eq=False)
-class Gemma4Layout(BatchLayout):
-    """`BatchLayout` with the further tensors that the blocks of Gemma 4 need.
+class GemmaLayout(BatchLayout):
+    """`BatchLayout` with the further tensors that the blocks of Gemma 3n and Gemma 4 need.
 
     Attributes:
         per_layer: each block's second input [B, T, P], for this rank's tokens; None for models without such inputs.
@@ -33,19 +32,17 @@ class Gemma4Layout(BatchLayout):
     shared: Mapping[str, tuple[Tensor, Tensor]] | None = None
 
 
-class Gemma4Attention(LigerAttention):
+class GemmaAttention(LigerAttention):
     """`LigerAttention` with norms of q, k and v. The last layers use the keys and values of an earlier layer.
 
     Args:
         config: sizes and constants.
         layer: index of the layer.
-        norm: function that returns a Gemma 4 norm of a given width.
+        norm: function that returns a norm of a given width.
         kernels: which parts run on fused kernels.
     """
 
-    def __init__(
-        self, config: Gemma4TextConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions
-    ) -> None:
+    def __init__(self, config: Any, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
         C, H = config.hidden_size, config.num_attention_heads
         G, D = config.kv_heads_of(layer), config.head_size_of(layer)
         super().__init__(

@@ -1,0 +1,152 @@
+"""AltUp, the several residual streams of Gemma 3n, and LAuReL, its low-rank branch.
+
+A block runs on one stream. Before it, each stream is predicted as a mixture of all streams, and after it each stream is
+corrected by the difference between the block's output and the prediction of its own stream.
+
+Source: https://arxiv.org/abs/2301.13310 (AltUp), https://arxiv.org/abs/2411.07501 (LAuReL).
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.distributed.collectives import Group
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import ReplicatedLinear, replicated
+from liger_models.layers.norm import LigerRMSNorm
+
+LEAST = 1e-5
+"""Least mean square of a stream by which another one is divided."""
+
+
+def magnitude(x: Tensor, least: float) -> Tensor:
+    """Return the root of the mean square of x [..., C], [..., 1], or of ``least`` if the mean square is below it."""
+    return x.square().mean(-1, keepdim=True).clamp_min(least).sqrt()
+
+
+class Streams(Layer):
+    """Makes all streams from the embeddings, and one output from all streams. All streams get one magnitude.
+
+    Args:
+        config: sizes and constants.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        C, others = config.hidden_size, range(1, config.altup_num_inputs)
+        self.projections = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in others)
+        self.unembeds = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in others)
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate all projections."""
+        for linears in (self.projections, self.unembeds):
+            for index, linear in enumerate(linears):
+                linears[index] = ReplicatedLinear.of(linear, group)  # type: ignore[arg-type]
+        return {}
+
+    def split(self, embeds: Tensor) -> Tensor:
+        """Return the streams [n − 1, B, T, C] beside the first, which is the embeddings [B, T, C]."""
+        # The gradient of the root of 0 is infinite, so the embedding of padding counts as a number above 0.
+        target = magnitude(embeds, torch.finfo(torch.float32).tiny)
+        parts = [projection(embeds) for projection in self.projections]
+        return torch.stack([part * target / magnitude(part, LEAST) for part in parts])
+
+    def merge(self, first: Tensor, others: Tensor) -> Tensor:
+        """Return the mean [B, T, C] of ``first`` [B, T, C] and the projections of ``others`` [n − 1, B, T, C]."""
+        target = magnitude(first, torch.finfo(torch.float32).tiny)
+        parts = [unembed(stream) for unembed, stream in zip(self.unembeds, others.unbind(), strict=True)]
+        return torch.stack([first, *(part * target / magnitude(part, LEAST) for part in parts)]).mean(0)
+
+
+class AltUp(Layer):
+    """Predicts the streams before a block, and corrects them after it.
+
+    In training, the coefficients are clipped to ±``altup_coef_clip``. transformers writes clipped coefficients of the
+    prediction into the weight; here, the weight stays as it is.
+
+    Args:
+        config: sizes and constants.
+        norm: function that returns a norm of a given width.
+    """
+
+    def __init__(self, config: Any, norm: partial[LigerRMSNorm]) -> None:
+        super().__init__()
+        C, self.streams, self.clip = config.hidden_size, config.altup_num_inputs, config.altup_coef_clip
+        self.router_norm = norm(C)
+        self.modality_router = nn.Linear(C, self.streams, bias=False)
+        self.prediction = nn.Linear(self.streams, self.streams**2, bias=False)
+        self.correction = nn.Linear(self.streams, self.streams, bias=False)
+        self.scales = config.altup_correct_scale
+        self.scale = nn.Parameter(torch.zeros(C), requires_grad=self.scales)
+        """A factor of the corrected first stream, as the per-layer branch reads it. Checkpoints always have it."""
+        self.group: Group | None = None
+
+    def draw(self, std: float) -> bool:
+        """Set the factor to 0."""
+        nn.init.zeros_(self.scale)
+        return True
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate the projections."""
+        self.group = group
+        for name in ("modality_router", "prediction", "correction"):
+            setattr(self, name, ReplicatedLinear.of(getattr(self, name), group))
+        return {}
+
+    def sum_gradients(self, group: Group) -> bool:
+        """All-reduce the gradient of the factor."""
+        self.group = group
+        return True
+
+    def predict(self, streams: Tensor) -> Tensor:
+        """Predict the streams [n, B, T, C] after the block, of which the first is the block's input."""
+        weights = self._coefficients(self.prediction, streams[0]).unflatten(-1, (self.streams, self.streams))
+        return torch.einsum("btij,jbtc->ibtc", weights, streams) + streams
+
+    def correct(self, predicted: Tensor, output: Tensor) -> Tensor:
+        """Correct the predictions [n, B, T, C] of all streams by the block's output [B, T, C]."""
+        weights = self._coefficients(self.correction, output) + 1.0  # [B, T, n]
+        return predicted + (output - predicted[0]) * weights.movedim(-1, 0)[..., None]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Multiply x [B, T, C] by the factor, if the model has one."""
+        return x * replicated(self.scale, self.group).to(x.dtype) if self.scales else x
+
+    def _coefficients(self, linear: Any, x: Tensor) -> Tensor:
+        """Return ``linear(tanh(router(norm(x) / C)))`` [B, T, coefficients] of x [B, T, C]."""
+        routed = self.modality_router(self.router_norm(x) * x.shape[-1] ** -1.0).float().tanh().to(x.dtype)
+        if self.training and self.clip is not None and type(linear) in (nn.Linear, ReplicatedLinear):
+            weight = replicated(linear.weight, self.group)
+            return F.linear(routed, weight.clamp(-self.clip, self.clip))
+        y: Tensor = linear(routed)
+        return y
+
+
+class Laurel(Layer):
+    """``x + norm(right(left(x)))``, where left and right are projections to a small width and back.
+
+    Args:
+        config: sizes and constants.
+        norm: function that returns a norm of a given width.
+    """
+
+    def __init__(self, config: Any, norm: partial[LigerRMSNorm]) -> None:
+        super().__init__()
+        C, rank = config.hidden_size, config.laurel_rank
+        self.left = nn.Linear(C, rank, bias=False)
+        self.right = nn.Linear(rank, C, bias=False)
+        self.norm = norm(C)
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate both projections."""
+        self.left = ReplicatedLinear.of(self.left, group)
+        self.right = ReplicatedLinear.of(self.right, group)
+        return {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [B, T, C] to [B, T, C]."""
+        y: Tensor = x + self.norm(self.right(self.left(x)))
+        return y
