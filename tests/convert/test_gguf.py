@@ -68,8 +68,8 @@ VISION = {
 }  # fmt: skip
 
 TAKEN_APART = {
-    "apertus", "bamba", "gemma3n_text", "gpt_oss", "granitemoehybrid", "kimi_linear", "lfm2_moe", "llama4_text", "mamba2",
-    "nemotron_h",
+    "apertus", "bamba", "gemma3n_text", "gpt_oss", "granitemoehybrid", "kimi_linear", "lfm2_moe", "llama4_text",
+    "mamba2", "nemotron_h",
 }  # fmt: skip
 """Families some of whose tensors or keys the converter splits, renames or moves before it looks up a name."""
 
