@@ -1,9 +1,9 @@
-"""The numbers at the top of the README: LoRA, full fine-tuning, and the median over families."""
+"""The numbers at the top of the README: what a user types, LoRA, full fine-tuning, and the median over families."""
 
 import statistics
 from collections.abc import Sequence
 
-from . import families
+from . import families, paths
 from .rows import Row, Rows, grouped, of_transformers
 from .tables import TIMES, markdown, smallest, step_ms, tokens
 
@@ -14,9 +14,16 @@ STEPS = {
 }
 """Name of a step -> its batch, the peer's mode, and our mode."""
 
+PATHS = {
+    "full+trl+door": "TRL's SFTTrainer, full fine-tuning, {tokens} tokens",
+    "lora+trl+door": "TRL's SFTTrainer with PEFT's LoRA, {tokens} tokens",
+    "generate+ours": "`generate`, {rows} rows, time per token",
+}
+"""Our mode of a path -> its name."""
+
 
 def table(rows: Rows) -> str:
-    """One line for each of `STEPS`, and one for the medians over families.
+    """One line for each of `STEPS` and each measured path of `PATHS`, and one for the medians over families.
 
     Raises:
         ValueError: no run has both modes of a step, or no family has both numbers.
@@ -27,6 +34,16 @@ def table(rows: Rows) -> str:
         shown = (f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB" for row in (peer, ours))
         speed, memory = peer["step_ms"] / ours["step_ms"], ours["peak_gib"] / peer["peak_gib"]
         lines.append((f"Llama-3-8B, {name}, {tokens(batch)} tokens", *shown, times(speed), times(memory)))
+
+    # What a user types.
+    typed = [row for row in rows if row["benchmark"] == "paths" and "error" not in row]
+    for mode, name in PATHS.items():
+        for row in (row for row in typed if row["mode"] == mode and paths.best_peer(row, typed)):
+            peer = paths.best_peer(row, typed)
+            shown = (f"{_rate(one)}, {one['peak_gib']:.1f} GiB" for one in (peer, row))
+            speed, memory = paths.rate(row) / paths.rate(peer), row["peak_gib"] / peer["peak_gib"]
+            title = name.format(tokens=tokens(row["batch"]), rows=row["batch"].split("x")[0])
+            lines.append((f"{row['model'].title()}, {title}", *shown, times(speed), times(memory)))
 
     # The medians over the families with both numbers.
     pairs = [family_ratios(group) for group in families.by_family(of_families(rows)).values()]
@@ -66,6 +83,10 @@ def family_ratios(group: Rows) -> tuple[float, float] | None:
         return None
     least = smallest(peers, lambda row: row.get("peak_gib"))["peak_gib"]
     return smallest(peers, step_ms)["step_ms"] / ours["step_ms"], ours["peak_gib"] / least
+
+
+def _rate(row: Row) -> str:
+    return f"{row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else f"{row['step_ms']:.2f} ms"
 
 
 def times(ratio: float) -> str:

@@ -190,6 +190,17 @@ def rate(row: Row) -> float:
     return float(row.get("tokens_per_s") or (1e3 / row["step_ms"] if "step_ms" in row else 0))
 
 
+def best_peer(row: Row, rows: Rows) -> Row:
+    """The fastest way with transformers on the path of ``row``, with the same model and batch; {} if there is none."""
+    path = Mode.parse(row["mode"]).library
+    peers = [
+        peer for peer in rows
+        if is_peer(peer) and Mode.parse(peer["mode"]).library == path
+        and (peer["model"], peer["batch"]) == (row["model"], row["batch"])
+    ]  # fmt: skip
+    return max(peers, key=rate, default={})
+
+
 def table(rows: Rows) -> str:
     """One line per mode. Ratios are to the fastest way with transformers, Liger Kernel and TRL on the same path."""
     lines = []
@@ -198,13 +209,7 @@ def table(rows: Rows) -> str:
         if "error" in row:
             lines.append((*names, row["error"], "", "", "", "", ""))
             continue
-        path = Mode.parse(row["mode"]).library
-        peers = [
-            peer for peer in rows
-            if is_peer(peer) and Mode.parse(peer["mode"]).library == path
-            and (peer["model"], peer["batch"]) == (row["model"], row["batch"])
-        ]  # fmt: skip
-        best: Row = max(peers, key=rate, default={})
+        best = best_peer(row, rows)
         speed = f"{row['tokens_per_s']:,}" if "tokens_per_s" in row else ""
         measured = (speed, row.get("first_ms", ""), row.get("step_ms", ""), row["peak_gib"])
         ratios = ratio(rate(row), best and rate(best)), ratio(row["peak_gib"], best.get("peak_gib"))

@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "headline": Part(("train", "families"), headline.table, False, summary=True),
+    "headline": Part(("train", "families", "paths"), headline.table, False, summary=True),
     "paths": Part(("paths",), paths.table, False),
     "train-short": Part(("train",), train.short_table, False, summary=True),
     "train": Part(("train",), train.table, True),

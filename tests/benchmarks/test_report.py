@@ -11,6 +11,7 @@ from benchmarks import ROOT, curves, families, fsdp, headline, load, longest, pl
 from benchmarks import __main__ as command
 from benchmarks.ops import benchmark as ops
 from benchmarks.rows import RESULTS, read
+from benchmarks.tables import TIMES
 from benchmarks.training.modes import title
 
 
@@ -90,15 +91,26 @@ def headline_rows() -> list[dict]:
         family = {"benchmark": "families", "model": model}
         rows += [train_row("hf", 1.0, step_ms=8.0, peak_gib=40.0, **family)]
         rows += [train_row("ours", 1.0, step_ms=ms, peak_gib=gib, **family)]
+    path = {"benchmark": "paths", "model": "llama-3.2-1b", "batch": "8x2048"}
+    for mode, speed, gib in (("liger", 100, 20.0), ("liger+ac", 80, 10.0), ("door", 110, 15.0)):
+        rows.append(path | {"mode": f"full+trl+{mode}", "tokens_per_s": speed, "peak_gib": gib})
+    rows += [path | {"mode": f"lora+trl+{mode}", "error": "none"} for mode in ("liger", "door")]
+    for mode, ms in (("hf", 12.0), ("ours", 1.5)):
+        rows.append(path | {"mode": f"generate+{mode}", "step_ms": ms, "peak_gib": 2.0})
     return [{"device": "X"} | row for row in rows]
 
 
 def test_the_headline():
     rows = headline_rows()
-    lora, full, medians = cells(headline.table(rows))
+    lora, full, typed, generate, medians = cells(headline.table(rows))
     assert lora[1:3] == ["100 tokens/s, 80.0 GiB", "150 tokens/s, 40.0 GiB"]  # of the newest run with both
     assert [cell.split()[0] for cell in lora[3:]] == ["**1.50", "**0.50"]
     assert full[1:3] == ["100 tokens/s, 40.0 GiB", "110 tokens/s, 30.0 GiB"]
+    assert typed[0] == f"Llama-3.2-1B, TRL's SFTTrainer, full fine-tuning, 8 {TIMES} 2048 tokens"
+    assert typed[1:3] == ["100 tokens/s, 20.0 GiB", "110 tokens/s, 15.0 GiB"]  # beside the fastest peer
+    assert [cell.split()[0] for cell in typed[3:]] == ["**1.10", "**0.75"]
+    assert generate[:3] == ["Llama-3.2-1B, `generate`, 8 rows, time per token", "12.00 ms, 2.0 GiB", "1.50 ms, 2.0 GiB"]
+    assert generate[3].split()[0] == "**8.00"
     assert medians[0].startswith("median of 3 models")
     assert [cell.split()[0] for cell in medians[3:]] == ["**2.00", "**0.50"]
     assert report.part("headline", rows).startswith("| one X |")
