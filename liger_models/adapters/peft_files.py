@@ -121,11 +121,12 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
     # Keep the targets of the config if they mean the same to PEFT, and otherwise write names.
     targets = config.target_modules
-    if targets == "all-linear" and model.visual is None:
-        targets = sorted(set(map(short_name, names)))
+    short = sorted(set(map(short_name, names)))
+    if targets == "all-linear" and model.visual is None and not any(map(str.isdigit, short)):
+        targets = short
     elif isinstance(targets, str) or model.visual is not None:
-        # Write full names, because in a tower other modules have the same last part ("proj"), and PEFT would adapt
-        # them.
+        # Write full names, because other modules may have the same last part, and PEFT would adapt them: "proj" in a
+        # tower, or the number of a projection in a list, which is also that of a block.
         targets = sorted(names)
     else:
         targets = [target for target in targets if any(matches(name, target) for name in names)]

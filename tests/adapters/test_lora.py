@@ -118,6 +118,8 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     """Tokens, and what ours and transformers' model get beside them; of a vision-language model an image."""
     if arch in test_gemma3.FAMILIES:
         ids, types, _, _, pixels = test_gemma3.make(model, [[3, test_gemma3.IMAGE, 9]])
+        if arch == "paligemma":  # whose prefix follows from the labels
+            return ids, {"pixel_values": pixels}, {"pixel_values": pixels}
         return ids, {"pixel_values": pixels}, {"pixel_values": pixels, "token_type_ids": types}
     if arch in ("gemma4", "gemma4_unified"):
         ids, _, _, images, types = test_gemma4_images.make(model, [[3, (2, 3), 9]])

@@ -238,6 +238,8 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
     if arch == "gemma3n_text":
         for block in model.model.layers:
             block.altup.correct_output_scale.requires_grad_(model.config.altup_correct_scale)
+            # In training, it would clip the weight of a layer and leave out the layer's adapter.
+            vars(block.altup)["train"] = lambda mode=True: None
         forward = functools.partial(with_per_layer_inputs, model, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)
     if arch == "paligemma":

@@ -22,6 +22,8 @@ def test_coefficients_are_clipped_in_training(pair):
     ids = tokens(arch, variant, 2, 12)
     unclipped = ours(ids).logits
     theirs.train().model.config.altup_coef_clip = 0.1
+    for block in theirs.model.layers:
+        block.altup.training = True
     for block in ours.train().layers:
         block.altup.clip = 0.1
     before = {name: parameter.clone() for name, parameter in ours.state_dict().items()}
