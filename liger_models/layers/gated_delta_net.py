@@ -112,9 +112,11 @@ class LigerGatedDeltaNet(LinearAttention):
         *qkv, z, b, a = projected.unflatten(-1, (self.units, -1)).split([*self.sizes], -1)
 
         # Update rates β and logarithms of the decays, [B, T, Hv]. Decays are computed in fp32, because their errors
-        # multiply.
+        # multiply. Padding neither writes to the state nor lets it decay.
         beta, decay = b.flatten(2).sigmoid(), self.own(self.A_log).float().exp()
         g = -decay * F.softplus(a.flatten(2).float() + self.own(self.dt_bias).float())
+        if padding is not None:
+            beta, g = (x.masked_fill(padding, 0) for x in (beta, g))
 
         # The inputs of the convolution are all queries, then all keys, then all values: [B, T, Hk · (2 Dk) + Hv · Dv].
         # Convolution and delta rule continue from the states in the cache.

@@ -9,6 +9,7 @@ from liger_models import AutoLigerModel
 from liger_models.arch.kimi_linear import KimiLinearConfig, LigerKimiLinear, from_json, to_json
 from liger_models.convert.config_map import read_config
 from liger_models.layers.layer import wide_parameters
+from liger_models.layers.linear_attention import LinearAttention
 
 from .families import DATA, error, load, make_folder, tiny, tokens
 
@@ -41,9 +42,11 @@ def test_packed_documents_equal_documents_alone(root):
         assert error(parameter.grad, gradient) <= 1e-5
 
 
-def test_padding_after_tokens_leaves_the_state(root):
+@pytest.mark.parametrize(("arch", "variant"), [("kimi_linear", "experts"), ("qwen3_next", "mixed")])
+def test_padding_after_tokens_leaves_the_state(root, arch, variant):
     """The states of linear attention after a row with padding are those of the row without it."""
-    layer = load("kimi_linear", make_folder("kimi_linear", "experts", root)).layers[0].self_attn
+    model = load(arch, make_folder(arch, variant, root))
+    layer = next(module for module in model.modules() if isinstance(module, LinearAttention))
     projected = torch.randn(1, 7, layer.in_proj.out_features)
     padding = (torch.arange(7) >= 5)[None, :, None]
     options = {"cu_seqlens": None, "kernel": False, "stateful": True}
