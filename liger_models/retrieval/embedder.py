@@ -14,6 +14,7 @@ from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.data.batch import Batch
 from liger_models.distributed.ranks import run_on_rank_zero
+from liger_models.generation.eval_mode import evaluating
 from liger_models.retrieval.settings import EmbedderSettings
 from liger_models.retrieval.texts import encode_texts, pack_texts, pool, regroup, split_by_tokens
 from liger_models.text.tokenizer import Tokenizer
@@ -96,13 +97,11 @@ class LigerEmbedder:
         limit = settings.max_length or getattr(self.model.config, "max_position_embeddings", None)
         encoded = encode_texts(self.model.tokenizer, [prompt + text for text in listed], limit)
         vectors = torch.empty(len(encoded), dimensions or self.model.config.hidden_size, device=self.model.device)
-        was_training = self.model.training
-        self.model.eval()
-        for members in split_by_tokens(encoded, batch_tokens):
-            batch = pack_texts([encoded[member] for member in members], self.model.tokenizer.padding_id)
-            batch = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
-            vectors[members] = embed(self.model, batch, settings, dimensions)
-        self.model.train(was_training)
+        with evaluating([*self.model.modules()]):
+            for members in split_by_tokens(encoded, batch_tokens):
+                batch = pack_texts([encoded[member] for member in members], self.model.tokenizer.padding_id)
+                batch = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+                vectors[members] = embed(self.model, batch, settings, dimensions)
         return vectors if many else vectors[0]
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None) -> None:

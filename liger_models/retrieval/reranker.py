@@ -12,6 +12,7 @@ from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.data.batch import Batch
 from liger_models.distributed.ranks import run_on_rank_zero
+from liger_models.generation.eval_mode import evaluating
 from liger_models.retrieval.embedder import HUB_OPTIONS
 from liger_models.retrieval.settings import RerankerSettings
 from liger_models.retrieval.texts import encode_texts, pack_texts, pool, regroup, split_by_tokens
@@ -59,15 +60,14 @@ class LigerReranker:
         Returns:
             [pairs] fp32, on the device of the model: the log-odds of ``yes``, whose sigmoid is a probability.
         """
-        tokenizer, was_training = self.model.tokenizer, self.model.training
-        self.model.eval()
+        tokenizer = self.model.tokenizer
         limit = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None)
         encoded = encode_prompts(tokenizer, self.settings, pairs, limit)
         scores = torch.empty(len(encoded), device=self.model.device)
-        for members in split_by_tokens(encoded, batch_tokens):
-            batch = pack_texts([encoded[member] for member in members], tokenizer.padding_id)
-            scores[members] = self({name: tensor.to(self.model.device) for name, tensor in batch.items()})
-        self.model.train(was_training)
+        with evaluating([*self.model.modules()]):
+            for members in split_by_tokens(encoded, batch_tokens):
+                batch = pack_texts([encoded[member] for member in members], tokenizer.padding_id)
+                scores[members] = self({name: tensor.to(self.model.device) for name, tensor in batch.items()})
         return scores
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None) -> None:

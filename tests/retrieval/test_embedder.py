@@ -168,6 +168,15 @@ def test_leading_dimensions_are_normalized(checkpoint):
         embedder.encode(TEXTS, dimensions=33)
 
 
+def test_a_model_in_training_stays_in_training(checkpoint):
+    embedder = load(checkpoint)
+    embedder.model.train()
+    embedder.encode(TEXTS)
+    with pytest.raises(ValueError, match="dimensions"):
+        embedder.encode(TEXTS, dimensions=33)
+    assert all(module.training for module in embedder.model.modules())
+
+
 def test_almost_no_token_is_padding():
     lengths = torch.randint(3, 200, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = pack_texts([torch.ones(length, dtype=torch.int32) for length in lengths], 0)
