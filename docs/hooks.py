@@ -15,6 +15,7 @@ from liger_models.arch import get_arch, list_archs
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.cli.packing import empty_default
 from liger_models.layers.moe import LigerMoE
 
 ROOT = Path(__file__).parents[1]
@@ -74,8 +75,10 @@ def models() -> str:
     for arch in list_archs():
         cls = get_arch(arch)
         releases, variants = tested(arch)
-        config = json.loads(releases[0].read_text()) if releases else cls.config_class()
-        model = AutoLigerModel.from_config(config, device="meta")
+        if releases:
+            model = AutoLigerModel.from_config(json.loads(releases[0].read_text()), device="meta")
+        else:
+            model = empty_default(arch)
         sees = isinstance(model, VisionLanguageModel)
         inputs = "text" + ", images" * sees + ", videos" * hasattr(model.config, "video_token_id")
         routes = any(isinstance(module, LigerMoE) for module in model.modules())

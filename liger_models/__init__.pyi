@@ -126,6 +126,8 @@ from liger_models.layers.mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
 from liger_models.layers.mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
 from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
+from liger_models.losses.contrastive import LigerContrastiveLoss as LigerContrastiveLoss
+from liger_models.losses.contrastive import LigerCoSENTLoss as LigerCoSENTLoss
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
 from liger_models.losses.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss

@@ -4,10 +4,11 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ WIDTHS = (
 """Fields of a language model's config that `narrow` divides."""
 LARGEST = {"sliding_window": 48, "attention_chunk_size": 48, "vocab_size": 1024, "vocab_size_per_layer_input": 1024}
 """Largest values in a reduced model. Windows must be shorter than the documents, to have an effect."""
+FITTING = {"glm4v": {"partial_rotary_factor": 0.5}, "glm4v_moe": {"head_dim": 128}}
+"""Values of released checkpoints, for families whose default sizes do not fit together, in transformers as well."""
 
 
 class Check(NamedTuple):
@@ -59,7 +62,7 @@ def empty_default(model_type: str) -> CausalLM:
     """Return the model with the default sizes of a family, on the meta device."""
     model_class = get_arch(model_type)
     with torch.device("meta"):
-        return model_class(default_config(model_class.config_class))
+        return model_class(default_config(model_class.config_class, FITTING.get(model_type, {})))
 
 
 def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) -> tuple[CausalLM, str]:
@@ -103,10 +106,10 @@ def free_memory(device: str) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if "SC_PHYS_PAGES" in names else None
 
 
-def default_config(config_class: Any) -> Any:
+def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return the config with the defaults of a family, also if the defaults of a vision tower do not fit together.
 
-    The tower does not run.
+    The tower does not run. ``values`` replace some of the defaults.
 
     Raises:
         ValueError: a field has no default, which only happens in custom architectures.
@@ -122,7 +125,7 @@ def default_config(config_class: Any) -> Any:
                 f"verify: {config_class.__name__}.{field.name} must have a default, got none. Give a folder with "
                 "config.json instead of the model type."
             )
-        object.__setattr__(config, field.name, value)
+        object.__setattr__(config, field.name, values.get(field.name, value))
     with suppress(ValueError):  # the checks of the language model come first, and pass
         config.__post_init__()
     return config

@@ -72,7 +72,7 @@ def read(*arguments: str, code: int = 0):
 
 def test_list():
     rows = {row["model_type"]: row["reads"] for row in read("list")}
-    assert [*rows] == sorted([*list_archs(), "kimi_k25"])
+    assert [*rows] == sorted([*list_archs(), "gemma3n", "kimi_k25"])
     assert rows["kimi_k25"] == "The language model of Kimi K2.5"
     assert {row["class"] for row in read("list")} >= {"LigerLlama", "LigerMixtral"}
     assert "Mixtral 8x7B" in run("list")

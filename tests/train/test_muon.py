@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_which_parameters_are_matrices():
         for name, parameter in model.named_parameters():
             no_matrix = (
                 parameter.dim() < 2
-                or "embed" in name.replace("patch_embed", "")
+                or "embed" in re.sub("patch_embed|unembeds", "", name)
                 or "conv_weight" in name
                 or "newline" in name
             )
