@@ -39,7 +39,7 @@ WIDTHS = (
 """Fields of a language model's config that `narrow` divides."""
 LARGEST = {"sliding_window": 48, "attention_chunk_size": 48, "vocab_size": 1024, "vocab_size_per_layer_input": 1024}
 """Largest values in a reduced model. Windows must be shorter than the documents, to have an effect."""
-FITTING = {"glm4v": {"partial_rotary_factor": 0.5}, "glm4v_moe": {"head_dim": 128}}
+FITTING: dict[str, dict[str, Any]] = {"glm4v": {"partial_rotary_factor": 0.5}, "glm4v_moe": {"head_dim": 128}}
 """Values of released checkpoints, for families whose default sizes do not fit together, in transformers as well."""
 
 

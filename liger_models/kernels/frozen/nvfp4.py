@@ -17,7 +17,7 @@ from liger_models.kernels.frozen.weight import register
 
 
 @register
-class NVFP4(Groups):
+class NVFP4Groups(Groups):
     """The format with codes [O, C / 2] uint8, scales [O, C / 16] in e4m3, and factors [O, 1] in fp32.
 
     The layout is ``[16, 0]``, or ``[16, 1]`` if scales are divided by factors.
