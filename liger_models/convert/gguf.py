@@ -88,7 +88,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
     "3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 "
-    '?我想在apple工作1314151天\uff5e ------======= нещо на Български ```````""""......!!!!!!?????? '
+    "?我想在apple工作1314151天\uff5e ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? "
     "I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL"
 )
 """The text by whose tokens llama.cpp's converter recognizes the pre-tokenizers of released models."""

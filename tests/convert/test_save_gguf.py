@@ -55,7 +55,8 @@ TOKENIZER = {"model", "pre", "tokens", "token_type", "bos_token_id", "eos_token_
 
 
 def assets(tokenizer, folder) -> None:
-    Tokenizer(tokenizer, {**SPECIAL, "chat_template": TEMPLATE}).save_pretrained(folder)
+    keys = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    Tokenizer(tokenizer, {**SPECIAL, **keys}).save_pretrained(folder)
 
 
 def sizes(family: str) -> dict:
@@ -294,3 +295,8 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     assert (tmp_path / "out.gguf").read_bytes() == b"old"
     save_gguf(model, tmp_path / "out.gguf", "bf16")
     assert read(tmp_path / "out.gguf")[0]["general.architecture"] == "llama"
+
+
+def test_the_text_that_recognizes_pre_tokenizers_is_that_of_the_converter():
+    digest = "a36179c1e2b1cfcfbfad1dc779addad2ffc778201e4cf0d538bddeafa2c526da"
+    assert hashlib.sha256(written.PROBE.encode()).hexdigest() == digest

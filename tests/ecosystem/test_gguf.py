@@ -136,10 +136,18 @@ def test_our_file_is_that_of_the_converter(llama_cpp, tmp_path, family, quantiza
     assert done.returncode == 0, done.stdout[-4000:]
     save_gguf(model, tmp_path / "ours.gguf", quantization, name="model")
     (ours, our_tensors), (theirs, their_tensors) = read(tmp_path / "ours.gguf"), read(tmp_path / "theirs.gguf")
+    if family == "gemma3_text":  # the converter drops rows without a token, and pads the list of tokens all the same
+        ours_first, theirs_first = (t.pop("token_embd.weight")[1] for t in (our_tensors, their_tensors))
+        assert len(theirs_first) < len(ours_first)
+        assert ours_first.startswith(theirs_first)
     assert our_tensors == their_tensors
-    assert {name: value for name, value in ours.items() if name in theirs and name != "general.name"} == {
-        name: value for name, value in theirs.items() if name != "general.name"
-    }
+    for fields in (ours, theirs):
+        # The converter makes a name of the folder's, and counts the rows without those that it drops.
+        del fields["general.name"], fields["general.size_label"]
+        # transformers adds a token to every Qwen2 tokenizer without it.
+        for key in ("tokens", "token_type"):
+            fields[f"tokenizer.ggml.{key}"] = fields[f"tokenizer.ggml.{key}"][: len(model.tokenizer)]
+    assert {name: ours.get(name) for name in theirs} == theirs
 
 
 def test_the_pre_tokenizers_are_those_of_the_converter(llama_cpp):
