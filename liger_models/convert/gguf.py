@@ -145,7 +145,7 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
         )
     stored = as_stored("save_gguf", model, merge=False)
     _check_weights(model, stored)
-    _check_config(family, stored.config, model)
+    _check_config(family, stored.config)
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def _check_weights(model: Any, stored: CheckpointTensors) -> None:
         raise ValueError(f"save_gguf: model {problem}")
 
 
-def _check_config(family: str, config: Any, model: Any) -> None:
+def _check_config(family: str, config: Any) -> None:
     """Raise ValueError for settings that llama.cpp does not have, and warn about those that it ignores."""
 
     def refuse(setting: str, must: str) -> None:
@@ -248,8 +248,9 @@ def _check_config(family: str, config: Any, model: Any) -> None:
         for setting in ("attn_logit_softcapping", "final_logit_softcapping"):
             if family == "gemma2" and getattr(config, setting) is None:
                 refuse(setting, "a number")
-    elif family in ("mistral", "qwen2", "qwen3"):
-        window = next((w for w in map(config.window, range(layers)) if w is not None), None)
+    elif family in ("mistral", "phi3", "qwen2", "qwen3"):
+        lengths = [config.sliding_window] if family == "phi3" else list(map(config.window, range(layers)))
+        window = next((length for length in lengths if length is not None), None)
         if window is not None and window < config.max_position_embeddings:
             warnings.warn(
                 f"save_gguf: llama.cpp has no sliding window for {family}: the model's answers to texts longer than "

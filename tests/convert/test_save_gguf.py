@@ -282,6 +282,8 @@ def test_wrong_arguments_and_models(tmp_path):
         save_gguf(own("qwen2", rope_scaling=dynamic), out, "f16")
     with pytest.warns(UserWarning, match=r"no sliding window for mistral: .* longer than 8 tokens"):
         save_gguf(own("mistral", sliding_window=8), out, "f16")
+    with pytest.warns(UserWarning, match=r"no sliding window for phi3: .* longer than 9 tokens"):
+        save_gguf(own("phi3", sliding_window=9), out, "f16")
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path):
