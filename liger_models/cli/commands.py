@@ -337,23 +337,46 @@ def _verify_adapter(model: str, adapter: Path, served: bool, device: str, as_jso
 def convert(
     model: Model,
     output: Annotated[
-        Path, typer.Argument(file_okay=False, help="Folder to write; an existing checkpoint there is replaced.")
+        Path,
+        typer.Argument(help="Folder to write, or with --gguf a file OUT.gguf; what is there is replaced."),
     ],
     revision: Revision = None,
     dtype: Dtype = "auto",
     adapter: Adapter = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one file.")] = "5GB",
     mxfp4: Mxfp4 = None,
+    gguf: Annotated[
+        str | None, typer.Option(help="Write one GGUF file for llama.cpp, with matrices in q8_0, f16 or bf16.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite a Hugging Face checkpoint with another dtype, merged adapters, or files of another size."""
-    # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
+    """Rewrite a Hugging Face checkpoint with another dtype, merged adapters, or files of another size.
+
+    With **--gguf q8_0**, this writes one file for llama.cpp instead: **convert MODEL OUT.gguf --gguf q8_0**.
+    """
+    from liger_models.convert.gguf import check_target, save_gguf
     from liger_models.retrieval.settings import copy_settings, is_bidirectional
 
+    # Wrong arguments are errors before the model is loaded.
+    if gguf is not None and mxfp4 is not None:
+        raise typer.BadParameter("--mxfp4 and --gguf must not be given together. Choose one of the formats.")
+    if gguf is not None:
+        check_target(output, gguf)
+    elif output.is_file():
+        raise typer.BadParameter(f"OUTPUT must be a folder, but '{output}' is a file. Choose another place.")
+    # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
-    loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
+    loaded = _load(
+        model, revision, "auto" if adapter is None and gguf is None else dtype, "cpu", adapter, progress=not as_json
+    )
     if adapter is not None and is_bidirectional(adapter):
         loaded.set_bidirectional()
+
+    if gguf is not None:
+        with messages.status(Text(f"Writing {printable(str(output))}")):
+            save_gguf(loaded, output, gguf, name=Path(model).name)
+        _print_json({"file": str(output)}) if as_json else print(output)
+        return
 
     # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):

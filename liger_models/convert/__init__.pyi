@@ -1,5 +1,6 @@
 from liger_models.convert.format import CheckpointFormat as CheckpointFormat
 from liger_models.convert.format import format_of as format_of
+from liger_models.convert.gguf import save_gguf as save_gguf
 from liger_models.convert.load import load_pretrained as load_pretrained
 from liger_models.convert.save import save_pretrained as save_pretrained
 from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict

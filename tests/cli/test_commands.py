@@ -44,7 +44,8 @@ GIB = 2**30
 def folder(tmp_path, monkeypatch) -> Path:
     """A tiny checkpoint with a byte-level tokenizer, in the working directory."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([], trainer)
@@ -245,6 +246,18 @@ def test_convert(folder):
 def test_convert_does_not_load_for_a_place_that_is_a_file(folder):
     folder.with_name("file").touch()
     assert "'file' is a file" in run("convert", "not/loaded", "file", code=2)
+
+
+def test_convert_writes_a_gguf_file(folder):
+    gguf = pytest.importorskip("gguf", reason="pip install 'liger_models[gguf]'")
+    assert read("convert", "model", "new/model.gguf", "--gguf", "q8_0") == {"file": "new/model.gguf"}
+    reader = gguf.GGUFReader("new/model.gguf")
+    assert reader.get_field("general.name").contents() == "model"
+    assert reader.get_field("tokenizer.chat_template").contents() == TEMPLATE
+    assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F32", "F16", "Q8_0"}  # rows of 48 are in F16
+    assert "one of q8_0, f16, bf16, got 'q4_k'" in run("convert", "not/loaded", "a.gguf", "--gguf", "q4_k", code=1)
+    assert "ends in .gguf, got" in run("convert", "not/loaded", "new", "--gguf", "f16", code=1)
+    assert "--mxfp4 and --gguf must not" in run("convert", "a", "a.gguf", "--gguf", "f16", "--mxfp4", "model", code=2)
 
 
 def test_convert_merges_adapters(folder):

@@ -1,7 +1,9 @@
-"""llama.cpp's converter on folders that `save_pretrained` writes: the GGUF file has every tensor, with equal values."""
+"""llama.cpp's converter on folders that `save_pretrained` writes, and the files that `save_gguf` writes without it."""
 
+import ast
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -16,9 +18,12 @@ from safetensors import safe_open
 
 from liger_models import AutoLigerModel
 from liger_models.convert.files import read_headers
+from liger_models.convert.gguf import PROBE, RELEASED, save_gguf
 
 from ..arch.families import tiny
 from ..convert.test_gguf import GGUF, as_stacked
+from ..convert.test_save_gguf import assets, sizes
+from ..text.folders import byte_level
 
 NAME, VERSION = "llama-cpp-python", "0.3.36"
 """Its source distribution holds llama.cpp, with the converter."""
@@ -97,3 +102,76 @@ def test_the_file_has_every_tensor(llama_cpp, tmp_path, family):
         whole = np.stack(values) if ".experts." in name or "_exps" in name else values[0]
         assert found.pop(name).tobytes() == whole.tobytes(), name
     assert {name for name in found if "rope" not in name} == set()
+
+
+SCRIPT = """
+import runpy, sys
+folder = sys.argv[1]
+sys.path[:0] = [folder, folder + "/gguf-py"]
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+sys.argv = sys.argv[1:]
+runpy.run_path(folder + "/convert_hf_to_gguf.py", run_name="__main__")
+"""
+"""The converter, which takes every byte-level tokenizer for GPT-2's: it knows none of the tests by its tokens."""
+
+
+def read(path: Path) -> tuple[dict, dict]:
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    return fields, {t.name: (t.tensor_type.name, np.asarray(t.data).tobytes()) for t in reader.tensors}
+
+
+@pytest.mark.parametrize("quantization", ["f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_our_file_is_that_of_the_converter(llama_cpp, tmp_path, family, quantization):
+    torch.manual_seed(0)
+    model = AutoLigerModel.from_config({**sizes(family), "model_type": family}, dtype=torch.bfloat16)
+    assets(byte_level(), tmp_path / "tokenizer")
+    model.assets = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
+    model.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-c", SCRIPT, str(llama_cpp), str(tmp_path / "model")]
+    command += ["--outfile", str(tmp_path / "theirs.gguf"), "--outtype", quantization]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:]
+    save_gguf(model, tmp_path / "ours.gguf", quantization, name="model")
+    (ours, our_tensors), (theirs, their_tensors) = read(tmp_path / "ours.gguf"), read(tmp_path / "theirs.gguf")
+    if family == "gemma3_text":  # the converter drops rows without a token, and pads the list of tokens all the same
+        ours_first, theirs_first = (t.pop("token_embd.weight")[1] for t in (our_tensors, their_tensors))
+        assert len(theirs_first) < len(ours_first)
+        assert ours_first.startswith(theirs_first)
+    assert our_tensors == their_tensors
+    for fields in (ours, theirs):
+        # The converter makes a name of the folder's, and counts the rows without those that it drops.
+        del fields["general.name"], fields["general.size_label"]
+        # transformers adds a token to every Qwen2 tokenizer without it.
+        for key in ("tokens", "token_type"):
+            fields[f"tokenizer.ggml.{key}"] = fields[f"tokenizer.ggml.{key}"][: len(model.tokenizer)]
+    assert {name: ours.get(name) for name in theirs} == theirs
+
+
+def test_the_pre_tokenizers_are_those_of_the_converter(llama_cpp):
+    source = (llama_cpp / "conversion" / "base.py").read_text()
+    (probe,) = re.findall(r"^ +chktxt = (.*)$", source, re.MULTILINE)
+    assert ast.literal_eval(probe) == PROBE
+    assert RELEASED.items() <= dict(re.findall(r'chkhsh == "(\w+)":\n.*\n +res = "([^"]+)"', source)).items()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_llama_cpp_generates_the_same_text(tmp_path, family):
+    llama_cpp = pytest.importorskip("llama_cpp", reason=f"compile it: pip install {NAME}")
+    torch.manual_seed(0)
+    config = {**sizes(family), "model_type": family, "initializer_range": 0.2}
+    model = AutoLigerModel.from_config(config, dtype=torch.float32)
+    assets(byte_level(), tmp_path / "tokenizer")
+    model.assets = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
+    model = model.bfloat16().float()  # exact in a bf16 file
+    save_gguf(model, tmp_path / "model.gguf", "bf16")
+    engine = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, verbose=False, logits_all=True)
+    ids = engine.tokenize(b"the quick brown fox", add_bos=True)
+    assert ids == model.tokenizer.encode("the quick brown fox")
+    engine.eval(ids)
+    logits = np.asarray(engine.scores[len(ids) - 1])
+    expected_logits = model(torch.tensor([ids])).logits[0, -1].detach().numpy()
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-2 * np.abs(expected_logits).max())
+    assert logits.argmax() == expected_logits.argmax()

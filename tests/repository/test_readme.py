@@ -61,7 +61,7 @@ def serve(monkeypatch, folder: Path) -> None:
 def tiny_hub(tmp_path, monkeypatch):
     """Every name on the hub is a tiny Llama with a tokenizer, and the working directory is an empty folder."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
@@ -113,6 +113,8 @@ def test_python_blocks_run(page, request, tiny_hub, own_registry, transformers_o
         request.getfixturevalue("vision_hub")
     if page.name == "fp8.md":
         pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger_models[fp8]'")
+    if page.name == "gguf.md":
+        pytest.importorskip("gguf", reason="GGUF files need gguf: pip install 'liger_models[gguf]'")
     namespace: dict = {"__name__": "readme"}
     with warnings.catch_warnings():
         others = {
