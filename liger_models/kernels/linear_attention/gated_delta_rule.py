@@ -193,21 +193,11 @@ def _matrices(x: Tensor, rows: int, columns: int) -> Any:
 
 
 LIBRARY.define(
-    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
-    " float scale, bool normalize, bool need_out) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "gated_delta_rule_backward(Tensor? d_out, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,"
-    " Tensor? initial_state, Tensor? cu_seqlens, Tensor inverse, float scale, bool normalize)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
     "gated_delta_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, float scale,"
     " bool normalize) -> (Tensor, Tensor)"
 )
 
 
-@torch.library.impl(LIBRARY, "gated_delta_rule", "CompositeExplicitAutograd")
 def _gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, normalize: bool, need_out: bool,
@@ -231,7 +221,6 @@ def _gated_delta_rule(
     return out, final, inverse
 
 
-@torch.library.impl(LIBRARY, "gated_delta_rule_backward", "CompositeExplicitAutograd")
 def _gated_delta_rule_backward(
     d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
@@ -341,19 +330,17 @@ def gradients_like(
     return q.new_empty(0 if d_out is None else q.shape), *(x.new_empty(x.shape) for x in (k, v, g, beta)), d_initial
 
 
-@torch.library.register_fake("liger_models::gated_delta_rule", lib=LIBRARY)
-def _gated_delta_rule_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
-    return *delta_outputs(k, v, cu_seqlens, need_out), inverse_like(k, v)
-
-
-@torch.library.register_fake("liger_models::gated_delta_rule_backward", lib=LIBRARY)
-def _gated_delta_rule_backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
-    return gradients_like(d_out, q, k, v, g, beta, initial_state)
-
-
 @torch.library.register_fake("liger_models::gated_delta_step", lib=LIBRARY)
 def _gated_delta_step_fake(q, k, v, *_):
     return delta_outputs(k, v, None, True)
+
+
+def _fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
+    return *delta_outputs(k, v, cu_seqlens, need_out), inverse_like(k, v)
+
+
+def _backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
+    return gradients_like(d_out, q, k, v, g, beta, initial_state)
 
 
 def _setup(ctx, inputs, output):
@@ -364,18 +351,43 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(*tensors, inverse)
 
 
-def _backward(ctx, d_out, d_final, _):
-    if d_out is None and d_final is None:
-        return (None,) * 10
-    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
-    grads = torch.ops.liger_models.gated_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
-    # q affects only the output, so q has a gradient only if the output has one. The sixth saved tensor is the initial
-    # state, which may be None.
-    has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
-    return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
+def register_delta_rule(
+    name: str, forward: Callable[..., tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]]
+) -> None:
+    """Register an op that computes a delta rule, and the op of its backward, ``NAME_backward``.
+
+    Args:
+        name: name of the op.
+        forward: function of q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize and need_out, which returns
+            the output, the final states and A.
+        backward: function of the gradients of the first two, the first seven arguments of ``forward``, A, scale and
+            normalize, which returns the gradients of the first six arguments.
+    """
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens"
+    LIBRARY.define(f"{name}({inputs}, float scale, bool normalize, bool need_out) -> (Tensor, Tensor, Tensor)")
+    LIBRARY.define(
+        f"{name}_backward(Tensor? d_out, Tensor? d_final, {inputs}, Tensor inverse, float scale, bool normalize)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
+    for op, function, fake in ((name, forward, _fake), (f"{name}_backward", backward, _backward_fake)):
+        LIBRARY.impl(op, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{LIBRARY.ns}::{op}", fake, lib=LIBRARY)
+    run_backward = getattr(torch.ops.liger_models, f"{name}_backward")
+
+    def differentiate(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if d_out is None and d_final is None:
+            return (None,) * 10
+        saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
+        grads = run_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
+        # q affects only the output, so q has a gradient only if the output has one. The sixth saved tensor is the
+        # initial state, which may be None.
+        has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
+        return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
+
+    register_autograd(name, differentiate, _setup)
 
 
-register_autograd("gated_delta_rule", _backward, _setup)
+register_delta_rule("gated_delta_rule", _gated_delta_rule, _gated_delta_rule_backward)
 
 
 def check_delta_rule(
@@ -456,18 +468,27 @@ def gated_delta_rule(
         TypeError: a tensor has the wrong dtype.
     """
     check_delta_rule("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens)
+    inputs = q, k, v, g, beta, initial_state
+    out, state = run_delta_rule(torch.ops.liger_models.gated_delta_rule, *inputs, cu_seqlens, scale, normalize)
+    return (out, state) if return_state else out
+
+
+def run_delta_rule(
+    op: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, normalize: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the output and the final states by ``op``, token by token, or in plain PyTorch."""
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
     if not is_fused(k, v):
-        out, state = gated_delta_rule_reference(
+        return gated_delta_rule_reference(
             q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
-    elif cu_seqlens is None and T <= STEP_TOKENS and not is_differentiable(*inputs):
-        out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
-    else:
-        out, state, _ = torch.ops.liger_models.gated_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
-    return (out, state) if return_state else out
+    if cu_seqlens is None and T <= STEP_TOKENS and not is_differentiable(*inputs):
+        return torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)  # type: ignore[no-any-return]
+    out, state, _ = op(*inputs, cu_seqlens, scale, normalize, True)
+    return out, state
 
 
 def is_differentiable(*tensors: Tensor | None) -> bool:

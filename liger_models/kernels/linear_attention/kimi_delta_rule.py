@@ -45,14 +45,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
 from liger_models.kernels.dispatch import fitting_stages, on_device_of
 from liger_models.kernels.linear_attention.documents import flat
 from liger_models.kernels.linear_attention.gated_delta_rule import (
     CHUNK,
     KEY_COLUMNS,
     L2_EPS,
-    STEP_TOKENS,
     DeltaSizes,
     check_delta_rule,
     delta_outputs,
@@ -60,8 +58,8 @@ from liger_models.kernels.linear_attention.gated_delta_rule import (
     gated_delta_rule_reference,
     gradients_like,
     inverse_like,
-    is_differentiable,
-    is_fused,
+    register_delta_rule,
+    run_delta_rule,
 )
 from liger_models.kernels.linear_attention.kimi_delta_kernels import (
     kimi_inverse_kernel,
@@ -80,25 +78,8 @@ GRADIENT_COLUMNS = 64
 """Number of columns of v that the kernels of the gradients process at a time."""
 
 
-def kimi_delta_rule_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    normalize: bool = True,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the output and the final states of `kimi_delta_rule` in plain PyTorch.
-
-    The function is differentiable, and keeps fp64 inputs in fp64.
-    """
-    return gated_delta_rule_reference(
-        q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
-    )
+kimi_delta_rule_reference = gated_delta_rule_reference
+"""The reference of `gated_delta_rule` takes a decay for each channel, too."""
 
 
 class _Sizes(DeltaSizes):
@@ -144,18 +125,6 @@ def _prepare(
     return inverse, p, total, similarity, norms, *operands
 
 
-LIBRARY.define(
-    "kimi_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
-    " float scale, bool normalize, bool need_out) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "kimi_delta_rule_backward(Tensor? d_out, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,"
-    " Tensor? initial_state, Tensor? cu_seqlens, Tensor inverse, float scale, bool normalize)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "kimi_delta_rule", "CompositeExplicitAutograd")
 def _kimi_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, normalize: bool, need_out: bool,
@@ -178,7 +147,6 @@ def _kimi_delta_rule(
     return out, final, inverse
 
 
-@torch.library.impl(LIBRARY, "kimi_delta_rule_backward", "CompositeExplicitAutograd")
 def _kimi_delta_rule_backward(
     d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
@@ -229,36 +197,7 @@ def _kimi_delta_rule_backward(
     return grads
 
 
-@torch.library.register_fake("liger_models::kimi_delta_rule", lib=LIBRARY)
-def _kimi_delta_rule_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
-    return *delta_outputs(k, v, cu_seqlens, need_out), inverse_like(k, v)
-
-
-@torch.library.register_fake("liger_models::kimi_delta_rule_backward", lib=LIBRARY)
-def _kimi_delta_rule_backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
-    return gradients_like(d_out, q, k, v, g, beta, initial_state)
-
-
-def _setup(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.normalize, _ = inputs
-    inverse = output[2]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(inverse)
-    ctx.save_for_backward(*tensors, inverse)
-
-
-def _backward(ctx, d_out, d_final, _):
-    if d_out is None and d_final is None:
-        return (None,) * 10
-    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
-    grads = torch.ops.liger_models.kimi_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
-    # q affects only the output, so q has a gradient only if the output has one. The sixth saved tensor is the initial
-    # state, which may be None.
-    has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
-    return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
-
-
-register_autograd("kimi_delta_rule", _backward, _setup)
+register_delta_rule("kimi_delta_rule", _kimi_delta_rule, _kimi_delta_rule_backward)
 
 
 def kimi_delta_rule(
@@ -299,17 +238,8 @@ def kimi_delta_rule(
         TypeError: a tensor has the wrong dtype.
     """
     check_delta_rule("kimi_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens, by_channel=True)
-    T, Dk = k.shape[1], k.shape[3]
-    scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
-    if not is_fused(k, v):
-        out, state = kimi_delta_rule_reference(
-            q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
-        )
-    elif cu_seqlens is None and T <= STEP_TOKENS and not is_differentiable(*inputs):
-        out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
-    else:
-        out, state, _ = torch.ops.liger_models.kimi_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
+    out, state = run_delta_rule(torch.ops.liger_models.kimi_delta_rule, *inputs, cu_seqlens, scale, normalize)
     return (out, state) if return_state else out
 
 
