@@ -16,7 +16,7 @@ from liger_models.base.vision_language import (
     check_placeholders,
     repeated_images,
 )
-from liger_models.common.errors import is_traced
+from liger_models.common.errors import check_tensors, is_traced
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.patches import count_torn, ends_of_runs
@@ -132,16 +132,61 @@ class ImageTokenModel(VisionLanguageModel):
         return repeated
 
 
-def check_equal_images(places: Tensor, count: int | None, per_image: int, cu_seqlens: Tensor | None) -> None:
-    """Raise ValueError unless the placeholders match images, or tiles, of equally many tokens.
+class EqualImageModel(ImageTokenModel):
+    """A model whose images, or tiles of images, have one size and become the same number of image tokens."""
 
-    Args:
-        places: [B, T] bool, where placeholders are.
-        count: number of images; None without images.
-        per_image: number of tokens of each image.
-        cu_seqlens: the bounds of packed documents, or None.
-    """
-    sizes = torch.full((count or 0,), per_image, dtype=torch.int64, device=places.device)
-    # One wait for the device for both numbers.
-    tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
-    check_placeholders(tokens, (count or 0) * per_image, torn, count, f"{per_image} ")
+    image_inputs = ("pixel_values",)
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
+    unit: ClassVar[str] = "images"
+    """What a row of ``pixel_values`` is, for messages."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        vision = self.config.vision_config
+        return vision.num_channels, vision.image_size, vision.image_size
+
+    @abstractmethod
+    def tokens_of(self, pixels: Tensor | None) -> int:
+        """Return the number of image tokens of each of these images, or of the images of the config."""
+
+    def take_pixels(self, pixel_values: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Return the argument of `run_with_images`.
+
+        Raises:
+            TypeError: ``pixel_values`` is no tensor.
+            ValueError: ``pixel_values`` is not [n, *image_shape].
+        """
+        check_tensors(pixel_values=pixel_values)
+        if pixel_values is None:
+            return None
+        size = self.image_shape
+        if pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size:
+            raise ValueError(
+                f"forward: pixel_values must be [{self.unit}, {', '.join(map(str, size))}], got "
+                f"{list(pixel_values.shape)}."
+            )
+        return (pixel_values,)
+
+    def check_images(
+        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
+    ) -> None:
+        """See `ImageTokenModel.check_images`."""
+        count, per_image = (None, self.tokens_of(None)) if images is None else (len(images[0]), self.tokens_of(*images))
+        sizes = torch.full((count or 0,), per_image, dtype=torch.int64, device=places.device)
+        # One wait for the device for both numbers.
+        tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
+        check_placeholders(tokens, (count or 0) * per_image, torn, count, f"{per_image} ")
+
+    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
+        """See `ImageTokenModel.blank_image`."""
+        return (embeds.new_zeros(1, *self.image_shape),)
+
+    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
+        """See `ImageTokenModel.token_counts`."""
+        return torch.full((len(images[0]),), self.tokens_of(*images))
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """Return the image tokens [n, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
+        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
+        return tokens

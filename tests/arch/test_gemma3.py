@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-from liger_models import KernelOptions, LigerPaliGemma
+from liger_models import LigerPaliGemma
 from liger_models.convert.config_map import read_config
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.patches import ends_of_runs
 
 from .families import (
@@ -20,10 +19,9 @@ from .families import (
     error,
     gradients_of,
     is_tower,
-    load,
-    make_folder,
     tiny,
 )
+from .image_checks import assert_kernels_match, assert_one_graph, assert_policies_and_frozen_parts
 
 FAMILIES = ("gemma3", "paligemma")
 CASES = [case for case in VISION_CASES if case[0] in FAMILIES]
@@ -228,23 +226,7 @@ def test_types_that_do_not_fit_are_named(pair):
 def test_frozen_parts_and_checkpointing(pair):
     _, _, _, ours = pair
     ids, _, mask, labels, pixels = make(ours, ROWS)
-    run = lambda: ours(ids, labels=labels, attention_mask=mask, pixel_values=pixels).loss.backward()
-    run()
-    every = gradients_of(ours)
-    for policy in CHECKPOINTING_POLICIES[1:]:
-        ours.zero_grad()
-        ours.set_checkpointing(policy)
-        run()
-        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
-    for tower in (True, False):
-        ours.zero_grad()
-        for name, parameter in ours.named_parameters():
-            parameter.requires_grad_(is_tower(name) != tower)
-        run()
-        left = gradients_of(ours)
-        assert {is_tower(name) for name in left} == {not tower}
-        for name, gradient in left.items():
-            torch.testing.assert_close(gradient, every[name])
+    assert_policies_and_frozen_parts(ours, ids, labels=labels, attention_mask=mask, pixel_values=pixels)
 
 
 @pytest.mark.matrix
@@ -253,29 +235,17 @@ def test_frozen_parts_and_checkpointing(pair):
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair
     ids, _, mask, labels, pixels = make(ours, ROWS)
-    gradients = []
-    for model in (ours, torch.compile(ours, fullgraph=True, backend="eager")):
-        ours.zero_grad()
-        model(ids, labels=labels, attention_mask=mask, pixel_values=pixels).loss.backward()
-        gradients.append(gradients_of(ours))
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_one_graph(ours, compiled, ids, labels=labels, attention_mask=mask, pixel_values=pixels)
 
 
 @one_case_each
 def test_kernels_match_transformers(pair, kernel_device, root):
-    arch, variant, theirs, ours = pair
+    _, _, theirs, ours = pair
     ids, types, _, labels, pixels = make(ours, [[2, IMAGE, 13]])
     want = theirs(ids, token_type_ids=types, pixel_values=pixels, labels=labels)
     want.loss.backward()
-    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
-    for kernels in (None, off):
-        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
-        got = ours(*(x.to(kernel_device) for x in (ids,)), labels=labels.to(kernel_device),
-                   pixel_values=pixels.to(kernel_device))  # fmt: skip
-        assert error(got.loss, want.loss) <= LIMIT
-        got.loss.backward()
-        assert_same_gradients(ours, theirs)
+    assert_kernels_match(pair, want.loss, kernel_device, root, input_ids=ids, labels=labels, pixel_values=pixels)
 
 
 @pytest.mark.gpu

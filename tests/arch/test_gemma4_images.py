@@ -9,9 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from liger_models import KernelOptions
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from ..late import transformers
 from .families import (
@@ -28,6 +26,7 @@ from .families import (
     make_folder,
     tiny,
 )
+from .image_checks import assert_kernels_match, assert_one_graph, assert_policies_and_frozen_parts
 
 CASES = [case for case in VISION_CASES if case[0] in ("gemma4", "gemma4_unified")]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
@@ -198,24 +197,7 @@ def test_images_do_not_depend_on_each_other_nor_on_padding(pair):
 def test_frozen_parts_and_checkpointing(pair):
     _, _, _, ours = pair
     ids, mask, labels, images, _ = make(ours, ROWS)
-    trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
-    run = lambda: ours(ids, labels=labels, attention_mask=mask, **images).loss.backward()
-    run()
-    every = gradients_of(ours)
-    for policy in CHECKPOINTING_POLICIES[1:]:
-        ours.zero_grad()
-        ours.set_checkpointing(policy)
-        run()
-        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
-    for tower in (True, False):
-        ours.zero_grad()
-        for name, parameter in ours.named_parameters():
-            parameter.requires_grad_(name in trained and is_tower(name) != tower)
-        run()
-        left = gradients_of(ours)
-        assert {is_tower(name) for name in left} == {not tower}
-        for name, gradient in left.items():
-            torch.testing.assert_close(gradient, every[name])
+    assert_policies_and_frozen_parts(ours, ids, labels=labels, attention_mask=mask, **images)
 
 
 @pytest.mark.cases(1)
@@ -224,29 +206,17 @@ def test_frozen_parts_and_checkpointing(pair):
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair
     ids, mask, labels, images, _ = make(ours, ROWS)
-    gradients = []
-    for model in (ours, torch.compile(ours, fullgraph=True, backend="eager")):
-        ours.zero_grad()
-        model(ids, labels=labels, attention_mask=mask, **images).loss.backward()
-        gradients.append(gradients_of(ours))
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_one_graph(ours, compiled, ids, labels=labels, attention_mask=mask, **images)
 
 
 @one_case
 def test_kernels_match_transformers(pair, kernel_device, root):
-    arch, variant, theirs, ours = pair
+    _, _, theirs, ours = pair
     ids, _, labels, images, types = make(ours, [[2, (2, 3), 3]])
     want = theirs(ids, labels=labels, **images, **types)
     want.loss.backward()
-    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
-    on_device = {name: x.to(kernel_device) for name, x in images.items()}
-    for kernels in (None, off):
-        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
-        got = ours(ids.to(kernel_device), labels=labels.to(kernel_device), **on_device)
-        assert error(got.loss, want.loss) <= LIMIT
-        got.loss.backward()
-        assert_same_gradients(ours, theirs)
+    assert_kernels_match(pair, want.loss, kernel_device, root, input_ids=ids, labels=labels, **images)
 
 
 @pytest.mark.gpu

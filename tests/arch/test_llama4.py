@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from liger_models import AutoLigerModel, KernelOptions
+from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.paged_cache import PagedCache
 
 from ..late import Late, transformers
@@ -30,6 +29,7 @@ from .families import (
     tiny,
     tokens,
 )
+from .image_checks import assert_kernels_match, assert_policies_and_frozen_parts
 
 hf_auto = Late("liger_models.hf.auto")
 CASES = [case for case in VISION_CASES if case[0] == "llama4"]
@@ -137,39 +137,16 @@ def test_pieces_with_a_cache_are_the_whole(pair):
 def test_frozen_parts_and_checkpointing(pair):
     _, _, _, ours = pair
     ids, mask, labels, pixels = make(ours, ROWS)
-    run = lambda: ours(ids, labels=labels, attention_mask=mask, pixel_values=pixels).loss.backward()
-    run()
-    every = gradients_of(ours)
-    for policy in CHECKPOINTING_POLICIES[1:]:
-        ours.zero_grad()
-        ours.set_checkpointing(policy)
-        run()
-        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
-    for tower in (True, False):
-        ours.zero_grad()
-        for name, parameter in ours.named_parameters():
-            parameter.requires_grad_(is_tower(name) != tower)
-        run()
-        left = gradients_of(ours)
-        assert {is_tower(name) for name in left} == {not tower}
-        for name, gradient in left.items():
-            torch.testing.assert_close(gradient, every[name])
+    assert_policies_and_frozen_parts(ours, ids, labels=labels, attention_mask=mask, pixel_values=pixels)
 
 
 @one_case
 def test_kernels_match_transformers(pair, kernel_device, root):
-    arch, variant, theirs, ours = pair
+    _, _, theirs, ours = pair
     ids, _, labels, pixels = make(ours, [[2, (1,), 3]])
     want = theirs(ids, pixel_values=pixels, labels=labels)
     want.loss.backward()
-    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
-    for kernels in (None, off):
-        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
-        inputs = {"input_ids": ids, "labels": labels, "pixel_values": pixels}
-        got = ours(**{name: x.to(kernel_device) for name, x in inputs.items()})
-        assert error(got.loss, want.loss) <= LIMIT
-        got.loss.backward()
-        assert_same_gradients(ours, theirs)
+    assert_kernels_match(pair, want.loss, kernel_device, root, input_ids=ids, labels=labels, pixel_values=pixels)
 
 
 @one_case

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from liger_models.arch._llava.config import LlavaVisionConfig
 from liger_models.convert.config_map import read_config
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .families import (
     LIMIT,
@@ -17,12 +16,11 @@ from .families import (
     assert_bounds_under_other_names,
     assert_same_gradients,
     error,
-    gradients_of,
-    is_tower,
     load,
     make_folder,
     tiny,
 )
+from .image_checks import assert_one_graph, assert_policies_and_frozen_parts
 
 CASES = [
     case
@@ -145,21 +143,7 @@ def test_pieces_with_a_cache_are_the_whole(pair):
 def test_frozen_parts_and_checkpointing(pair):
     _, _, _, ours = pair
     ids, mask, labels, images = make(ours, ROWS)
-    run = lambda: ours(ids, labels=labels, attention_mask=mask, **images).loss.backward()
-    run()
-    every = gradients_of(ours)
-    for policy in CHECKPOINTING_POLICIES[1:]:
-        ours.zero_grad()
-        ours.set_checkpointing(policy)
-        run()
-        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
-    ours.zero_grad()
-    for name, parameter in ours.named_parameters():
-        parameter.requires_grad_(is_tower(name) and "unread" not in name)
-    run()
-    for name, gradient in gradients_of(ours).items():
-        assert is_tower(name)
-        torch.testing.assert_close(gradient, every[name])
+    assert_policies_and_frozen_parts(ours, ids, labels=labels, attention_mask=mask, **images)
 
 
 @pytest.mark.matrix
@@ -168,13 +152,8 @@ def test_frozen_parts_and_checkpointing(pair):
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair
     ids, mask, labels, images = make(ours, ROWS)
-    gradients = []
-    for model in (ours, torch.compile(ours, fullgraph=True, backend="eager")):
-        ours.zero_grad()
-        model(ids, labels=labels, attention_mask=mask, **images).loss.backward()
-        gradients.append(gradients_of(ours))
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_one_graph(ours, compiled, ids, labels=labels, attention_mask=mask, **images)
 
 
 @pytest.mark.parametrize("case", CASES[:1], ids="-".join)

@@ -9,11 +9,9 @@ import dataclasses
 import pytest
 import torch
 
-from liger_models import KernelOptions
 from liger_models.arch.mllama import cross_attention
 from liger_models.arch.mllama.cross_attention import tiles_seen
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from ..late import Late
 from .families import (
@@ -23,10 +21,8 @@ from .families import (
     assert_same_gradients,
     error,
     gradients_of,
-    is_tower,
-    load,
-    make_folder,
 )
+from .image_checks import assert_kernels_match, assert_one_graph, assert_policies_and_frozen_parts
 
 modeling = Late("transformers.models.mllama.modeling_mllama")
 processing = Late("transformers.models.mllama.processing_mllama")
@@ -239,23 +235,7 @@ def test_states_that_enter_the_layers(pair, monkeypatch):
 def test_frozen_parts_and_checkpointing(pair):
     _, _, _, ours = pair
     ids, mask, labels, inputs = joined([make(ours, row, seed) for seed, row in enumerate(ROWS)])
-    run = lambda: ours(ids, labels=labels, attention_mask=mask, **inputs).loss.backward()
-    run()
-    every = gradients_of(ours)
-    for policy in CHECKPOINTING_POLICIES[1:]:
-        ours.zero_grad()
-        ours.set_checkpointing(policy)
-        run()
-        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
-    for tower in (True, False):
-        ours.zero_grad()
-        for name, parameter in ours.named_parameters():
-            parameter.requires_grad_(is_tower(name) != tower)
-        run()
-        left = gradients_of(ours)
-        assert {is_tower(name) for name in left} == {not tower}
-        for name, gradient in left.items():
-            torch.testing.assert_close(gradient, every[name])
+    assert_policies_and_frozen_parts(ours, ids, labels=labels, attention_mask=mask, **inputs)
 
 
 @one_case
@@ -275,28 +255,16 @@ def test_cross_attention_within_segments(pair, monkeypatch):
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair
     ids, mask, labels, inputs = joined([make(ours, row, seed) for seed, row in enumerate(ROWS)])
-    gradients = []
-    for model in (ours, torch.compile(ours, fullgraph=True, backend="eager")):
-        ours.zero_grad()
-        model(ids, labels=labels, attention_mask=mask, **inputs).loss.backward()
-        gradients.append(gradients_of(ours))
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_one_graph(ours, compiled, ids, labels=labels, attention_mask=mask, **inputs)
 
 
 @one_case
 def test_kernels_match_transformers(pair, kernel_device, root):
-    arch, variant, theirs, ours = pair
+    _, _, theirs, ours = pair
     ids, labels, inputs = make(ours, [2, IMAGE, 4])
     _, loss = alone(theirs, [(ids, labels, inputs)])
-    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
-    for kernels in (None, off):
-        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
-        moved = {name: each.to(kernel_device) for name, each in inputs.items()}
-        got = ours(ids.to(kernel_device), labels=labels.to(kernel_device), **moved)
-        assert error(got.loss, loss) <= LIMIT
-        got.loss.backward()
-        assert_same_gradients(ours, theirs)
+    assert_kernels_match(pair, loss, kernel_device, root, input_ids=ids, labels=labels, **inputs)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from liger_models import KernelOptions
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .families import (
     LIMIT,
@@ -22,6 +20,7 @@ from .families import (
     load,
     make_folder,
 )
+from .image_checks import assert_kernels_match, assert_one_graph, assert_policies_and_frozen_parts
 
 FAMILIES = ("internvl", "idefics3", "smolvlm")
 CASES = [case for case in VISION_CASES if case[0] in FAMILIES]
@@ -51,7 +50,7 @@ def make(model, rows, seed=0):
     mask = torch.tensor([[0] * (T - len(row)) + [1] * len(row) for row in ids])
     ids = torch.tensor([[0] * (T - len(row)) + row for row in ids])
     count = sum(row.count(TILE) for row in rows)
-    pixels = torch.randn(count, *model.tile_shape, generator=generator)
+    pixels = torch.randn(count, *model.image_shape, generator=generator)
     # A padding token before the first real one has nothing to predict it from: we ignore that target.
     first = (mask == 1) & (torch.nn.functional.pad(mask, (1, 0))[:, :-1] == 0)
     labels = ids.masked_fill((ids == config.image_token_id) | (mask == 0) | first, -100)
@@ -63,8 +62,8 @@ def for_rows(model, rows, pixels):
     if not len(pixels) or "pixel_attention_mask" not in model.prompt_inputs:
         return {"pixel_values": pixels} if len(pixels) else {}
     counts = [row.count(TILE) for row in rows]
-    padded = pixels.new_zeros(len(rows), max(counts), *model.tile_shape)
-    mask = torch.zeros(len(rows), max(counts), *model.tile_shape[1:], dtype=torch.int64)
+    padded = pixels.new_zeros(len(rows), max(counts), *model.image_shape)
+    mask = torch.zeros(len(rows), max(counts), *model.image_shape[1:], dtype=torch.int64)
     for index, tiles in enumerate(pixels.split(counts)):
         padded[index, : len(tiles)], mask[index, : len(tiles)] = tiles, 1
     return {"pixel_values": padded, "pixel_attention_mask": mask}
@@ -173,23 +172,7 @@ def test_tokens_see_only_what_is_before(pair):
 def test_frozen_parts_and_checkpointing(pair):
     _, _, _, ours = pair
     ids, mask, labels, pixels = make(ours, ROWS)
-    run = lambda: ours(ids, labels=labels, attention_mask=mask, pixel_values=pixels).loss.backward()
-    run()
-    every = gradients_of(ours)
-    for policy in CHECKPOINTING_POLICIES[1:]:
-        ours.zero_grad()
-        ours.set_checkpointing(policy)
-        run()
-        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
-    for tower in (True, False):
-        ours.zero_grad()
-        for name, parameter in ours.named_parameters():
-            parameter.requires_grad_(is_tower(name) != tower)
-        run()
-        left = gradients_of(ours)
-        assert {is_tower(name) for name in left} == {not tower}
-        for name, gradient in left.items():
-            torch.testing.assert_close(gradient, every[name])
+    assert_policies_and_frozen_parts(ours, ids, labels=labels, attention_mask=mask, pixel_values=pixels)
 
 
 @pytest.mark.matrix
@@ -198,37 +181,25 @@ def test_frozen_parts_and_checkpointing(pair):
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair
     ids, mask, labels, pixels = make(ours, ROWS)
-    gradients = []
-    for model in (ours, torch.compile(ours, fullgraph=True, backend="eager")):
-        ours.zero_grad()
-        model(ids, labels=labels, attention_mask=mask, pixel_values=pixels).loss.backward()
-        gradients.append(gradients_of(ours))
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_one_graph(ours, compiled, ids, labels=labels, attention_mask=mask, pixel_values=pixels)
 
 
 @pytest.mark.parametrize("pair", CASES[:2], indirect=True, ids="-".join)
 def test_kernels_match_transformers(pair, kernel_device, root):
     """Also norms of q and k in the tower."""
-    arch, variant, theirs, ours = pair
+    _, _, theirs, ours = pair
     ids, _, labels, pixels = make(ours, [[2, TILE, 3]])
     want = theirs(ids, labels=labels, **for_rows(ours, [[2, TILE, 3]], pixels))
     want.loss.backward()
-    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
-    for kernels in (None, off):
-        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
-        got = ours(*(x.to(kernel_device) for x in (ids,)), labels=labels.to(kernel_device),
-                   pixel_values=pixels.to(kernel_device))  # fmt: skip
-        assert error(got.loss, want.loss) <= LIMIT
-        got.loss.backward()
-        assert_same_gradients(ours, theirs)
+    assert_kernels_match(pair, want.loss, kernel_device, root, input_ids=ids, labels=labels, pixel_values=pixels)
 
 
 @one_case_each
 def test_wrong_numbers_are_named(pair):
     _, _, _, ours = pair
     ids, _, _, pixels = make(ours, [[3, TILE, 2]])
-    per, side = ours.config.tokens_per_tile, ours.tile_shape[1]
+    per, side = ours.config.tokens_per_tile, ours.image_shape[1]
     with pytest.raises(ValueError, match=rf"each of the {per} image tokens \(1 images\), got {per - 1}"):
         ours(ids[:, torch.arange(ids.shape[1]) != 5], pixel_values=pixels)
     with pytest.raises(ValueError, match=f"{per} image placeholders in input_ids must have pixel_values, got none"):

@@ -10,7 +10,6 @@ Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, tran
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from liger_models.arch._towers.siglip import siglip_entries
@@ -19,20 +18,18 @@ from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.gemma3.text import Gemma3Decoder
 from liger_models.arch.gemma3.tower import Gemma3Config, Gemma3Tower
 from liger_models.arch.registry import add_family
-from liger_models.base.image_tokens import ImageTokenModel, check_equal_images
-from liger_models.common.errors import check_tensors
+from liger_models.base.image_tokens import EqualImageModel
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map
 from liger_models.layers.decoder import CausalLMOutput
 
 
-class LigerGemma3(ImageTokenModel, Gemma3Decoder):
+class LigerGemma3(EqualImageModel, Gemma3Decoder):
     """Gemma 3 with images and its language-model head."""
 
     config_class = Gemma3Config
     tower_class = Gemma3Tower
     processor_class = Gemma3Processor
-    image_inputs = ("pixel_values",)
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
 
     def forward(
@@ -58,18 +55,7 @@ class LigerGemma3(ImageTokenModel, Gemma3Decoder):
             ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
                 `Decoder.forward`.
         """
-        check_tensors(pixel_values=pixel_values)
-        size = self._image_size
-        if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
-            raise ValueError(
-                f"forward: pixel_values must be [images, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
-            )
-        return self.run_with_images(input_ids, None if pixel_values is None else (pixel_values,), **options)
-
-    @property
-    def _image_size(self) -> tuple[int, int, int]:
-        vision = self.config.vision_config
-        return vision.num_channels, vision.image_size, vision.image_size
+        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
 
     @property
     def placeholder_id(self) -> int:
@@ -77,24 +63,9 @@ class LigerGemma3(ImageTokenModel, Gemma3Decoder):
         token: int = self.config.image_token_index
         return token
 
-    def check_images(
-        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
-    ) -> None:
-        """See `ImageTokenModel.check_images`."""
-        per_image, count = self.config.mm_tokens_per_image, None if images is None else len(images[0])
-        check_equal_images(places, count, per_image, cu_seqlens)
-
-    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
-        """See `ImageTokenModel.blank_image`."""
-        return (embeds.new_zeros(1, *self._image_size),)
-
-    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
-        """See `ImageTokenModel.token_counts`."""
-        return torch.full((len(images[0]),), self.config.mm_tokens_per_image)
-
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return the image tokens [images, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
-        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
+    def tokens_of(self, pixels: Tensor | None) -> int:
+        """See `EqualImageModel.tokens_of`."""
+        tokens: int = self.config.mm_tokens_per_image
         return tokens
 
 

@@ -117,11 +117,13 @@ class Idefics3Model(TileModel):
             )
         return tiles[real]
 
-    def tokens_of(self, pixels: Tensor) -> int:
-        """The number of image tokens of each of these tiles, whose size may differ from that of the config."""
+    def tokens_of(self, pixels: Tensor | None) -> int:
+        """See `EqualImageModel.tokens_of`. The size of tiles may differ from that of the config."""
+        if pixels is None:
+            return super().tokens_of(None)
         return int(pixels.shape[-1] // self.config.vision_config.patch_size // self.config.scale_factor) ** 2
 
-    def image_features(
+    def image_features(  # type: ignore[override]
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the image tokens [tiles, tokens, C] of tiles, or for [B, M, ...] those of each row, [tokens, C]."""

@@ -20,7 +20,6 @@ from liger_models.arch.internvl.config import InternVLConfig
 from liger_models.arch.internvl.processor import InternVLProcessor
 from liger_models.arch.internvl.tower import InternVLTower
 from liger_models.arch.registry import add_family
-from liger_models.common.errors import check_tensors
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -90,18 +89,7 @@ class LigerInternVL(TileModel):
             ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
                 `Decoder.forward`.
         """
-        check_tensors(pixel_values=pixel_values)
-        size = self.tile_shape
-        if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
-            raise ValueError(
-                f"forward: pixel_values must be [tiles, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
-            )
-        return self.run_with_images(input_ids, None if pixel_values is None else (pixel_values,), **options)
-
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return the image tokens [tiles, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
-        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
-        return tokens
+        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
 
 
 add_family(

@@ -11,9 +11,8 @@ Source: https://ai.meta.com/blog/llama-4-multimodal-intelligence, transformers `
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from liger_models.arch.llama4 import text
@@ -21,21 +20,19 @@ from liger_models.arch.llama4.processor import Llama4Processor
 from liger_models.arch.llama4.text import Llama4Decoder
 from liger_models.arch.llama4.tower import Llama4Config, Llama4Tower
 from liger_models.arch.registry import add_family
-from liger_models.base.image_tokens import ImageTokenModel, check_equal_images
-from liger_models.common.errors import check_tensors
+from liger_models.base.image_tokens import EqualImageModel
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import WeightMap, decoder_map, qkv_rows
 from liger_models.layers.decoder import CausalLMOutput
 
 
-class LigerLlama4(ImageTokenModel, Llama4Decoder):
+class LigerLlama4(EqualImageModel, Llama4Decoder):
     """Llama 4 with images and its language-model head."""
 
     config_class = Llama4Config
     tower_class = Llama4Tower
     processor_class = Llama4Processor
-    image_inputs = ("pixel_values",)
-    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
+    unit = "tiles"
 
     def forward(
         self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
@@ -54,18 +51,7 @@ class LigerLlama4(ImageTokenModel, Llama4Decoder):
             ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
                 `Decoder.forward`.
         """
-        check_tensors(pixel_values=pixel_values)
-        size = self._tile_size
-        if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
-            raise ValueError(
-                f"forward: pixel_values must be [tiles, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
-            )
-        return self.run_with_images(input_ids, None if pixel_values is None else (pixel_values,), **options)
-
-    @property
-    def _tile_size(self) -> tuple[int, int, int]:
-        vision = self.config.vision_config
-        return vision.num_channels, vision.image_size, vision.image_size
+        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
 
     @property
     def placeholder_id(self) -> int:
@@ -78,24 +64,9 @@ class LigerLlama4(ImageTokenModel, Llama4Decoder):
         """Whether the tokens of an image attend to each other in both directions."""
         return False
 
-    def check_images(
-        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
-    ) -> None:
-        """See `ImageTokenModel.check_images`."""
-        per_tile, count = self.config.vision_config.tokens_per_tile, None if images is None else len(images[0])
-        check_equal_images(places, count, per_tile, cu_seqlens)
-
-    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
-        """See `ImageTokenModel.blank_image`."""
-        return (embeds.new_zeros(1, *self._tile_size),)
-
-    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
-        """See `ImageTokenModel.token_counts`."""
-        return torch.full((len(images[0]),), self.config.vision_config.tokens_per_tile)
-
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return the image tokens [tiles, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
-        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
+    def tokens_of(self, pixels: Tensor | None) -> int:
+        """See `EqualImageModel.tokens_of`."""
+        tokens: int = self.config.vision_config.tokens_per_tile
         return tokens
 
 

@@ -24,8 +24,8 @@ from liger_models.arch._towers.siglip import SiglipTower, siglip_entries
 from liger_models.arch.paligemma.config import IGNORED_KEYS, PaliGemmaConfig, from_json, to_json
 from liger_models.arch.paligemma.processor import PaliGemmaProcessor
 from liger_models.arch.registry import add_family
-from liger_models.base.image_tokens import ImageTokenModel, check_equal_images
-from liger_models.common.errors import check_integers, check_tensors, check_values
+from liger_models.base.image_tokens import EqualImageModel
+from liger_models.common.errors import check_integers, check_values
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -83,14 +83,13 @@ class PaliGemmaTower(SiglipTower):
         return tokens.flatten(0, 1)
 
 
-class LigerPaliGemma(ImageTokenModel):
+class LigerPaliGemma(EqualImageModel):
     """PaliGemma with its language-model head."""
 
     config_class = PaliGemmaConfig
     block_class = PaliGemmaBlock
     tower_class = PaliGemmaTower
     processor_class = PaliGemmaProcessor
-    image_inputs = ("pixel_values",)
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
     prompts_are_causal = False
 
@@ -137,12 +136,7 @@ class LigerPaliGemma(ImageTokenModel):
                 type 0 follows one of type 1, or has a label, which its prefix would see; otherwise as in
                 `Decoder.forward`.
         """
-        check_tensors(pixel_values=pixel_values)
-        size = self._image_size
-        if pixel_values is not None and (pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != size):
-            raise ValueError(
-                f"forward: pixel_values must be [images, {', '.join(map(str, size))}], got {list(pixel_values.shape)}."
-            )
+        images = self.take_pixels(pixel_values)
         options["cu_seqlens"] = take_cu_seqlens(options.get("cu_seqlens"), options)
         cache, tokens = options.get("cache"), options.get("inputs_embeds") if input_ids is None else input_ids
         prefix = None
@@ -151,7 +145,6 @@ class LigerPaliGemma(ImageTokenModel):
                 (tokens.shape[0], tokens.shape[1]), token_type_ids, options.get("labels"),
                 attention_mask=options.get("attention_mask"), cu_seqlens=options["cu_seqlens"],
             )  # fmt: skip
-        images = None if pixel_values is None else (pixel_values,)
         return self.run_with_images(input_ids, images, prefix=prefix, **options)
 
     def complete_inputs(self, prompts: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -159,11 +152,6 @@ class LigerPaliGemma(ImageTokenModel):
         if inputs.get("token_type_ids") is not None:
             return inputs
         return {**inputs, "token_type_ids": torch.zeros_like(prompts)}
-
-    @property
-    def _image_size(self) -> tuple[int, int, int]:
-        vision = self.config.vision_config
-        return vision.num_channels, vision.image_size, vision.image_size
 
     @property
     def placeholder_id(self) -> int:
@@ -176,24 +164,9 @@ class LigerPaliGemma(ImageTokenModel):
         """False: which tokens attend to later tokens depends on the prefix alone."""
         return False
 
-    def check_images(
-        self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
-    ) -> None:
-        """See `ImageTokenModel.check_images`."""
-        count = None if images is None else len(images[0])
-        check_equal_images(places, count, self.config.tokens_per_image, cu_seqlens)
-
-    def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
-        """See `ImageTokenModel.blank_image`."""
-        return (embeds.new_zeros(1, *self._image_size),)
-
-    def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
-        """See `ImageTokenModel.token_counts`."""
-        return torch.full((len(images[0]),), self.config.tokens_per_image)
-
-    def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return the image tokens [images, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""
-        tokens: Tensor = self.visual(pixel_values).unflatten(0, (len(pixel_values), -1))
+    def tokens_of(self, pixels: Tensor | None) -> int:
+        """See `EqualImageModel.tokens_of`."""
+        tokens: int = self.config.tokens_per_image
         return tokens
 
 
