@@ -180,8 +180,8 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
-    # The matrices of experts become plain parameters, even if they were quantized. Those that are kept as they are in a
-    # checkpoint stay so unless they have adapters.
+    # The matrices of experts become plain parameters, even if they were quantized. Matrices that are stored as in the
+    # checkpoint, and have no adapters, stay as they are.
     for path, moe in _experts(model).items():
         parts = frozen_parts(moe)
         kept = {name: part for name, part in parts.items() if part.format.is_kept and name not in moe.adapted}

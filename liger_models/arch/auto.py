@@ -33,7 +33,7 @@ def list_archs() -> list[str]:
 
 
 def list_model_types() -> list[str]:
-    """Return `list_archs` and the model types of which only the language model is implemented, sorted."""
+    """Return `list_archs` and the model types that are read without their vision or audio towers, sorted."""
     return sorted([*list_archs(), *LANGUAGE_MODELS])
 
 

@@ -146,7 +146,7 @@ class LigerCoSENTLoss(_EmbeddingLoss):
 
         Args:
             first, second: [N, C], the embeddings of the two texts of each example.
-            scores: [N], of which only the order counts.
+            scores: [N]. Only their order counts.
 
         Raises:
             ValueError: shapes do not match.

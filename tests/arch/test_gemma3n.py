@@ -1,4 +1,4 @@
-"""What Gemma 3n has beside other families, and the language model of its checkpoints with images and audio."""
+"""The layers that only Gemma 3n has, and the language model of its checkpoints with images and audio."""
 
 import json
 

@@ -38,6 +38,7 @@ from .families import (
     one_video_case_of_each_kind,
     tiny,
 )
+from .image_checks import assert_one_graph
 
 Grid = tuple[int, int, int]
 
@@ -286,7 +287,7 @@ def test_a_video_without_its_end_does_not_reach_the_next_document(pair):
     ],
 )
 def test_the_sizes_of_glm4v(family, text, count):
-    """Of GLM-4.1V-9B-Thinking and GLM-4.5V, whose sizes are the defaults but for these."""
+    """The models are GLM-4.1V-9B-Thinking and GLM-4.5V. Only these of their sizes differ from the defaults."""
     model = AutoLigerModel.from_config({"model_type": family, "text_config": text}, device="meta")
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert sum(size for name, size in sizes.items() if "correction" not in name) == count
@@ -433,14 +434,7 @@ def test_compiled_in_one_graph(pair, fresh_dynamo):
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     for rows in (SEVERAL, VIDEO) if arch in ("qwen2_5_vl", "qwen3_vl") else (SEVERAL,):  # each tower once
         batch = Batch(ours, rows)
-        options = {"labels": batch.labels, "attention_mask": batch.mask, **batch.inputs}
-        gradients = []
-        for model in (ours, compiled):
-            ours.zero_grad()
-            model(batch.ids, **options).loss.backward()
-            gradients.append(gradients_of(ours))
-        for name, gradient in gradients[0].items():
-            torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+        assert_one_graph(ours, compiled, batch.ids, labels=batch.labels, attention_mask=batch.mask, **batch.inputs)
 
 
 @one_video_case_each

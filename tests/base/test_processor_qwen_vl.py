@@ -36,7 +36,7 @@ def test_patches_are_transformers_bit_for_bit(settings):
 
 
 def assert_same_patches(ours, processor):
-    """Of odd sizes, and of images in other modes."""
+    """The images have odd sizes, and some have other modes than RGB."""
     images = [picture(width, height, seed=width) for height, width in SIZES] + [picture(50, 60, "RGBA")]
     images += [picture(40, 28, mode) for mode in ("L", "CMYK")] + [picture(50, 20).convert("P")]
     want = processor(images, return_tensors="pt")

@@ -80,7 +80,7 @@ def test_a_trained_adapter_is_whole(adapter):
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("case", of_each_kind(FIRST_CASES), ids="-".join)
 def test_adapters_of_every_family(case, tmp_path, monkeypatch):
-    """What is written for any family has names that a server knows, unless the server has no such adapters."""
+    """Servers know the names of all tensors of every family's adapters, unless they have no such adapters."""
     pytest.importorskip("transformers")
     folder = make_folder(*case, tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -126,7 +126,7 @@ def test_tokens_from_kept_weights(folders: tuple[Path, Path]) -> None:
 
 
 def test_adapters_train_on_kept_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Of all linear layers, experts and shared experts; gradients are those on the dense weights."""
+    """Adapters on all linear layers, experts and shared experts get the gradients that they get on dense weights."""
     codes, _ = folders
     targets = LoRAConfig(r=2, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
     found = []

@@ -25,13 +25,13 @@ SETTINGS = {
     "mistral": {"sliding_window": 4096},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
-"""What a tiny configuration must have so that llama.cpp computes the same."""
+"""Settings with which llama.cpp computes the same as transformers."""
 
 KEYS = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
     "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
 }  # fmt: skip
-"""What llama.cpp's converter writes for every family; below, for one family."""
+"""The keys that llama.cpp's converter writes for every family; below, those for one family."""
 OWN_KEYS = {
     "llama": {"vocab_size", "rope.dimension_count", "rope.freq_base"},
     "mistral": {"vocab_size", "rope.dimension_count", "rope.freq_base"},

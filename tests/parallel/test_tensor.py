@@ -71,7 +71,7 @@ def test_every_architecture(two, arch):
 
 
 def share_of_weights(model: Any) -> float:
-    """What this rank has of them; of a tower, and of the streams of Gemma 3n, much is whole on every rank."""
+    """The share that this rank holds, without towers and Gemma 3n's streams, most of which every rank holds whole."""
     whole = (".visual.", ".streams.", ".altup.", ".laurel.", ".per_layer.")
     parameters = [x for name, x in model.named_parameters() if not any(part in f".{name}" for part in whole)]
     return sum(each.to_local().numel() for each in parameters) / sum(each.numel() for each in parameters)

@@ -1,3 +1,3 @@
-"""Gemma 3n, of which the language model is implemented."""
+"""The language model of Gemma 3n."""
 
 MODEL_TYPES = {"gemma3n_text": "text"}

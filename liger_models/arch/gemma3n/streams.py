@@ -102,7 +102,7 @@ class AltUp(Layer):
         return True
 
     def predict(self, streams: Tensor) -> Tensor:
-        """Predict the streams [n, B, T, C] after the block, of which the first is the block's input."""
+        """Predict the streams [n, B, T, C] after the block. The first result is the block's input."""
         weights = self._coefficients(self.prediction, streams[0]).unflatten(-1, (self.streams, self.streams))
         return torch.einsum("btij,jbtc->ibtc", weights, streams) + streams
 

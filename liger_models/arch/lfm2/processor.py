@@ -42,7 +42,7 @@ FILE = "processor_config.json"
 
 
 class Grid(NamedTuple):
-    """What an image becomes.
+    """The tiles of an image.
 
     Attributes:
         columns, rows: the numbers of tiles; 1 if the image is not cut.
