@@ -42,16 +42,25 @@ LIBRARIES = {
 IMPLIED = {"error": ("hf", "ours"), "floor": ("ours",), "trl": ("hf",), "door": ("hf", "ours"), "train": ("ours",)}
 """Word of a mode -> further words whose libraries it needs."""
 
-TRAINERS = {"full": "trl:SFTTrainer", "lora": "trl:SFTTrainer", "trl": "trl:GRPOTrainer"}
-"""First word of a mode -> the trainer of its modes with TRL."""
+TRAINERS = {
+    **dict.fromkeys(("full", "lora", "vision"), ("trl:SFTTrainer",)),
+    "dpo": ("trl:DPOTrainer",),
+    **dict.fromkeys(("grpo", "trl"), ("trl:GRPOTrainer",)),
+    "lmeval": ("lm_eval.models.huggingface",),
+}
+"""First word of a mode -> what its modes with transformers' models import besides."""
 
 
 def libraries(mode: Mode) -> list[str]:
     """The modules and names that a mode measures, in the order of their import."""
     words = {mode.library, *mode.extras}
+    if mode.library == "start":  # other processes are measured
+        return []
+    if words >= {"grpo", "door"}:
+        words.add("trl")
     words |= {implied for word in words for implied in IMPLIED.get(word, ())}
     names = [name for word, group in LIBRARIES.items() if word in words for name in group]
-    return [*names, TRAINERS[mode.library]] if "trl" in words else names
+    return [*names, *TRAINERS.get(mode.library, ())] if "hf" in words else names
 
 
 def import_libraries(mode: Mode) -> None:
