@@ -76,7 +76,9 @@ def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> N
     mode = Mode.parse(mode_text)
     import_libraries(mode)
     job = Job(mode, model, batch, int(steps), sharded="LOCAL_RANK" in os.environ, imported_s=process_age_s())
-    os.read(sys.stdin.fileno(), len(GO))  # without a buffer, which would take the lines of other ranks
+    # Without a buffer, which would take the lines of other ranks. There is no line if the parent process has failed.
+    if os.read(sys.stdin.fileno(), len(GO)) != GO:
+        sys.exit("worker: no line on the standard input")
     if job.sharded:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
