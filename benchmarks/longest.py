@@ -57,12 +57,15 @@ def run(options: argparse.Namespace) -> Rows:
     start = common_start("training.unsloth:save", options.model, variable="CHECKPOINT")
     with start if from_files else nullcontext():
         for mode in options.modes:
-            for length in options.lengths:
-                plans = plan_modes("longest", [options.model], [mode], f"1x{length}", 1, file)
-                plans = [dataclasses.replace(plan, row=plan.row | extra) for plan in plans]
-                rows += measure_on_gpus(plans, options.gpus) if options.gpus > 1 else measure_all(plans)
-                if "error" in rows[-1]:
-                    break
+            plans = [
+                dataclasses.replace(plan, row=plan.row | extra)
+                for length in options.lengths
+                for plan in plan_modes("longest", [options.model], [mode], f"1x{length}", 1, file)
+            ]
+            if options.gpus > 1:
+                rows += measure_on_gpus(plans, options.gpus, until_error=True)
+            else:
+                rows += measure_all(plans, until_error=True)
     return rows
 
 

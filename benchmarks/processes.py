@@ -174,11 +174,13 @@ def reason_of(err: str, status: int) -> str:
     return (candidates or [f"exit status {status}"])[-1]
 
 
-def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: row) -> Rows:
+def measure_all(
+    plans: list[Plan], complete: Callable[[Row], Row] = lambda row: row, *, until_error: bool = False
+) -> Rows:
     """Run all measurements. ``complete`` gets every row before it is appended to its file.
 
-    Timed processes measure one after the other, and each process is started while the previous one measures. Processes
-    of mode "error" follow, `ERRORS_AT_ONCE` at a time.
+    Timed processes measure one after the other, and each process is started while the previous one measures. With
+    ``until_error``, the first error ends them. Processes of mode "error" follow, `ERRORS_AT_ONCE` at a time.
     """
 
     def finish(measurement: Measurement) -> Rows:
@@ -196,6 +198,8 @@ def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: 
                 started.append(Measurement(plan))
             rows += finish(started[0])
             del started[0]
+            if until_error and "error" in rows[-1]:
+                break
     finally:
         for measurement in started:
             measurement.cancel()
@@ -206,9 +210,9 @@ def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: 
         return rows + [row for group in pool.map(lambda plan: finish(Measurement(plan)), errors) for row in group]
 
 
-def measure_on_gpus(plans: list[Plan], gpus: int) -> Rows:
+def measure_on_gpus(plans: list[Plan], gpus: int, *, until_error: bool = False) -> Rows:
     """As `measure_all`, with one process per GPU for each plan."""
-    return measure_all([on_gpus(plan, gpus) for plan in plans])
+    return measure_all([on_gpus(plan, gpus) for plan in plans], until_error=until_error)
 
 
 STARTS: list[subprocess.Popen[str]] = []

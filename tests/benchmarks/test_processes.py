@@ -50,6 +50,8 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     rows = processes.measure_all(planned, with_fractions())
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert rows[1]["fraction"] == {"total": 0.5}
+    until = processes.measure_all(planned, until_error=True)
+    assert [row.get("error") for row in until] == [None, None, "MemoryError: none left"]
     reasons = ["MemoryError: none left", "exit status -9", "out of memory", "[rank1]: MemoryError: on one"]
     assert [row["error"] for row in rows[2:]] == [*reasons, "ModuleNotFoundError: no peer"]
     assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
