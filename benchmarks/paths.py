@@ -10,8 +10,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -84,17 +82,19 @@ def measure(job: Job) -> Row:
 
 
 def measure_command(job: Job) -> Row:
-    """Run the training command. It logs its tokens per second and its memory."""
+    """Run the training command in this process. It logs its tokens per second and its memory."""
+    from liger_models.cli.commands import app
+
     rows, length = job.shape
     start = os.environ["START"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "liger_models", "train", "--model", start, "--data", f"{start}/texts.jsonl"]
+        command = ["--debug", "train", "--model", start, "--data", f"{start}/texts.jsonl"]
         options = {
             "output": f"{folder}/run", "length": length, "batch-size": rows, "steps": job.steps, "log-every": 4,
             "dtype": "bfloat16", "lr": 1e-5, **({"lora-r": LORA["r"]} if job.mode.library == "lora" else {}),
         }  # fmt: skip
         command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        app(command, standalone_mode=False)
         lines = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
     timed = [line for line in lines if "tokens_per_s" in line and line["step"] > WARM_UP]
     speed = statistics.median(line["tokens_per_s"] for line in timed)

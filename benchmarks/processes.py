@@ -135,7 +135,7 @@ class Measurement:
 
     def finish(self) -> Rows:
         """Run the measurement. Each printed line of JSON becomes a row. A failure becomes a row with its reason."""
-        out, err = self.process.communicate("go\n")
+        out, err = self.process.communicate("go\n" * self.row.get("gpus", 1))  # a line for each rank
         self.folder.cleanup()
         rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
         if self.process.returncode:
@@ -188,8 +188,8 @@ def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: 
 
 
 def measure_on_gpus(plans: list[Plan], gpus: int) -> Rows:
-    """As `measure_all`, with one process per GPU for each plan. No plan starts early, since these do not wait."""
-    return [row for plan in plans for row in measure_all([on_gpus(plan, gpus)])]
+    """As `measure_all`, with one process per GPU for each plan."""
+    return measure_all([on_gpus(plan, gpus) for plan in plans])
 
 
 @contextmanager
