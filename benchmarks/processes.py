@@ -29,7 +29,7 @@ LAUNCHER = "torch.distributed.elastic."
 
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
-    "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl",
+    "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl", "sentence-transformers",
 )  # fmt: skip
 
 
