@@ -218,7 +218,7 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
     if "lora" in mode:
         from liger_models.adapters import LoRAConfig, apply_lora
 
-        apply_lora(model, LoRAConfig(**LORA | our_targets(model)))
+        apply_lora(model, LoRAConfig(**LORA | ({} if "noexperts" in mode else our_targets(model))))
     for extra in {"nf4", "float8"} & mode.extras.keys():
         from liger_models.adapters import quantize_base
 
