@@ -50,16 +50,25 @@ IMPLIED = {
 }
 """Word of a mode -> further words whose libraries it needs."""
 
-TRAINERS = {"full": "trl:SFTTrainer", "lora": "trl:SFTTrainer", "trl": "trl:GRPOTrainer"}
-"""First word of a mode -> the trainer of its modes with TRL."""
+TRAINERS = {
+    **dict.fromkeys(("full", "lora", "vision"), ("trl:SFTTrainer",)),
+    "dpo": ("trl:DPOTrainer",),
+    **dict.fromkeys(("grpo", "trl"), ("trl:GRPOTrainer",)),
+    "lmeval": ("lm_eval.models.huggingface",),
+}
+"""First word of a mode -> what its modes with transformers' models import besides."""
 
 
 def libraries(mode: Mode) -> list[str]:
     """The modules and names that a mode measures, in the order of their import."""
     words = {mode.library, *mode.extras}
+    if mode.library == "start":  # other processes are measured
+        return []
+    if words >= {"grpo", "door"}:
+        words.add("trl")
     words |= {implied for word in words for implied in IMPLIED.get(word, ())}
     names = [name for word, group in LIBRARIES.items() if word in words for name in group]
-    return [*names, TRAINERS[mode.library]] if "trl" in words else names
+    return [*names, *TRAINERS.get(mode.library, ())] if "hf" in words else names
 
 
 def import_libraries(mode: Mode) -> None:
@@ -75,7 +84,9 @@ def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> N
     mode = Mode.parse(mode_text)
     import_libraries(mode)
     job = Job(mode, model, batch, int(steps), sharded="LOCAL_RANK" in os.environ, imported_s=process_age_s())
-    os.read(sys.stdin.fileno(), len(GO))  # without a buffer, which would take the lines of other ranks
+    # Without a buffer, which would take the lines of other ranks. There is no line if the parent process has failed.
+    if os.read(sys.stdin.fileno(), len(GO)) != GO:
+        sys.exit("worker: no line on the standard input")
     if job.sharded:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")

@@ -86,6 +86,36 @@ print(json.dumps({{"started": sorted(path.name for path in pathlib.Path({str(tmp
     assert [row.get("error", row.get("started")) for row in rows] == [["plan0", "plan1"]] * 2
 
 
+def test_the_first_measurement_starts_before_the_checkpoint_is_saved(tmp_path, monkeypatch):
+    """And measures afterwards, unless saving fails."""
+    (tmp_path / "save_process.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "assert sys.stdin.readline() == 'go\\n'\n"
+        f"while not pathlib.Path({str(tmp_path)!r}, 'started').exists():\n    time.sleep(0.01)\n"
+        "time.sleep(0.1)\n"
+        "pathlib.Path(os.environ['SAVE'], 'saved').touch()\n"
+        "sys.exit(os.environ['STATUS'] == '1')\n"
+    )
+    (tmp_path / "op_process.py").write_text(
+        "import json, os, pathlib, sys\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'started').touch()\n"
+        "if sys.stdin.readline():\n"
+        "    print(json.dumps({'saved': os.listdir(os.environ['START'])}))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "device", lambda: "X")
+    monkeypatch.setattr(processes, "worker_command", lambda *_: ("save_process",))
+    plan = processes.Plan({"op": "x", "mode": "ours"}, ("op_process",), tmp_path / "rows.jsonl")
+    monkeypatch.setenv("STATUS", "0")
+    with processes.common_start("a:save", "tiny"):
+        assert processes.measure_all([plan])[0]["saved"] == ["saved"]
+    assert "START" not in os.environ
+    monkeypatch.setenv("STATUS", "1")
+    with pytest.raises(subprocess.CalledProcessError, match="save_process"), processes.common_start("a:save", "tiny"):
+        processes.measure_all([plan])
+    assert processes.STARTS == []
+
+
 def test_processes_import_what_they_measure_before_they_touch_the_device():
     code = """import sys, torch
 from benchmarks.training.modes import Mode
