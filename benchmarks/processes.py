@@ -29,7 +29,7 @@ LAUNCHER = "torch.distributed.elastic."
 
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
-    "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl", "lm_eval",
+    "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl", "sentence-transformers", "lm_eval",
 )  # fmt: skip
 
 

@@ -36,10 +36,18 @@ LIBRARIES = {
     "ours": ("liger_models:AutoLigerModel", "liger_models.layers.attention"),
     "train": ("liger_models.cli.commands", "liger_models.train:train"),
     "liger": ("liger_kernel.transformers",),
+    "st": ("sentence_transformers",),
 }
 """Word of a mode -> the modules or names that its processes import, in this order."""
 
-IMPLIED = {"error": ("hf", "ours"), "floor": ("ours",), "trl": ("hf",), "door": ("hf", "ours"), "train": ("ours",)}
+IMPLIED = {
+    "st": ("ours",),
+    "error": ("hf", "ours"),
+    "floor": ("ours",),
+    "trl": ("hf",),
+    "door": ("hf", "ours"),
+    "train": ("ours",),
+}
 """Word of a mode -> further words whose libraries it needs."""
 
 TRAINERS = {
