@@ -91,15 +91,18 @@ def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, ran
         old = base[name].to(weight.device)
         new = weight.to(old.dtype)
         sums[name] = checksum(old)
-        changed = (_bits(old) != _bits(new)).nonzero()[:, 0]
-        if len(changed) == 0:
-            continue
-        indices = changed.to(torch.int32 if new.numel() < 2**31 else torch.int64)
-        values = new.flatten()[changed]
-        if indices.nbytes + values.nbytes < new.nbytes:
-            tensors |= {name + INDICES: indices.to(base[name].device), name + VALUES: values.to(base[name].device)}
-        else:
-            tensors[name] = new.to(base[name].device, copy=True)
+        differs = _bits(old) != _bits(new)
+        changed = int(differs.sum())
+        index_dtype = torch.int32 if new.numel() < 2**31 else torch.int64
+        device = base[name].device
+        if 0 < changed * (index_dtype.itemsize + new.itemsize) < new.nbytes:
+            indices = differs.nonzero()[:, 0]
+            tensors |= {
+                name + INDICES: indices.to(device, index_dtype),
+                name + VALUES: new.flatten()[indices].to(device),
+            }
+        elif changed:
+            tensors[name] = new.to(device, copy=True)
 
     # The next changes start from these.
     if not sums:

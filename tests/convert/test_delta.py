@@ -176,3 +176,19 @@ def test_a_checksum_depends_on_every_bit_and_its_place() -> None:
     assert len(numbers) == 13
     # Strides and offsets in memory do not count.
     assert checksum(tensor.t().contiguous().t()) == checksum(torch.cat([tensor[:1], tensor])[1:]) == checksum(tensor)
+
+
+@pytest.mark.gpu
+def test_a_base_on_another_device() -> None:
+    """The model is on the GPU, and the weights of the last sync are on the host."""
+    model = tiny_llama().to("cuda", torch.bfloat16)
+    base, receiver = (get_hf_state_dict(model, device=device) for device in ("cpu", "cuda"))
+    assert all(checksum(base[name]) == checksum(receiver[name]) for name in base)
+    inputs = {name: tensor.cuda() for name, tensor in batch(0).items()}
+    model(**inputs).loss.backward()
+    LigerAdamW(model.parameters(), lr=1e-4).step()
+    delta = hf_delta(model, base)
+    assert {tensor.device.type for tensor in delta.tensors.values()} == {"cpu"}
+    assert apply_delta(receiver, delta)
+    assert_same_bits(receiver, get_hf_state_dict(model))
+    assert_same_bits(base, get_hf_state_dict(model, device="cpu"))
