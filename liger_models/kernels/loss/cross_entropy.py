@@ -110,7 +110,7 @@ def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
+def load_block(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
     """Load logits or class weights. MASKED is set only where a mask is needed, because a mask prevents vector loads."""
     if MASKED:
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
@@ -172,12 +172,12 @@ def _cross_entropy_kernel(
         for last in tl.static_range(2):
             for start in range(whole if last else 0, V if last else whole, BLOCK):
                 # The logits are kept in the L2 cache for the second pass. The cache can hold all rows in progress.
-                x = _load(logits_ptr, start + columns, V, last, "evict_last")
+                x = load_block(logits_ptr, start + columns, V, last, "evict_last")
                 z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)  # [GROUPS, VECTOR]
                 if HAS_SMOOTHING:
                     share = z
                     if HAS_CLASS_WEIGHT:
-                        share *= _load(class_weight_ptr, start + columns, V, last, "evict_last").to(tl.float32)
+                        share *= load_block(class_weight_ptr, start + columns, V, last, "evict_last").to(tl.float32)
                     if last:
                         share = tl.where(start + columns < V, share, 0.0)
                     weighted += tl.sum(share, 1)
@@ -240,12 +240,12 @@ def _cross_entropy_kernel(
             for back in range(0, V - whole if step == 0 else whole, BLOCK):
                 # Go from the end to the start, because the end was read last and is still cached.
                 column = (whole if step == 0 else whole - BLOCK - back) + columns
-                x = _load(logits_ptr, column, V, step == 0, "evict_first")
+                x = load_block(logits_ptr, column, V, step == 0, "evict_first")
                 z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
                 dz = exp(z - maximum) * on_all
                 if HAS_SMOOTHING:
                     if HAS_CLASS_WEIGHT:
-                        dz -= smoothed * _load(class_weight_ptr, column, V, step == 0, "evict_last").to(tl.float32)
+                        dz -= smoothed * load_block(class_weight_ptr, column, V, step == 0, "evict_last").to(tl.float32)
                     else:
                         dz -= smoothed
                 if HAS_SOFTCAP:

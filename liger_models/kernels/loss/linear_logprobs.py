@@ -41,6 +41,7 @@ from liger_models.kernels.loss.cross_entropy import (
     LossOptions,
     check_arguments,
     final_logits,
+    load_block,
     token_statistics,
     write_zeros,
 )
@@ -68,7 +69,9 @@ from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_an
 
 More = TypeVar("More")
 
-MAX_BLOCK = 16384
+MAX_BLOCK = 4096
+"""Number of logits that a program of the gradient's kernel holds in registers at a time. With this number, a thread of
+Hopper needs 32 registers for bf16 logits, so that all 2048 threads of a multiprocessor are in use."""
 
 KEPT = 5 / 8
 """Largest share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
@@ -119,19 +122,24 @@ def _gradient_kernel(
     c = tl.load(c_ptr + row)
     h = tl.load(h_ptr + row)
 
-    # dz = c · ([column = y] − p) − h · p · (log p + H)
-    for start in range(0, V, BLOCK):
-        inside = start + columns < V
-        x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-        z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
-        log_p = (z - maximum) - log_total
-        p = exp(log_p)
-        # For a logit of −inf, p · log p must be 0 and not NaN.
-        dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
-        dz = tl.where(start + columns == y, dz + c, dz)
-        if HAS_SOFTCAP:
-            dz *= 1.0 - (z / softcap) * (z / softcap)
-        tl.store(logits_ptr + start + columns, (dz * logit_scale).to(logits_ptr.dtype.element_ty), mask=inside)
+    # dz = c · ([column = y] − p) − h · p · (log p + H), first for whole blocks of columns, which need no mask.
+    whole = V // BLOCK * BLOCK
+    for last in tl.static_range(2):
+        for start in range(whole if last else 0, V if last else whole, BLOCK):
+            x = load_block(logits_ptr, start + columns, V, last, "evict_first")
+            z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
+            log_p = (z - maximum) - log_total
+            p = exp(log_p)
+            # For a logit of −inf, p · log p must be 0 and not NaN.
+            dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
+            dz = tl.where(start + columns == y, dz + c, dz)
+            if HAS_SOFTCAP:
+                dz *= 1.0 - (z / softcap) * (z / softcap)
+            dx = (dz * logit_scale).to(logits_ptr.dtype.element_ty)
+            if last:
+                tl.store(logits_ptr + start + columns, dx, mask=start + columns < V)
+            else:
+                tl.store(logits_ptr + start + columns, dx)
 
 
 def _statistics(
