@@ -236,7 +236,15 @@ def _check_target(base: Mapping[str, int], names: Collection[str], read: Callabl
     Returns:
         The name of a tied head in the target, if there is one, and the name of its embedding.
     """
-    wrong = [name for name, number in base.items() if name not in names or checksum(read(name)) != number]
+    absent = [name for name in base if name not in names]
+    if absent:
+        raise ValueError(
+            "apply_delta: target must have the tensors of the sender's checkpoint, got none of the name "
+            f"{some(absent)}. Use the names of a checkpoint; models of transformers may have experts in fewer tensors."
+        )
+
+    # Tensors with other values, and a head that the sender has tied to the embedding.
+    wrong = [name for name, number in base.items() if checksum(read(name)) != number]
     by_number = {number: name for name, number in base.items()}
     tied = {}
     for name in names:
@@ -248,9 +256,9 @@ def _check_target(base: Mapping[str, int], names: Collection[str], read: Callabl
                 wrong.append(name)
     if wrong:
         raise ValueError(
-            f"apply_delta: target must hold the weights from which the changes start, got others, or other dtypes, for "
-            f"{len(wrong)} of {len(base)} tensors: {some(wrong)}. Apply all deltas in their order, or send all weights "
-            "(get_hf_state_dict)."
+            "apply_delta: target must hold the weights from which the changes start, got other values, dtypes or "
+            f"shapes of {len(wrong)} of {len(base)} tensors: {some(wrong)}. Apply all deltas in their order, or send "
+            "all weights (get_hf_state_dict)."
         )
     return tied
 

@@ -138,7 +138,7 @@ def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
             apply_delta(target, delta)
         assert_same_bits(target if isinstance(target, dict) else read_tensors(target), before)
 
-    others = "target must hold the weights from which the changes start, got others, or other dtypes, for "
+    others = "target must hold the weights from which the changes start, got other values, dtypes or shapes of "
     refused(copied(start), second, others)  # the first is missing
     refused(tmp_path / "engine", second, others)
     refused(copied(base), second, others)  # applied twice
@@ -148,7 +148,8 @@ def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
     assert apply_delta(copied(after_first), quiet) == []
     for tensor in (-after_first[name], after_first[name].half(), after_first[name].view(1, -1)):
         refused({**after_first, name: tensor}, quiet, f"{others}1 of 30 tensors: {name}. Apply all deltas")
-    refused({each: tensor for each, tensor in after_first.items() if each != name}, quiet, f"{others}1 of 30")
+    without = {each: tensor for each, tensor in after_first.items() if each != name}
+    refused(without, quiet, f"target must have the tensors of the sender's checkpoint, got none of the name {name}")
     refused({"model.lm_head.weight": torch.ones(3), **after_first}, quiet, f"{others}1 of 30 tensors: model.lm_head")
     # What was damaged on its way, or is no delta.
     part = next(iter(first.tensors))
