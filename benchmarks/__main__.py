@@ -9,6 +9,7 @@ import torch
 from . import (
     curves,
     decode,
+    embed,
     families,
     fsdp,
     grpo,
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "fsdp": fsdp,
     "load": load,
     "images": images,
+    "embed": embed,
     "decode": decode,
     "rollout": rollout,
     "grpo": grpo,

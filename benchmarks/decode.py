@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from .ops.measure import ceilings
 from .options import add_batch, add_model, add_modes, add_steps
-from .processes import measure_all, measure_on_gpus, plan_batch
+from .processes import measure_all, on_gpus, plan_batch
 from .rows import Row, Rows
 from .tables import markdown, tokens
 from .training.build import build
@@ -38,11 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Rows:
-    rows: Rows = []
-    for plan in plan_batch("decode", options):
-        gpus = Mode.parse(plan.row["mode"]).extras.get("tp")
-        rows += measure_on_gpus([plan], gpus) if gpus else measure_all([plan])
-    return rows
+    plans = plan_batch("decode", options)
+    gpus = [Mode.parse(plan.row["mode"]).extras.get("tp") for plan in plans]
+    return measure_all([on_gpus(plan, number) if number else plan for plan, number in zip(plans, gpus, strict=True)])
 
 
 def seconds(function: Callable[[], Any]) -> float:

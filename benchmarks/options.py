@@ -41,7 +41,9 @@ def add_modes(
     parser.add_argument("--modes", type=several(allowed), default=default, help=help)
 
 
-def add_batch(parser: argparse.ArgumentParser, default: str = "1x8192", help: str = "rows x tokens per row") -> None:
+def add_batch(
+    parser: argparse.ArgumentParser, default: str | None = "1x8192", help: str = "rows x tokens per row"
+) -> None:
     parse = matching("[1-9][0-9]*x[1-9][0-9]*", "rows x tokens per row, as 8x2048")
     parser.add_argument("--batch", type=parse, default=default, help=help)
 

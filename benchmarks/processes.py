@@ -29,7 +29,7 @@ LAUNCHER = "torch.distributed.elastic."
 
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
-    "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl",
+    "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl", "sentence-transformers", "lm_eval",
 )  # fmt: skip
 
 
@@ -134,14 +134,28 @@ class Measurement:
         )  # fmt: skip
 
     def finish(self) -> Rows:
-        """Run the measurement. Each printed line of JSON becomes a row. A failure becomes a row with its reason."""
-        out, err = self.process.communicate("go\n")
+        """Run the measurement. Each printed line of JSON becomes a row. A failure becomes a row with its reason.
+
+        Raises:
+            subprocess.CalledProcessError: a process of `common_start` has failed.
+        """
+        for start in STARTS:
+            if start.wait():
+                raise subprocess.CalledProcessError(start.returncode, start.args)
+        out, err = self.process.communicate("go\n" * self.row.get("gpus", 1))  # a line for each rank
         self.folder.cleanup()
         rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
         if self.process.returncode:
             rows.append(self.row | {"error": reason_of(err, self.process.returncode)})
         print(self.row.get("model") or self.row["op"], self.row["mode"], file=sys.stderr, flush=True)
         return rows
+
+    def cancel(self) -> None:
+        """End a process that is not measured."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+        self.folder.cleanup()
 
 
 def reason_of(err: str, status: int) -> str:
@@ -176,10 +190,15 @@ def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: 
     # Timed processes: the next one imports its libraries while the current one measures.
     timed = [plan for plan in plans if plan.row["mode"] != "error"]
     rows, started = [], [Measurement(plan) for plan in timed[:1]]
-    for plan in timed[1:]:
-        started.append(Measurement(plan))
-        rows += finish(started.pop(0))
-    rows += [row for last in started for row in finish(last)]
+    try:
+        for plan in (*timed[1:], None) if timed else ():
+            if plan is not None:
+                started.append(Measurement(plan))
+            rows += finish(started[0])
+            del started[0]
+    finally:
+        for measurement in started:
+            measurement.cancel()
 
     # The others, side by side.
     errors = [plan for plan in plans if plan.row["mode"] == "error"]
@@ -188,22 +207,34 @@ def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: 
 
 
 def measure_on_gpus(plans: list[Plan], gpus: int) -> Rows:
-    """As `measure_all`, with one process per GPU for each plan. No plan starts early, since these do not wait."""
-    return [row for plan in plans for row in measure_all([on_gpus(plan, gpus)])]
+    """As `measure_all`, with one process per GPU for each plan."""
+    return measure_all([on_gpus(plan, gpus) for plan in plans])
+
+
+STARTS: list[subprocess.Popen[str]] = []
+"""The processes of `common_start`, for whose end each measurement waits."""
 
 
 @contextmanager
 def common_start(save: str, model: str, batch: str = "", steps: int = 0, variable: str = "START") -> Iterator[None]:
     """Context with a checkpoint in $START, which ``save`` writes to $SAVE in another process.
 
+    The first measurement imports its libraries meanwhile.
+
     Args:
         variable: a name to use instead of START, which all modes read.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", *worker_command(save, "ours+adamw", model, batch, steps)]
-        subprocess.run(command, input="go\n", text=True, check=True, env=os.environ | {"SAVE": folder})
+        start = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=os.environ | {"SAVE": folder})
+        assert start.stdin is not None
+        with start.stdin:
+            start.stdin.write("go\n")
+        STARTS.append(start)
         os.environ[variable] = folder
         try:
             yield
         finally:
+            start.wait()
+            STARTS.remove(start)
             del os.environ[variable]

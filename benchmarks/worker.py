@@ -1,7 +1,8 @@
 """One measurement in this process: ``python -m benchmarks.worker MODULE:FUNCTION MODE MODEL BATCH STEPS``.
 
 The process imports its libraries, and waits for a line on its standard input before it touches the GPU. So it can start
-while another process measures. ``imported_s`` does not include the wait. Processes of torchrun do not wait.
+while another process measures. ``imported_s`` does not include the wait. The processes of torchrun share one standard
+input, from which each of them takes one line.
 """
 
 import contextlib
@@ -24,20 +25,58 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
+GO = b"go\n"
+"""The line for which a process waits."""
+
+LIBRARIES = {
+    "unsloth": ("unsloth",),  # before transformers, which it patches
+    "titan": ("torchtitan.models.llama3", "transformers:AutoModelForCausalLM"),
+    "trl": ("trl", "peft", "datasets"),
+    "hf": ("transformers:AutoModelForCausalLM", "transformers.modeling_layers"),
+    "ours": ("liger_models:AutoLigerModel", "liger_models.layers.attention"),
+    "train": ("liger_models.cli.commands", "liger_models.train:train"),
+    "liger": ("liger_kernel.transformers",),
+    "st": ("sentence_transformers",),
+}
+"""Word of a mode -> the modules or names that its processes import, in this order."""
+
+IMPLIED = {
+    "st": ("ours",),
+    "error": ("hf", "ours"),
+    "floor": ("ours",),
+    "trl": ("hf",),
+    "door": ("hf", "ours"),
+    "train": ("ours",),
+}
+"""Word of a mode -> further words whose libraries it needs."""
+
+TRAINERS = {
+    **dict.fromkeys(("full", "lora", "vision"), ("trl:SFTTrainer",)),
+    "dpo": ("trl:DPOTrainer",),
+    **dict.fromkeys(("grpo", "trl"), ("trl:GRPOTrainer",)),
+    "lmeval": ("lm_eval.models.huggingface",),
+}
+"""First word of a mode -> what its modes with transformers' models import besides."""
+
+
+def libraries(mode: Mode) -> list[str]:
+    """The modules and names that a mode measures, in the order of their import."""
+    words = {mode.library, *mode.extras}
+    if mode.library == "start":  # other processes are measured
+        return []
+    if words >= {"grpo", "door"}:
+        words.add("trl")
+    words |= {implied for word in words for implied in IMPLIED.get(word, ())}
+    names = [name for word, group in LIBRARIES.items() if word in words for name in group]
+    return [*names, *TRAINERS.get(mode.library, ())] if "hf" in words else names
+
+
 def import_libraries(mode: Mode) -> None:
-    if mode.library == "unsloth":  # before transformers, which it patches
+    """Import what the mode measures, without initializing CUDA."""
+    if mode.library == "unsloth":
         os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
-        import unsloth  # noqa: F401
-    if mode.library == "trl":
-        import trl  # noqa: F401
-    if mode.library == "titan":
-        import torchtitan.models.llama3  # noqa: F401
-    if mode.library in ("hf", "titan", "trl", "error"):
-        from transformers import AutoModelForCausalLM  # noqa: F401
-    if mode.library in ("ours", "error", "floor"):
-        from liger_models import AutoLigerModel  # noqa: F401
-    if "liger" in mode:
-        import liger_kernel.transformers  # noqa: F401
+    for name in libraries(mode):
+        pkgutil.resolve_name(name)
 
 
 def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> None:
@@ -45,11 +84,12 @@ def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> N
     mode = Mode.parse(mode_text)
     import_libraries(mode)
     job = Job(mode, model, batch, int(steps), sharded="LOCAL_RANK" in os.environ, imported_s=process_age_s())
+    # Without a buffer, which would take the lines of other ranks. There is no line if the parent process has failed.
+    if os.read(sys.stdin.fileno(), len(GO)) != GO:
+        sys.exit("worker: no line on the standard input")
     if job.sharded:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
-    else:
-        sys.stdin.readline()
     with contextlib.redirect_stdout(sys.stderr):  # lines of a library are not rows
         row = {"device": torch.cuda.get_device_name()} | measure(job)
     if not job.sharded or torch.distributed.get_rank() == 0:

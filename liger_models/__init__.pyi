@@ -109,6 +109,9 @@ from liger_models.arch.seed_oss import SeedOssConfig as SeedOssConfig
 from liger_models.arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
 from liger_models.arch.starcoder2 import LigerStarcoder2 as LigerStarcoder2
 from liger_models.arch.starcoder2 import Starcoder2Config as Starcoder2Config
+from liger_models.convert.delta import WeightDelta as WeightDelta
+from liger_models.convert.delta import apply_delta as apply_delta
+from liger_models.convert.delta import hf_delta as hf_delta
 from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict
 from liger_models.convert.tensors import hf_gradients as hf_gradients
 from liger_models.convert.tensors import hf_tensors as hf_tensors

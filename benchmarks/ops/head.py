@@ -1,15 +1,17 @@
-"""Cross entropy, from logits and from the hidden states before the head."""
+"""Cross entropy, from logits and from the hidden states before the head, and log-probabilities with entropies."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, fused_linear_logprobs_reference
 
-from .op import Op, Peer, liger, liger_peer, named, randn
+from .op import Op, Peer, liger, liger_peer, load, named, randn
 
 
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:
@@ -18,6 +20,10 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 def linear_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return loss_of(F.linear(x, weight), target)
+
+
+def make_head(N: int, C: int, V: int) -> dict[str, Tensor]:
+    return {"x": randn(N, C), "weight": randn(V, C, scale=C**-0.5), "target": torch.randint(V, (N,))}
 
 
 class Skeleton(torch.autograd.Function):
@@ -55,6 +61,31 @@ def skeleton(rows: int) -> Peer:
     return Peer(lambda x, weight, target: Skeleton.apply(x, weight, rows), truth=skeleton_truth)
 
 
+def chunked_logprobs(x: Tensor, weight: Tensor, target: Tensor, rows: int = 1024) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies in plain torch, ``rows`` rows at a time, whose logits the backward recomputes."""
+    parts = [
+        checkpoint(fused_linear_logprobs_reference, x_part, weight, target_part, use_reentrant=False)
+        for x_part, target_part in zip(x.split(rows), target.split(rows), strict=True)
+    ]
+    log_probs, entropies = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def liger_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    loss, entropy = load(f"{LIGER_LOGPROBS}.apply")(x, weight, target, return_entropy=True)
+    return -loss, entropy
+
+
+def trl_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    utilities = load("trl.trainer.utils")
+    arguments = (x, weight, None, target, 1.0, utilities._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",))
+    log_probs, entropy, *_ = load(TRL_LOGPROBS).apply(*arguments)
+    return log_probs, entropy
+
+
+LIGER_LOGPROBS = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
+TRL_LOGPROBS = "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
+
 OPS = (
     Op(
         name="cross_entropy", shapes=({"N": 8192, "V": 128256}, {"N": 8192, "V": 32000}), check={"N": 256},
@@ -73,10 +104,7 @@ OPS = (
             {"N": N, "C": C, "V": V} for N, C, V in ((8192, 4096, 128256), (8192, 2304, 256000), (4096, 4096, 128256))
         ),
         check={},  # all rows: the error of dweight grows with the number of chunks
-        make=lambda N, C, V: {
-            "x": randn(N, C), "weight": randn(V, C, scale=C**-0.5), "target": torch.randint(V, (N,)),
-        },
-        truth=linear_loss, limit="flops", work=lambda N, C, V: (6 * N * C * V,),
+        make=make_head, truth=linear_loss, limit="flops", work=lambda N, C, V: (6 * N * C * V,),
         peers={
             "torch": Peer(linear_loss),
             "liger": liger_peer(liger("liger_fused_linear_cross_entropy")),
@@ -89,6 +117,18 @@ OPS = (
             "skeleton-2048": skeleton(2048),
             "skeleton-4096": skeleton(4096),
             "ours": Peer(lambda *inputs: linear_cross_entropy(*inputs).loss),
+        },
+    ),
+    Op(
+        # Every token has upstream gradients of its own, so the logits are computed twice: four products.
+        name="linear_logprobs", shapes=({"N": 8192, "C": 4096, "V": 131072},), check={"N": 4096}, make=make_head,
+        truth=fused_linear_logprobs_reference, limit="flops", work=lambda N, C, V: (2 * N * C * V, 6 * N * C * V),
+        peers={
+            "torch": Peer(fused_linear_logprobs_reference),
+            "torch_chunked": Peer(chunked_logprobs),
+            "liger": Peer(liger_logprobs, needs=LIGER_LOGPROBS),
+            "trl": Peer(trl_logprobs, needs=TRL_LOGPROBS),
+            "ours": Peer(lambda *inputs: fused_linear_logprobs(*inputs, return_entropy=True)),
         },
     ),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from .frozen import LAYOUTS, build_frozen
 from .modes import Mode
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -198,18 +199,13 @@ def our_targets(model: nn.Module) -> dict:
 @torch.no_grad()
 def build_ours(config: dict, mode: Mode) -> nn.Module:
     from liger_models import AutoLigerModel
-    from liger_models.convert import format_of
 
-    model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device=DEVICE)
-
-    # The weights under Hugging Face's names, packed.
-    weights = format_of(type(model)).module_map(model.config)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:  # a buffer in transformers
-            continue
-        expression = weights.entries[name]
-        theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
-        parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))
+    stored = next(iter(LAYOUTS.keys() & mode.extras.keys()), None)
+    if stored:
+        model = build_frozen(config, stored, DEVICE)
+    else:
+        model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device=DEVICE)
+        draw_weights(model)
 
     # Adapters and frozen weights, before policies and float8.
     if "peft" in mode:
@@ -222,7 +218,7 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
     if "lora" in mode:
         from liger_models.adapters import LoRAConfig, apply_lora
 
-        apply_lora(model, LoRAConfig(**LORA | our_targets(model)))
+        apply_lora(model, LoRAConfig(**LORA | ({} if "noexperts" in mode else our_targets(model))))
     for extra in {"nf4", "float8"} & mode.extras.keys():
         from liger_models.adapters import quantize_base
 
@@ -241,6 +237,19 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
 
         return LigerMedusa(model, MEDUSA_HEADS)
     return model
+
+
+def draw_weights(model: nn.Module) -> None:
+    """Fill a model with the weights of its names in Hugging Face's format, packed."""
+    from liger_models.convert import format_of
+
+    weights = format_of(type(model)).module_map(model.config)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:  # a buffer in transformers
+            continue
+        expression = weights.entries[name]
+        theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
+        parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))
 
 
 def set_policies(model: nn.Module, mode: Mode) -> None:

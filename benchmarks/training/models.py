@@ -15,7 +15,10 @@ MODELS = {
     "llama-3.2-3b": ("llama/Llama-3.2-3B.json", None),
     "llama-3-70b-8-layers": ("llama/Meta-Llama-3.1-70B-Instruct.json", 8),
     "qwen2-7b": ("qwen2/Qwen2-7B.json", None),
+    "qwen3-0.6b": ("qwen3/Qwen3-0.6B.json", None),
     "qwen3-30b-a3b": ("qwen3_moe/Qwen3-30B-A3B.json", None),
+    "gpt-oss-20b": ("gpt_oss/gpt-oss-20b.json", None),
+    "qwen2.5-vl-3b": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", None),
 }
 """Name of a release at real width -> file of its config.json, and number of layers, or None for all layers."""
 FAMILIES = {

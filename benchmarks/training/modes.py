@@ -12,7 +12,9 @@
 | ``medusa`` | hf, ours | train five Medusa heads on the frozen model |
 | ``nf4`` | hf, ours, unsloth | after ``lora``: frozen weights have 4 bits, for transformers by bitsandbytes |
 | ``float8`` | ours | after ``lora``: frozen weights are in float8, and so are their products |
+| ``mxfp4``, ``nvfp4``, ``int4``, ``fp8blocks`` | ours | after ``lora``: frozen weights as in such checkpoints |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
+| ``noexperts`` | ours | with ``lora``: experts get no adapters |
 | ``ac`` | hf, unsloth | activation checkpointing |
 | ``static`` | hf | in ``decode``: a static cache, for which transformers compiles the step |
 | ``liger`` | hf | patched by Liger Kernel |
@@ -43,13 +45,14 @@ MODES = (
     "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
     "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8",
     "hf+liger+lora", "ours+lora", "unsloth+lora", "hf+liger+lora+nf4", "ours+lora+nf4", "unsloth+lora+nf4+ac",
-    "ours+lora+float8", "hf+liger+medusa", "ours+medusa", "titan+compile", "titan+compile+selective",
+    "ours+lora+float8", "ours+lora+mxfp4+full", "ours+lora+nvfp4+full", "ours+lora+fp8blocks+full",
+    "hf+liger+medusa", "ours+medusa", "titan+compile", "titan+compile+selective",
 )  # fmt: skip
 """The modes that ``--help`` names."""
 
 MODE = (
     r"hf(\+(ac|bf16|compile|graph|liger|medusa|lora(\+nf4)?))*"
-    r"|ours(\+(8bit|adamw|bf16|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|medusa|warm"
+    r"|ours(\+(8bit|adamw|bf16|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+(float8|fp8blocks|int4|mxfp4|nf4|nvfp4|peft))?|medusa|noexperts|warm"
     r"|(full|moments|offload|selective)\d*|(ep|hsdp|plan|tp)\d+))*"
     r"|unsloth\+lora(\+nf4)?(\+ac)?"
     r"|titan(\+compile)?(\+selective|\+full)?"
@@ -69,7 +72,9 @@ TITLES = {
     "warm": ", after warm_up",
     "fp8": ", float8", "fp8rowwise": ", float8 with a scale per row", "blocks": ", each block compiled",
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4-bit weights",
-    "float8": " on float8 weights", "medusa": ", Medusa heads",
+    "float8": " on float8 weights", "mxfp4": " on MXFP4 weights", "nvfp4": " on NVFP4 weights",
+    "int4": " on INT4 weights", "fp8blocks": " on FP8 weights in blocks", "noexperts": ", no adapters of experts",
+    "medusa": ", Medusa heads",
 }  # fmt: skip
 """Word without a number -> its text in tables."""
 

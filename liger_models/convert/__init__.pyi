@@ -1,3 +1,6 @@
+from liger_models.convert.delta import WeightDelta as WeightDelta
+from liger_models.convert.delta import apply_delta as apply_delta
+from liger_models.convert.delta import hf_delta as hf_delta
 from liger_models.convert.format import CheckpointFormat as CheckpointFormat
 from liger_models.convert.format import format_of as format_of
 from liger_models.convert.gguf import save_gguf as save_gguf

@@ -50,7 +50,7 @@ def refusal(model: Decoder) -> str | None:
         return f"model must not be compiled, got a compiled {name}"
     if any(group is not None for group in (groups.tensor, groups.context, groups.expert)):
         return f"model must not be distributed by apply_tp, apply_cp or apply_ep, got a distributed {name}"
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # PyTorch knows no autocast for tensors without values
         return f"model must not run under autocast, got it for {device}"
     head: nn.Module = model.lm_head
     if not isinstance(head, LigerLMHead):  # other tools may replace the head

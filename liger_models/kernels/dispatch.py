@@ -76,12 +76,16 @@ def use_triton(x: Tensor) -> bool:
 
     Raises:
         RuntimeError: ``x`` is on an accelerator and Triton is not installed.
-        TypeError: ``x`` is on an accelerator and the kernels do not support its dtype.
+        TypeError: ``x`` is on an accelerator, or in the interpreter, and the kernels do not support its dtype. The
+            interpreter supports float64, too.
     """
     if _reference_only or _triton_assumed:
         return _triton_assumed
-    if x.device.type not in ACCELERATORS:
-        return INTERPRET and x.device.type == "cpu"
+    interpreted = INTERPRET and x.device.type == "cpu"
+    if interpreted and x.dtype == torch.float64:
+        return True
+    if not interpreted and x.device.type not in ACCELERATORS:
+        return False
     if not HAS_TRITON:
         raise RuntimeError(
             f"liger_models: tensors on {x.device} need Triton, which is not installed. pip install triton"

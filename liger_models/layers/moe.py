@@ -187,7 +187,7 @@ class LigerMoE(Layer):
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
-        self.routing, self.top_k, self.weights_input = routing, routing.top_k, weights_input
+        self.routing, self.weights_input = routing, weights_input
         self.act, self.limit, self.router_jitter, self.kernel = act, limit, router_jitter, kernel
         self.replayable = False  # a second forward could select other experts
         self.recompute = False
@@ -202,6 +202,11 @@ class LigerMoE(Layer):
     def router(self) -> nn.Module:  # type: ignore[override]
         """The module that routes tokens to experts."""
         return self.gate
+
+    @property
+    def top_k(self) -> int:  # type: ignore[override]
+        """Number of experts that a token passes through."""
+        return self.routing.top_k
 
     @property
     def active_share(self) -> float:  # type: ignore[override]

@@ -1,5 +1,6 @@
 """What the tests of every family with images check of one batch: policies, frozen parts, one graph, and the kernels."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from liger_models import KernelOptions
 from liger_models.base.causal_lm import CausalLM
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
-from .families import LIMIT, assert_same_gradients, error, gradients_of, is_tower, load, make_folder
+from .families import LIMIT, assert_same_gradients, error, fp64_twin, gradients_of, is_tower, load, make_folder
 
 
 def assert_policies_and_frozen_parts(model: CausalLM, ids: Tensor, **batch: Tensor) -> None:
@@ -56,4 +57,4 @@ def assert_kernels_match(pair: tuple[Any, ...], loss: Tensor, device: str, root:
         got = ours(**inputs)
         assert error(got.loss, loss) <= LIMIT
         got.loss.backward()
-        assert_same_gradients(ours, theirs)
+        assert_same_gradients(ours, theirs, twin=partial(fp64_twin, ours, **batch))

@@ -41,6 +41,7 @@ TINY = {
     "gated_mlp": {"N": 32, "C": 64, "F": 96},
     "cross_entropy": {"N": 16, "V": 300},
     "linear_cross_entropy": {"N": 48, "C": 32, "V": 320},
+    "linear_logprobs": {"N": 48, "C": 32, "V": 320},
     "moe_mlp": {"N": 32, "C": 32, "F": 48, "X": 4, "K": 2},
     **{name: {"P": 2, "T": 16, "C": 32, "V": 300} for name in ("dpo", "orpo", "cpo", "simpo")},
     **{name: {"B": 4, "T": 16, "C": 32, "V": 300} for name in ("kto", "grpo")},

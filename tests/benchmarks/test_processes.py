@@ -1,10 +1,13 @@
 """The command line, and the processes that it starts."""
 
-import io
 import json
+import os
 import pkgutil
 import re
 import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import grpo, processes, report, worker
 from benchmarks.ops.benchmark import with_fractions
-from benchmarks.training.modes import MODE, MODES
+from benchmarks.training.modes import MODE, MODES, Mode
 
 
 def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
@@ -52,6 +55,85 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
     # Rows of failures have a device, too: a failure on one GPU must not replace the row of another.
     assert {row["device"] for row in rows} == {"X"}
+
+
+def test_ranks_wait_while_the_previous_plan_is_measured(tmp_path, monkeypatch):
+    """Each rank takes one line of the standard input that they share."""
+    rank = "import os, sys; sys.exit(os.read(0, 3) != b'go\\n')"
+    code = f"""import json, pathlib, subprocess, sys
+pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch()
+ranks = [subprocess.Popen([sys.executable, "-c", {rank!r}]) for _ in range(2)]
+assert not any(rank.wait() for rank in ranks)
+print(json.dumps({{"started": sorted(path.name for path in pathlib.Path({str(tmp_path)!r}).glob("plan*"))}}))
+"""
+    (tmp_path / "ranks_process.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "device", lambda: "X")
+    monkeypatch.setattr(processes, "on_gpus", lambda plan, gpus: replace(plan, row=plan.row | {"gpus": gpus}))
+    finish = processes.Measurement.finish
+
+    def finish_after_the_next_start(self):
+        while not (tmp_path / "plan1").exists():
+            time.sleep(0.01)
+        return finish(self)
+
+    monkeypatch.setattr(processes.Measurement, "finish", finish_after_the_next_start)
+    planned = [
+        processes.Plan({"op": "x", "mode": name}, ("ranks_process", name), tmp_path / "rows.jsonl")
+        for name in ("plan0", "plan1")
+    ]
+    rows = processes.measure_on_gpus(planned, 2)
+    assert [row.get("error", row.get("started")) for row in rows] == [["plan0", "plan1"]] * 2
+
+
+def test_the_first_measurement_starts_before_the_checkpoint_is_saved(tmp_path, monkeypatch):
+    """And measures afterwards, unless saving fails."""
+    (tmp_path / "save_process.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "assert sys.stdin.readline() == 'go\\n'\n"
+        f"while not pathlib.Path({str(tmp_path)!r}, 'started').exists():\n    time.sleep(0.01)\n"
+        "time.sleep(0.1)\n"
+        "pathlib.Path(os.environ['SAVE'], 'saved').touch()\n"
+        "sys.exit(os.environ['STATUS'] == '1')\n"
+    )
+    (tmp_path / "op_process.py").write_text(
+        "import json, os, pathlib, sys\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'started').touch()\n"
+        "if sys.stdin.readline():\n"
+        "    print(json.dumps({'saved': os.listdir(os.environ['START'])}))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "device", lambda: "X")
+    monkeypatch.setattr(processes, "worker_command", lambda *_: ("save_process",))
+    plan = processes.Plan({"op": "x", "mode": "ours"}, ("op_process",), tmp_path / "rows.jsonl")
+    monkeypatch.setenv("STATUS", "0")
+    with processes.common_start("a:save", "tiny"):
+        assert processes.measure_all([plan])[0]["saved"] == ["saved"]
+    assert "START" not in os.environ
+    monkeypatch.setenv("STATUS", "1")
+    with pytest.raises(subprocess.CalledProcessError, match="save_process"), processes.common_start("a:save", "tiny"):
+        processes.measure_all([plan])
+    assert processes.STARTS == []
+
+
+def test_processes_import_what_they_measure_before_they_touch_the_device():
+    code = """import sys, torch
+from benchmarks.training.modes import Mode
+from benchmarks.worker import import_libraries
+touched = []
+torch.cuda._lazy_init = lambda: touched.append(True)
+import_libraries(Mode.parse("full+trl+door"))
+assert not touched
+assert {"liger_models.layers.attention", "transformers.modeling_layers", "trl.trainer.sft_trainer"} <= {*sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=processes.ROOT)
+
+    # A process of transformers has nothing of this package, and the other way around.
+    of_hf, of_ours = (worker.libraries(Mode.parse(mode)) for mode in ("full+trl+liger+ac", "lora+train"))
+    assert "trl:SFTTrainer" in of_hf
+    assert "liger_kernel.transformers" in of_hf
+    assert "liger_models.cli.commands" in of_ours
+    assert not {*of_hf} & {*of_ours}
 
 
 def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch, capsys):
@@ -156,8 +238,12 @@ def test_a_worker_prints_its_row_and_nothing_else(monkeypatch, capsys):
 
     monkeypatch.setattr(grpo, "measure", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "X")
-    monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
-    worker.main("grpo:measure", "ours", "llama-3.2-3b", "16x8", "4")
+    read, write = os.pipe()
+    os.write(write, worker.GO)
+    os.close(write)
+    with os.fdopen(read) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        worker.main("grpo:measure", "ours", "llama-3.2-3b", "16x8", "4")
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == [{"device": "X", "rows": 16, "new_tokens": 4}]
     assert "train_runtime" in err

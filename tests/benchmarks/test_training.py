@@ -9,6 +9,7 @@ import torch
 from benchmarks.profile import kernel_class
 from benchmarks.training import build, step
 from benchmarks.training.batches import draw_chain, draw_images, draw_padded_images
+from benchmarks.training.frozen import LAYOUTS
 from benchmarks.training.medusa import MedusaLoss
 from benchmarks.training.models import CHANGES, FAMILIES, RELEASES, keep_layers, read_config, text_part
 from benchmarks.training.modes import MODE, Mode, title
@@ -208,3 +209,22 @@ def test_images_hold_no_placeholder_of_a_video():
     assert int((batch["input_ids"] == config["image_token_id"]).sum()) == 12 * 20
     assert int((batch["input_ids"] == config["video_token_id"]).sum()) == 0
     assert batch["pixel_values"].shape == (4 * 12 * 20, 3 * 2 * 14**2)
+
+
+@pytest.mark.parametrize("word", LAYOUTS)
+def test_frozen_formats_are_trained_with_adapters(monkeypatch, word):
+    """The base has fewer bytes than in bf16, no number in it moves, and the loss falls."""
+    monkeypatch.setattr(build, "DEVICE", "cpu")
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96,
+        "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    train = step.make_step(Mode.parse(f"ours+lora+{word}+full"), config, lr=0.01)
+    frozen = {name: value.clone() for name, value in train.model.named_parameters() if not value.requires_grad}
+    dense = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device="meta")
+    assert sum(value.nbytes for value in frozen.values()) < 0.9 * sum(each.nbytes for each in dense.parameters())
+    ids = torch.arange(20)[None]
+    losses = [train({"input_ids": ids, "labels": ids}).item() for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert all(torch.equal(value, train.model.get_parameter(name)) for name, value in frozen.items())

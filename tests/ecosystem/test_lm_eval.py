@@ -23,6 +23,7 @@ from liger_models.hf import generate
 from liger_models.hf.lm_eval import LigerLM
 
 from ..arch.families import make_folder
+from ..benchmarks.test_paths import few, test_requests_of_the_harness_are_timed  # noqa: F401 collected here, too
 from ..hf.test_trainer import load, words_tokenizer
 from ..hf.test_trl import TARGETS, words
 

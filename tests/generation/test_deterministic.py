@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from liger_models.adapters import LoRAConfig, apply_lora, convert_to_float8
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation import deterministic_forward
+from liger_models.generation.deterministic import refusal
 from liger_models.generation.rollouts import rollout
 from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
 from liger_models.layers import paged_cache
@@ -239,3 +240,8 @@ def test_real_width_on_a_gpu(monkeypatch):
     prompts = make_prompts(lengths, vocab=config.vocab_size)
     ways = [{}, {"batch_size": 13, "chunk_size": 300}, {"batch_size": 2}]
     assert not all(assert_same_bits(model, prompts, new, ways))
+
+
+def test_a_model_without_values_is_judged_as_with_them():
+    """`verify --packing` asks before it draws the weights."""
+    assert refusal(LigerLlama.from_config(llama().config, device="meta")) is None

@@ -242,10 +242,10 @@ def groups_dense(
         constants: the meaning of codes and scales.
         dtype: float32, float16 or bfloat16.
     """
-    if not use_triton(codes):
-        return groups_dense_reference(codes, scales, whole, constants, dtype)
     (N, half), G = codes.shape, scales.shape[1]
     weight = torch.empty(N, 2 * half, dtype=dtype, device=codes.device)
+    if not use_triton(weight):
+        return groups_dense_reference(codes, scales, whole, constants, dtype)
     width = half // G
     pairs = min(width & -width, BLOCK)  # a power of two that divides the bytes of a group
     pieces, step = codes.numel() // pairs, BLOCK // pairs

@@ -185,12 +185,14 @@ def _cross_entropy_kernel(
                     z = tl.where(start + columns < V, z, float("-inf"))
                 highest = tl.max(z, 1)
                 new_maxima = tl.maximum(maxima, highest)
+                down = maxima - new_maxima
+                below = z - new_maxima[:, None]
                 if ENTROPY:
-                    # A sum moves to the new maximum by z − m' = (z − m) + (m − m'). For z = −inf, its term must be 0.
-                    down = maxima - new_maxima
-                    below = tl.maximum(z - new_maxima[:, None], LOWEST)
+                    # A sum moves to the new maximum by z − m' = (z − m) + (m − m'). For z = −inf, its term must be 0,
+                    # and for z = NaN it must be NaN.
+                    below = tl.where(below < LOWEST, LOWEST, below)
                     mean = exp(down) * (mean + down * totals) + tl.sum(exp(below) * below, 1)
-                totals = totals * exp(maxima - new_maxima) + tl.sum(exp(z - new_maxima[:, None]), 1)
+                totals = totals * exp(down) + tl.sum(exp(below), 1)
                 maxima = new_maxima
                 if PREDICT:
                     better = highest > best

@@ -91,6 +91,15 @@ def test_logits_of_minus_infinity(backend):
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_a_logit_that_is_not_a_number_shows(backend):
+    x, w, _ = inputs(backend)
+    x[2] = float("nan")
+    target = torch.zeros(N, dtype=torch.int64, device=backend)
+    for out in fused_linear_logprobs(x, w, target, return_entropy=True):
+        assert out.isnan().nonzero().flatten().tolist() == [2]
+
+
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_no_rows_and_ignored_rows(backend, return_entropy):
     for rows in (0, 3):

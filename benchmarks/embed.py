@@ -1,0 +1,204 @@
+"""Steps that train a model of embeddings with in-batch and hard negatives, beside sentence-transformers.
+
+An example is a query, a document, and a hard negative. The lengths of texts are spread evenly on a logarithmic scale,
+from a sixteenth of the longest on. Both libraries get the same weights, token ids, batches and settings of AdamW.
+sentence-transformers pads the texts of a batch, as its own collator does, and this package packs them.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .options import add_batch, add_model, add_modes, add_steps
+from .processes import measure_all, plan_batch
+from .rows import Row, Rows
+from .tables import markdown, ratio, tokens
+from .training.build import build_ours
+from .training.job import Job
+from .training.models import read_config
+from .training.modes import Mode
+
+HELP = "a step of a model of embeddings: examples/s, memory"
+MODES = r"(st|ours)(\+cached)?"
+TITLES = {"st": "sentence-transformers", "ours": "liger_models", "cached": ", cached gradients"}
+WARM_UP = 4
+"""Number of steps before the timed ones, in which kernels compile."""
+PARTS = 4
+"""Number of parts of a batch with cached gradients."""
+TEMPERATURE = 0.05
+ROLES = 3
+"""Texts of an example: the query, its document, and a hard negative."""
+
+Step = Callable[[list[Tensor]], Tensor]
+"""A training step on the texts of a batch: all queries, all documents, and all negatives. It returns the loss."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "qwen3-0.6b")
+    add_modes(parser, "st,st+cached,ours,ours+cached", MODES, "comma-separated, of st and ours, with +cached")
+    add_batch(parser, "64x256", "examples of a step x tokens of the longest text")
+    add_steps(parser, 12, f"timed steps, after {WARM_UP}")
+
+
+def run(options: argparse.Namespace) -> Rows:
+    return measure_all(plan_batch("embed", options))
+
+
+def draw_texts(examples: int, longest: int, words: int, generator: torch.Generator) -> list[Tensor]:
+    """Token ids of the texts of a batch, role by role."""
+    sizes = longest / 16 * torch.exp(torch.rand(ROLES * examples, generator=generator) * math.log(16))
+    return [torch.randint(words, (int(size),), generator=generator, dtype=torch.int32) for size in sizes]
+
+
+def measure(job: Job, device: str = "cuda") -> Row:
+    """Measure the time and the memory of steps, without the drawing of texts."""
+    config = read_config(job.model)
+    examples, longest = job.shape
+    model = build_ours(config, Mode("ours", {}))
+    parts = PARTS if "cached" in job.mode else 1
+    step = our_step(model, parts) if job.mode.library == "ours" else their_step(model, device, parts)
+
+    generator = torch.Generator().manual_seed(0)
+    batches = [draw_texts(examples, longest, config["vocab_size"], generator) for _ in range(WARM_UP + job.steps)]
+    losses = []
+    for number, texts in enumerate(batches):
+        if number == WARM_UP and device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        if number == WARM_UP:
+            start = time.perf_counter()
+        losses.append(step(texts))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    timed = sum(len(text) for texts in batches[WARM_UP:] for text in texts)
+    return {
+        "examples_per_s": round(job.steps * examples / seconds, 1),
+        "tokens_per_s": round(timed / seconds),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0,
+        "losses": [round(loss.item(), 4) for loss in losses],
+    }
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def our_step(model: Any, parts: int) -> Step:
+    from liger_models.losses.contrastive import LigerContrastiveLoss
+    from liger_models.retrieval.embedder import EmbedderSettings, embed
+    from liger_models.retrieval.texts import pack_texts
+
+    model.has_head = False
+    model.train()
+    model.lm_head.requires_grad_(model.config.tie_word_embeddings)
+    optimizer, contrastive = optimizer_of(model), LigerContrastiveLoss(TEMPERATURE)
+
+    def vectors_of(texts: list[Tensor]) -> Tensor:
+        batch = {name: tensor.to(model.device, non_blocking=True) for name, tensor in pack_texts(texts, 0).items()}
+        return embed(model, batch, EmbedderSettings())
+
+    def loss_of(vectors: Tensor) -> Tensor:
+        examples = len(vectors) // ROLES
+        return contrastive(vectors[:examples], vectors[examples:])
+
+    def step(texts: list[Tensor]) -> Tensor:
+        if parts == 1:
+            loss = loss_of(vectors_of(texts))
+            loss.backward()
+        else:  # embed without a graph, and again with one for the gradient of each part
+            size = len(texts) // parts
+            pieces = [texts[first : first + size] for first in range(0, len(texts), size)]
+            with torch.no_grad():
+                vectors = torch.cat([vectors_of(piece) for piece in pieces])
+            loss = loss_of(vectors.requires_grad_())
+            (gradient,) = torch.autograd.grad(loss, vectors)
+            for piece, part in zip(pieces, gradient.split(size), strict=True):
+                (vectors_of(piece) * part).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def their_step(model: Any, device: str, parts: int) -> Step:
+    """A step of sentence-transformers on a model of transformers with the weights of ``model``."""
+    import tempfile
+
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import losses
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+    from transformers import AutoModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(Path(folder))
+        model.to("meta")  # frees its memory
+        body = Body(AutoModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(device))
+    theirs = SentenceTransformer(
+        modules=[body, Pooling(body.model.config.hidden_size, pooling_mode="lasttoken"), Normalize()], device=device
+    )
+    theirs.train()
+    optimizer = optimizer_of(theirs)
+    name = "MultipleNegativesRankingLoss" if parts == 1 else "CachedMultipleNegativesRankingLoss"
+    loss_class, options = getattr(losses, name), {"scale": 1 / TEMPERATURE}
+
+    def step(texts: list[Tensor]) -> Tensor:
+        examples = len(texts) // ROLES
+        if parts > 1:
+            options["mini_batch_size"] = -(-examples // parts)
+        columns = [padded(texts[role * examples : (role + 1) * examples], device) for role in range(ROLES)]
+        loss: Tensor = loss_class(theirs, **options)(columns, None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+class Body(nn.Module):
+    """A model of transformers as a module of sentence-transformers, for token ids instead of texts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
+        out = self.model(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
+        return features | {"token_embeddings": out.last_hidden_state}
+
+
+def padded(texts: list[Tensor], device: str) -> dict[str, Tensor]:
+    """Texts padded on the left, as the tokenizers of decoders do."""
+    longest = max(map(len, texts))
+    ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, longest - len(text) :] = text
+        mask[row, longest - len(text) :] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def table(rows: Rows) -> str:
+    """One line per mode, with ratios to the same mode of sentence-transformers."""
+    peers = {row["mode"].removeprefix("st"): row for row in rows if row["mode"].startswith("st")}
+    lines = []
+    for row in rows:
+        library, *words = row["mode"].split("+")
+        names = (row["model"], tokens(row["batch"]), "".join(TITLES[word] for word in (library, *words)))
+        if "error" in row:
+            lines.append((*names, row["error"], "", "", "", ""))
+            continue
+        peer = {} if library == "st" else peers.get("".join(f"+{word}" for word in words), {})
+        lines.append((
+            *names, row["examples_per_s"], f"{row['tokens_per_s']:,}", row["peak_gib"],
+            ratio(row["examples_per_s"], peer.get("examples_per_s")), ratio(row["peak_gib"], peer.get("peak_gib")),
+        ))  # fmt: skip
+    return markdown("model|examples and tokens||examples/s|tokens/s|peak GiB|speed ratio|memory ratio", lines)

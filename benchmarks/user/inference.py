@@ -1,0 +1,114 @@
+"""Generation, first tokens, and the requests of lm-evaluation-harness."""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..rows import Row
+from ..training import build
+from ..training.job import Job
+from ..training.modes import Mode
+from .path import shape_of
+from .trainers import load_model, peak_gib, synchronize
+
+REPEATS = 5
+FIRST = ((1, 16), (8, 256), (1, 512))
+"""Prompts and their tokens, of whose first token the times are measured."""
+LMEVAL_BATCH = 16
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    synchronize()
+    begun = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - begun
+
+
+def median(function: Callable[[], Any]) -> float:
+    """The median time of `REPEATS` calls, without the first, in milliseconds."""
+    return 1e3 * statistics.median([seconds(function) for _ in range(REPEATS)][1:])
+
+
+def generator(mode: Mode) -> tuple[Any, dict[str, Any]]:
+    """A model with a method ``generate``, and the options with which it never stops early."""
+    options: dict[str, Any] = {"do_sample": False}
+    if "ours" in mode:
+        from liger_models import AutoLigerModel
+
+        model = AutoLigerModel.from_pretrained(os.environ["START"], dtype=torch.bfloat16, device=build.DEVICE)
+        return model.eval(), options | {"eos_token_id": []}
+    model = load_model(mode).eval()
+    model.generation_config.eos_token_id = None
+    return model, options
+
+
+@torch.no_grad()
+def measure_generate(job: Job) -> Row:
+    """Time greedy decoding: the first token of a second call, and each further token."""
+    model, options = generator(job.mode)
+    rows, length = shape_of("generate", job)
+    prompts = torch.randint(10, model.config.vocab_size, (rows, length // 8), device=build.DEVICE)
+    options["attention_mask"] = torch.ones_like(prompts)
+    run = lambda new: median(lambda: model.generate(prompts, max_new_tokens=new, **options))
+    run(job.steps)
+    first, whole = run(1), run(job.steps)
+    return {
+        "first_ms": round(first, 2),
+        "step_ms": round((whole - first) / (job.steps - 1), 3),
+        "peak_gib": peak_gib(),
+    }
+
+
+@torch.no_grad()
+def measure_first(job: Job) -> Row:
+    """Time the first token of several prompts: one forward, and ``generate``."""
+    model, options = generator(job.mode)
+    times: dict[str, dict[str, float]] = {}
+    for rows, length in FIRST:
+        prompts = torch.randint(10, model.config.vocab_size, (rows, length), device=build.DEVICE)
+        options["attention_mask"] = torch.ones_like(prompts)
+        forward = lambda ids=prompts: model(input_ids=ids, logits_to_keep=1)
+        generate = lambda ids=prompts: model.generate(ids, max_new_tokens=1, **options)
+        for call in (forward, generate):
+            median(call)
+        times[f"{rows}x{length}"] = {
+            "forward_ms": round(median(forward), 2), "generate_ms": round(median(generate), 2),
+        }  # fmt: skip
+    return {"prompts": times, "peak_gib": peak_gib()}
+
+
+def measure_lmeval(job: Job) -> Row:
+    """Time requests of lm-evaluation-harness by its own model, or by the one of this package.
+
+    Prompts have up to the tokens of the job's batch. Each request of ``generate_until`` is answered by exactly
+    ``job.steps`` tokens, and each of ``loglikelihood`` rates a continuation of 16 tokens.
+    """
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model_class: Any = HFLM
+    if "door" in job.mode:
+        from liger_models.hf.lm_eval import LigerLM as model_class
+
+    model = model_class(pretrained=os.environ["START"], dtype="bfloat16", batch_size=LMEVAL_BATCH, device=build.DEVICE)
+    draw, (count, length) = random.Random(0), shape_of("lmeval", job)
+    words = lambda number: " ".join(f"t{draw.randrange(10, model.model.config.vocab_size)}" for _ in range(number))
+    prompts = [words(draw.randrange(length // 8, length)) for _ in range(count)]
+    until = {"until": [], "max_gen_toks": job.steps, "do_sample": False}
+    kinds = {
+        "loglikelihood": [(prompt, " " + words(16)) for prompt in prompts],
+        "generate_until": [(prompt, {**until}) for prompt in prompts],
+    }
+    row: Row = {}
+    for name, arguments in kinds.items():
+        requests = [Instance(name, {}, pair, index) for index, pair in enumerate(arguments)]  # type: ignore[arg-type]
+        answer = getattr(model, name)
+        answer(requests[:LMEVAL_BATCH])
+        row[f"{name}_s"] = round(seconds(lambda: answer(requests)), 3)  # noqa: B023 called at once
+    return row | {"peak_gib": peak_gib()}

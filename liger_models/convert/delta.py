@@ -1,0 +1,278 @@
+"""What changed in the weights of a model since an engine last received them, and how the engine applies it.
+
+After a step of reinforcement learning in bfloat16, about 1 % of the elements have changed, since most updates are
+smaller than half the distance between two neighboring numbers (https://arxiv.org/abs/2602.03839).
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from liger_models.convert.files import open_safetensors, read_headers, read_tensor, some
+from liger_models.convert.folder import write_folder
+from liger_models.convert.tensors import get_hf_state_dict, hf_tensors
+from liger_models.distributed.ranks import raise_on_all_ranks
+from liger_models.distributed.ranks import rank as this_rank
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.linear import is_sharded
+
+INDICES, VALUES = ":indices", ":values"
+"""Suffixes of the tensors that describe the changed elements of a tensor."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Number of bytes -> the dtype that shows the bits of an element."""
+WORDS = 2**18
+"""Number of words of 8 bytes of which a checksum is computed at once, so that they stay in a processor's cache."""
+
+
+class WeightDelta(NamedTuple):
+    """The changes from one version of the weights to the next. Both fields can be passed to safetensors' ``save_file``.
+
+    Attributes:
+        tensors: for a tensor of which few elements have changed, ``NAME:indices`` and ``NAME:values``: the positions
+            in the flattened tensor ([n], int32, or int64 for tensors of at least 2**31 elements, increasing) and the
+            new elements ([n], the dtype of the tensor). For any other changed tensor, the new tensor by its name.
+            Unchanged tensors are left out.
+        metadata: ``base`` and ``content``, in JSON: checksums of all tensors of the earlier version and of ``tensors``.
+    """
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, which appears under its name when it is complete."""
+        path = Path(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            save_file(self.tensors, beside, self.metadata)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, rank: int | None = None) -> WeightDelta:
+    """Return the changes of the weights since the last call, and update ``base``.
+
+    The weights are the tensors of `hf_tensors`, rounded to the dtypes of ``base``. A receiver that applies the changes
+    with `apply_delta` holds the same bits. If the model is sharded, all ranks must call this function; each parameter
+    is gathered and compared by itself.
+
+    Args:
+        model: the model, which may be sharded or have adapters, as for `hf_tensors`.
+        base: the weights that the receivers hold, on any device. Before the first call, get them from
+            `get_hf_state_dict` with the same ``merge`` and ``rank``; a receiver then starts with the same weights.
+        merge, rank: as in `hf_tensors`. On ranks without tensors ``base`` is empty, and the result as well.
+
+    Returns:
+        The changes, on the device of ``base``.
+
+    Raises:
+        ValueError: ``base``, which then stays as it is, does not hold the tensors of the model; otherwise as in
+            `hf_tensors`.
+    """
+    # Check before gathering, in which a rank that fails would leave the others waiting.
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    with raise_on_all_ranks() if sharded else contextlib.nullcontext():
+        shapes = get_hf_state_dict(model, merge=merge, rank=rank, device="meta")
+        _check_base(base, shapes if rank is None or rank == this_rank() else {})
+
+    # Compare the bits, and describe what differs.
+    tensors: dict[str, Tensor] = {}
+    sums: dict[str, int] = {}
+    for name, weight in hf_tensors(model, merge=merge, rank=rank):
+        old = base[name].to(weight.device)
+        new = weight.to(old.dtype)
+        sums[name] = checksum(old)
+        changed = (_bits(old) != _bits(new)).nonzero()[:, 0]
+        if len(changed) == 0:
+            continue
+        indices = changed.to(torch.int32 if new.numel() < 2**31 else torch.int64)
+        values = new.flatten()[changed]
+        if indices.nbytes + values.nbytes < new.nbytes:
+            tensors |= {name + INDICES: indices.to(base[name].device), name + VALUES: values.to(base[name].device)}
+        else:
+            tensors[name] = new.to(base[name].device, copy=True)
+
+    # The next changes start from these.
+    if not sums:
+        return WeightDelta({}, {})
+    _write(base, tensors, {})
+    content = {name: checksum(tensor) for name, tensor in tensors.items()}
+    return WeightDelta(tensors, {"base": json.dumps(sums), "content": json.dumps(content)})
+
+
+def apply_delta(
+    target: Mapping[str, Tensor] | str | os.PathLike[str], delta: WeightDelta | str | os.PathLike[str]
+) -> list[str]:
+    """Apply the changes of `hf_delta` to the weights of a receiver, in place, and return the names of what has changed.
+
+    Everything is checked before anything changes. In a folder, the files with changed tensors are replaced all at once;
+    see `liger_models.convert.folder.write_folder`.
+
+    Args:
+        target: tensors by name, such as ``state_dict()`` of a model of transformers, or the folder of a checkpoint. If
+            it has an ``lm_head.weight`` that the sender has tied to the embedding, the head changes with the embedding.
+        delta: the changes, on any device, or the file of `WeightDelta.save`.
+
+    Raises:
+        ValueError: the target does not hold the weights from which the changes start, for example because an earlier
+            delta is missing, or the changes were damaged on their way.
+        FileNotFoundError: the folder or the file does not exist.
+    """
+    # The changes are those of the sender.
+    delta = delta if isinstance(delta, WeightDelta) else _read(Path(delta))
+    if not delta.metadata.keys() >= {"base", "content"}:
+        raise ValueError(
+            "apply_delta: delta must be a result of hf_delta, got one without checksums. Under FSDP or tensor "
+            "parallelism, send it from the rank that gets the tensors."
+        )
+    if json.loads(delta.metadata["content"]) != {name: checksum(tensor) for name, tensor in delta.tensors.items()}:
+        raise ValueError("apply_delta: delta must hold what was sent, got other tensors. Send it again.")
+    base: dict[str, int] = json.loads(delta.metadata["base"])
+    changed = {_name(part) for part in delta.tensors}
+
+    # Tensors in memory.
+    if isinstance(target, Mapping):
+        tied = _check_target(base, target, target.__getitem__)
+        _write(target, delta.tensors, tied)
+        return [name for name in target if tied.get(name, name) in changed]
+
+    # A folder, one file at a time.
+    folder = Path(target)
+    stored = read_headers(folder)
+    quantized = [name for name, tensor in stored.items() if tensor.encoding is not None]
+    if quantized:
+        raise ValueError(
+            f"apply_delta: target must hold dense weights, got {some(quantized)} quantized in {folder}. Quantize after "
+            "the changes are applied."
+        )
+    tied = _check_target(base, stored, lambda name: read_tensor(stored[name].file, name))
+    names = [name for name in stored if tied.get(name, name) in changed]
+    files = sorted({stored[name].file for name in names})
+
+    def write(new: Path) -> None:
+        for file in files:
+            tensors = load_file(file)
+            inside = {name: tied.get(name, name) for name in names if stored[name].file == file}
+            of_file = {part: tensor for part, tensor in delta.tensors.items() if _name(part) in inside.values()}
+            _write(tensors, of_file, inside)
+            save_file(tensors, new / file.name, metadata={"format": "pt"})
+            shutil.copymode(file, new / file.name)
+
+    if files:
+        write_folder(folder, write, last=files[-1].name)
+    return names
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a number of 64 bits that depends on the dtype, the shape and all bits of a tensor, on every device alike.
+
+    Each word of 8 bytes is mixed with its position by the finalizer of SplitMix64, and the results are added.
+    """
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    padding = -data.numel() % 8
+    if padding or data.data_ptr() % 8:
+        data = torch.cat([data, data.new_zeros(padding)])
+    words = data.view(torch.int64)
+    positions = torch.arange(min(WORDS, words.numel()), device=words.device).mul_(_signed(0x9E3779B97F4A7C15))
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), WORDS):
+        part = words[start : start + WORDS]
+        mixed = part ^ (positions[: part.numel()] + _signed((start + 1) * 0x9E3779B97F4A7C15))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
+        total += mixed.bitwise_xor_(mixed >> 31).sum()
+    form = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    return (int(total) + form) % 2**64
+
+
+def _signed(number: int) -> int:
+    """Return the number with the same last 64 bits in the range of int64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bits of all elements as integers, so that NaN equals NaN and 0 differs from -0."""
+    return tensor.flatten().view(INTEGERS[tensor.itemsize])
+
+
+def _name(part: str) -> str:
+    """Return the name of the tensor that an entry of a delta changes."""
+    return part.removesuffix(INDICES).removesuffix(VALUES)
+
+
+def _check_base(base: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless ``base`` has the tensors of the model."""
+    wrong = [
+        name for name in {**shapes, **base}
+        if name not in shapes or name not in base or base[name].shape != shapes[name].shape
+    ]  # fmt: skip
+    if wrong:
+        raise ValueError(
+            "hf_delta: base must hold the tensors of the model, got missing, unexpected or wrongly shaped ones: "
+            f"{some(wrong)}. Get it from get_hf_state_dict with the same merge and rank, and send all of it."
+        )
+
+
+def _check_target(base: Mapping[str, int], names: Collection[str], read: Callable[[str], Tensor]) -> dict[str, str]:
+    """Raise ValueError unless a target holds the weights with these checksums.
+
+    Args:
+        base: the checksums by name.
+        names: the names in the target.
+        read: function that returns a tensor of the target.
+
+    Returns:
+        The name of a tied head in the target, if there is one, and the name of its embedding.
+    """
+    wrong = [name for name, number in base.items() if name not in names or checksum(read(name)) != number]
+    by_number = {number: name for name, number in base.items()}
+    tied = {}
+    for name in names:
+        if name.endswith("lm_head.weight") and name not in base:
+            number = checksum(read(name))
+            if number in by_number:
+                tied[name] = by_number[number]
+            else:
+                wrong.append(name)
+    if wrong:
+        raise ValueError(
+            f"apply_delta: target must hold the weights from which the changes start, got others, or other dtypes, for "
+            f"{len(wrong)} of {len(base)} tensors: {some(wrong)}. Apply all deltas in their order, or send all weights "
+            "(get_hf_state_dict)."
+        )
+    return tied
+
+
+def _write(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
+    """Write changed tensors and elements into the tensors of ``target``, in place.
+
+    Args:
+        target: all tensors by name.
+        tensors: the changes, as in `WeightDelta`.
+        sources: the name of the changed tensor for each name in the target that differs from it.
+    """
+    for name, tensor in target.items():
+        source = sources.get(name, name)
+        weight = tensor.detach()
+        if source in tensors:
+            weight.copy_(tensors[source])
+        elif source + VALUES in tensors:
+            flat = weight.flatten()  # shares the memory of a contiguous tensor
+            flat[tensors[source + INDICES].to(flat.device, torch.int64)] = tensors[source + VALUES].to(flat.device)
+            if not weight.is_contiguous():
+                weight.copy_(flat.view_as(weight))
+
+
+def _read(path: Path) -> WeightDelta:
+    """Read a file of `WeightDelta.save`."""
+    with open_safetensors(path) as file:
+        return WeightDelta({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
