@@ -4,14 +4,14 @@ Differs from ``ernie4_5``: the MLP of layer i is a mixture of experts, if i + 1 
 and i is in ``moe_layer_start_index`` to ``moe_layer_end_index`` (−1 for the last layer). The logits and the weight of
 the router are in fp32 whatever the dtype of the model. A correction bias is added to the softmax of the logits for the
 choice of experts alone; the bias stays in fp32, and gradients do not train it. The routing weights are divided by their
-sum. The ``moe_num_shared_experts`` shared experts for all tokens are one MLP without a gate. If
-``output_router_logits`` is set, the load-balancing loss is added to the loss. Weights for multi-token prediction are
-kept and saved with the model.
+sum. The ``moe_num_shared_experts`` shared experts for all tokens are one MLP without a gate. If ``use_bias`` is set,
+all linear layers except routers and routed experts have biases, the head too. If ``output_router_logits`` is set, the
+load-balancing loss is added to the loss. Weights for multi-token prediction are kept and saved with the model.
 
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5_moe``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE, LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm
@@ -60,8 +61,13 @@ class Ernie4_5MoeConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # No released model has biases. The sum of a token's routing weights is always above the released minimum.
-        check_values(self, attention_dropout=(0.0,), use_bias=(False,), moe_norm_min=(1e-12,))
+        # The sum of a token's routing weights is always above the released minimum.
+        check_values(self, attention_dropout=(0.0,), moe_norm_min=(1e-12,))
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether dense MLPs and shared experts have biases."""
+        return self.use_bias
 
     @property
     def num_experts_per_tok(self) -> int:
@@ -81,14 +87,20 @@ class Ernie4_5MoeBlock(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, interleaved=True)
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, interleaved=True
+        )
         self.post_attention_layernorm = norm()
         self.mlp: LigerSwiGLUMLP | LigerMoE | LigerSharedExpertMoE
         if not config.is_sparse(layer):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
             return
         width, shared = config.moe_intermediate_size, config.moe_num_shared_experts
-        experts = partial(LigerSharedExpertMoE, shared_size=shared * width, gated=False) if shared else LigerMoE
+        experts: Callable[..., LigerMoE | LigerSharedExpertMoE] = LigerMoE
+        if shared:
+            experts = partial(
+                LigerSharedExpertMoE, shared_size=shared * width, shared_bias=config.use_bias, gated=False
+            )
         self.mlp = experts(
             config.hidden_size, width, config.moe_num_experts, Routing(config.moe_k, normalize=True),
             correction_bias=True, fp32_router=True, fp32_router_weight=True, kernel=kernels.swiglu,
@@ -106,6 +118,10 @@ class LigerErnie4_5Moe(CausalLM):
     config_class = Ernie4_5MoeConfig
     block_class = Ernie4_5MoeBlock
     replays_routing = True
+
+    def build_head(self, config: Ernie4_5MoeConfig) -> LigerLMHead:
+        """A head that may have a bias."""
+        return LigerLMHead(config.hidden_size, config.vocab_size, bias=config.use_bias, kernels=self.kernels)
 
 
 # Keys of multi-token prediction, and keys of the released code that the model in transformers does not read.
@@ -152,8 +168,10 @@ def _map(config: Ernie4_5MoeConfig, statics: str, *, fused: bool) -> WeightMap:
     # In checkpoints the bias is [1, X].
     bias = Rearrange("one x -> (one x)", f"model.{mlp}.{statics}.e_score_correction_bias", one=1)
     ours = f"{mlp}.experts.correction.bias" if shared else f"{mlp}.correction.bias"
+    head = {"lm_head.bias": "lm_head.bias"} if config.use_bias else {}
     return shared_moe_map(
-        config, fused=fused, experts=config.moe_num_experts, shared=shared, correction=False, also={ours: bias},
+        config, fused=fused, experts=config.moe_num_experts, shared=shared, correction=False,
+        qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias, also={ours: bias, **head},
         kept=["model.mtp"],
     )  # fmt: skip
 

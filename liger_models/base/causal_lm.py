@@ -335,7 +335,7 @@ class CausalLM(Decoder):
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
         keep_quantized: bool = False,
-        head: bool = True,
+        head: bool | None = True,
     ) -> "Self":
         """Load a Hugging Face checkpoint from a local folder or, if there is no such folder, from the hub.
 
@@ -380,7 +380,7 @@ class CausalLM(Decoder):
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
         keep_quantized: bool = False,
-        head: bool = True,
+        head: bool | None = True,
     ) -> "Self":
         """Download a checkpoint from the Hugging Face hub, unless it is in the local cache, and load it.
 
@@ -397,7 +397,8 @@ class CausalLM(Decoder):
                 `parallel.apply_fsdp`.
             keep_quantized: whether to keep weights that are quantized in the checkpoint as they are, frozen; see
                 `liger_models.convert.load.load_pretrained`.
-            head: False leaves out the language-model head; see `liger_models.convert.load.load_pretrained`.
+            head: False leaves out the language-model head, and None leaves it out if the checkpoint has none; see
+                `liger_models.convert.load.load_pretrained`.
         """
         # The class of the checkpoint is known only from its config.json.
         folder = download(

@@ -355,7 +355,7 @@ def convert(
     With **--gguf q8_0**, this writes one file for llama.cpp instead: **convert MODEL OUT.gguf --gguf q8_0**.
     """
     from liger_models.convert.gguf import check_target, save_gguf
-    from liger_models.retrieval.settings import copy_settings, is_bidirectional
+    from liger_models.retrieval.settings import copy_settings, has_settings, is_bidirectional
 
     # Wrong arguments are errors before the model is loaded.
     if gguf is not None and mxfp4 is not None:
@@ -366,9 +366,12 @@ def convert(
         raise typer.BadParameter(f"OUTPUT must be a folder, but '{output}' is a file. Choose another place.")
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
+    # Models of embeddings may have no head.
+    embeds = has_settings(Path(model)) or (adapter is not None and has_settings(adapter))
     loaded = _load(
-        model, revision, "auto" if adapter is None and gguf is None else dtype, "cpu", adapter, progress=not as_json
-    )
+        model, revision, "auto" if adapter is None and gguf is None else dtype, "cpu", adapter,
+        progress=not as_json, head=None if embeds else True,
+    )  # fmt: skip
     if adapter is not None and is_bidirectional(adapter):
         loaded.set_bidirectional()
 
@@ -697,14 +700,21 @@ def _device(name: str | None) -> str:
 
 
 def _load(
-    model: str, revision: str | None, dtype: str, device: str, adapter: Path | None, *, progress: bool
+    model: str,
+    revision: str | None,
+    dtype: str,
+    device: str,
+    adapter: Path | None,
+    *,
+    progress: bool,
+    head: bool | None = True,
 ) -> "CausalLM":
     from liger_models.adapters.lora import merge_lora
     from liger_models.adapters.peft_files import load_adapter
     from liger_models.arch.auto import load_by_name
 
     target = None if dtype == "auto" else _dtype(dtype)
-    loaded = load_by_name(model, revision=revision, dtype=target, device=device, progress=progress)
+    loaded = load_by_name(model, revision=revision, dtype=target, device=device, progress=progress, head=head)
     return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
 
 

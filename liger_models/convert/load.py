@@ -1,6 +1,7 @@
 """Loading of a Hugging Face checkpoint from a folder into a model, which may be sharded over several ranks."""
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -61,7 +62,7 @@ def load_pretrained(
     kernels: KernelOptions | None = None,
     shard: Callable[[Model], object] | None = None,
     keep_quantized: bool = False,
-    head: bool = True,
+    head: bool | None = True,
     hf_config: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a model from a folder.
@@ -88,7 +89,8 @@ def load_pretrained(
             during matrix products.
         head: False leaves out the language-model head, for models of embeddings. The head of the model is then the
             embedding, and the checkpoint may have any head or none. The model is saved without a head and without the
-            prefix ``model.`` of names, as Qwen3-Embedding is.
+            prefix ``model.`` of names, as Qwen3-Embedding is. None leaves the head out only if the checkpoint has none,
+            and config.json does not say that the head is the embedding.
         hf_config: content of a config.json that is used instead of the file in the folder.
 
     Returns:
@@ -113,8 +115,11 @@ def load_pretrained(
     stored = read_headers(folder) if shard is None else _headers_of_all(folder)
     with agreed():
         # Build the model without memory, and choose the layout that matches the tensors.
-        described = hf_config if head else {**hf_config, "tie_word_embeddings": True}
+        described = {**hf_config, "tie_word_embeddings": True} if head is False else hf_config
         config = read_config(model_class.config_class, described, strict=strict, tensors=len(stored))
+        if head is None:
+            head = config.tie_word_embeddings or any(name.endswith("lm_head.weight") for name in stored)
+            config = config if head else dataclasses.replace(config, tie_word_embeddings=True)
         with blaming(folder / CONFIG), torch.device("meta"):
             model = model_class(config, kernels=kernels)
         model.has_head = head

@@ -45,6 +45,7 @@ def resharded(*models: Any) -> Iterator[None]:
         yield
     finally:
         for module in (module for model in models if isinstance(model, nn.Module) for module in modules_of(model)):
-            reshard: Any = getattr(module, "reshard", None)
+            # FSDP adds the method to the class. An attribute that a module does not have takes much longer to look up.
+            reshard: Any = getattr(type(module), "reshard", None)
             if reshard is not None:
-                reshard()
+                reshard(module)

@@ -50,7 +50,6 @@ def next_logits(
 
     # Find the columns at which all rotary frequencies of a row change (LongRoPE). The cached keys were rotated with the
     # old frequencies, so the cache is recomputed at these columns.
-    furthest = positions.flatten(0, -2).amax(0)
     rotary: list[Any] = [*layers_of(model.rotary)]
     switches = switch_columns(rotary, positions)
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
@@ -93,7 +92,7 @@ def next_logits(
         cut_to_prefix(settings.cache, rows.context[::repeats, :T])
         # Dynamic frequencies depend on the length of the sequence, but cached keys were rotated with earlier
         # frequencies.
-        reached = max(old, T) + int(furthest[-1]) + 1 - len(furthest)
+        reached = max(old, T) + int(positions[..., -1].amax()) + 1 - positions.shape[-1]
         if any(T <= switch < old for switch in switches) or any(reached > length for length in dynamic):
             settings.cache.length = 0
         remember(settings.cache, rows.context[::repeats])

@@ -227,5 +227,6 @@ def run_steps(
             while len(computed) > (ahead if end < S - 1 else 0):
                 step, all_ended = computed.popleft()
                 yield step
-                if all_ended():
+                # Nothing follows the last step, so the host need not wait for it.
+                if (computed or end < S - 1) and all_ended():
                     return

@@ -38,10 +38,14 @@ class PromptBatch:
 
     def __init__(self, ids: Tensor, positions: Tensor, length: int, attention_mask: Tensor | None = None) -> None:
         B, T = ids.shape
+        self.is_whole = attention_mask is None and length == T
+        """Whether no row has padding."""
+        if self.is_whole:  # copies, because a graph that is captured later writes other prompts into them
+            self.ids, self.positions, self.last = ids.clone(), positions.clone(), ids.new_full((B,), T - 1)
+            return
         column = torch.arange(length, device=ids.device)
         lengths = ids.new_full((B,), T) if attention_mask is None else (attention_mask != 0).sum(1)
-        self.last = lengths - 1
-        """The column of each row's last token, [B] int64."""
+        self.last = lengths - 1  # the column of each row's last token, [B] int64
         # The column of each token before padding was moved; for padding on the right, that of the last token.
         before = (column + T - lengths[:, None]).clamp_max(T - 1)  # [B, length]
         self.ids = ids.gather(1, before).masked_fill(column > self.last[:, None], 0)
@@ -63,8 +67,10 @@ class PromptBatch:
         return self.ids.shape, self.positions.shape
 
     @property
-    def mask(self) -> Tensor:
-        """[B, length] int64, which is 0 for the padding."""
+    def mask(self) -> Tensor | None:
+        """[B, length] int64, which is 0 for the padding; None for no padding."""
+        if self.is_whole:
+            return None
         return (torch.arange(self.ids.shape[1], device=self.ids.device) <= self.last[:, None]).long()
 
     def logits(self, model: Decoder, cache: PagedCache) -> Tensor:

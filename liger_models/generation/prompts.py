@@ -57,17 +57,18 @@ def batch_prompts(
     if mask is None:
         return ids, None
     mask = (mask != 0).to(device, torch.int64)
-    wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
-    if wrong:
+    ends_with_tokens, is_full = torch.stack([mask[:, -1].all(), mask.all()]).tolist()
+    if not ends_with_tokens:
+        wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
         raise ValueError(
             f"generate: each row must end with a token, got padding at the end of rows {wrong}. Pad on the left, pass "
             "a list of prompts, or pass an attention_mask if the padding tokens are meant."
         )
-    return ids, None if bool(mask.all()) else mask
+    return ids, None if is_full else mask
 
 
 def check_ids(model: Decoder, ids: Tensor) -> Tensor:
-    """Return the ids of prompts on the model's device, [B, T] int64. Synchronizes with the device.
+    """Return the ids of prompts on the model's device, [B, T] int64. Synchronizes with the device of the given ids.
 
     Raises:
         ValueError: ``ids`` is not [B, T], has no tokens, or has others than the model's.
@@ -80,14 +81,15 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
         raise ValueError(f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ValueError(f"generate: input_ids must be integers, got {ids.dtype}.")
-    ids = ids.to(model.device, torch.int64)
-    placeholder = getattr(model, "placeholder_id", 0)
-    low, high = (int(bound) for bound in ids.masked_fill(ids == placeholder, 0).aminmax())
+    ids = ids.to(torch.int64)
+    placeholder = getattr(model, "placeholder_id", None)
+    tokens = ids if placeholder is None else ids.masked_fill(ids == placeholder, 0)
+    low, high = torch.stack(tokens.aminmax()).tolist()
     if not (low >= 0 and high < vocab):
         raise ValueError(
             f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
         )
-    return ids
+    return ids.to(model.device)
 
 
 def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The choice of the next tokens from logits, by greedy decoding or by sampling."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -25,14 +26,20 @@ class Sampler:
     """
 
     def __init__(self, settings: Settings, prompts: Tensor, vocab_size: int) -> None:
-        device = prompts.device
+        self.device = device = prompts.device
         self.settings, self.prompt_length = settings, prompts.shape[1]
         stops = settings.eos_token_id
         # A stop token ends a row, so a bad word that is just a stop token is ignored.
         words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in stops)]
         self.words = _by_length([*words, *([token] for token in settings.suppress_tokens)], device)
         self.seeds = None if settings.seed is None else _seeds(settings.seed, len(prompts)).to(device)
-        self.stops = token_mask(torch.tensor([stops], dtype=torch.int64, device=device), vocab_size)
+        self.vocab_size = vocab_size
+
+    @functools.cached_property
+    def stops(self) -> Tensor:
+        """Whether each token ends a row, [1, V] bool. Most calls have no minimum of new tokens, and never need this."""
+        tokens = torch.tensor([self.settings.eos_token_id], dtype=torch.int64, device=self.device)
+        return token_mask(tokens, self.vocab_size)
 
     def __call__(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
         """Return the next tokens, [B] int64.

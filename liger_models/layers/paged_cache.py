@@ -81,7 +81,6 @@ class PagedCache(DecodeCache):
 
         # Rows of a step beyond the N that are needed repeat the last one.
         row = torch.arange(self.rows, device=device).clamp_max_(N - 1)
-        first = row // repeats * repeats
         self._row = None if self.rows == N else row
         self._prompt = None if self.rows == B else row // repeats
 
@@ -91,14 +90,18 @@ class PagedCache(DecodeCache):
         self.slots = (slots if mask is None else slots.masked_fill(mask == 0, -1)).flatten()
         self.lengths.copy_(self._of_prompts(position[:, -1] + 1))
 
+        self._shared = None
+        if repeats == 1:
+            self._table.copy_(self.of_rows(self._own))
+            return
+
         # Rows of one prompt share the pages that the prompt fills. `settle` copies the page that is only partly filled.
+        first = row // repeats * repeats
         filled = (self.lengths // self.page)[:, None].long()
         column = torch.arange(self._own.shape[1], device=device)
         self._table.copy_(torch.where(column < filled, self._own[first], self._own[row]))
-        self._shared = None
-        if repeats > 1:
-            begun = filled.clamp_max(self._own.shape[1] - 1)
-            self._shared = self._own[first].gather(1, begun)[:, 0], self._own[row].gather(1, begun)[:, 0]
+        begun = filled.clamp_max(self._own.shape[1] - 1)
+        self._shared = self._own[first].gather(1, begun)[:, 0], self._own[row].gather(1, begun)[:, 0]
 
     def grow(self, capacity: int) -> None:
         """Grow to ``capacity`` tokens per row. Pages and table move in memory, so a step must be captured again."""

@@ -65,7 +65,9 @@ def draws(part: nn.Module, dropout: float) -> bool:
 
 def is_compiled(block: nn.Module) -> bool:
     """Whether the block is compiled."""
-    return block._compiled_call_impl is not None or hasattr(block.forward, "_torchdynamo_orig_callable")
+    # Not ``block.forward``: generation asks this of every module, and a bound method takes longer.
+    forward = vars(block).get("forward", type(block).forward)
+    return block._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...] = (), **options: Any) -> Any:

@@ -187,9 +187,14 @@ def is_bidirectional(folder: Path) -> bool:
     return (described.get("config_args") or {}).get("is_causal") is False
 
 
+def has_settings(folder: Path) -> bool:
+    """Return whether a local folder of a checkpoint or adapter has the files of sentence-transformers."""
+    return (folder / MODULES).is_file()
+
+
 def copy_settings(source: Path, folder: Path) -> None:
     """Copy the files of sentence-transformers from the local folder of a checkpoint or adapter, if it has any."""
-    if (source / MODULES).is_file():
+    if has_settings(source):
         paths = [path for pattern in FILES for path in source.glob(pattern)]
         _write(folder, {str(path.relative_to(source)): json.loads(path.read_bytes()) for path in paths[1:] + paths[:1]})
 

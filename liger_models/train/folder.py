@@ -1,7 +1,7 @@
 """The folder of a run: its lock, so that only one process group at a time trains in it, and its JSON files."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ LOCK = ".lock"
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Context manager that no other run can enter for the same folder. Every rank must call this function.
+
+    A run that fails before it has written anything leaves no folder.
 
     Raises:
         ValueError: another run is training in the folder.
@@ -38,7 +40,20 @@ def lock_folder(folder: Path) -> Iterator[None]:
                         f"train: output must be a folder that can be written, got {folder}: {error}. Check its "
                         "permissions and the free space, or name another folder."
                     ) from error
-        yield
+        try:
+            yield
+        except BaseException:
+            if rank() == 0:
+                _remove_if_empty(folder)
+            raise
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a run that failed before it wrote anything but the lock."""
+    if [path.name for path in folder.iterdir()] == [LOCK]:
+        with suppress(OSError):  # such as a folder that is a mount
+            (folder / LOCK).unlink()
+            folder.rmdir()
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -573,7 +573,15 @@ def needs_fsdp(options: TrainOptions, dtype: torch.dtype) -> bool:
 
 
 def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
-    """Add the LoRA adapters that ``options`` describe."""
+    """Add the LoRA adapters that ``options`` describe.
+
+    Raises:
+        ValueError: ``lora_tower`` is set but the model has no vision tower, or as in `apply_lora`.
+    """
+    if options.lora_tower and model.visual is None:
+        raise ValueError(
+            f"train: lora_tower needs a model with a vision tower, got {type(model).__name__}. Leave it out."
+        )
     # Without `lora_tower` the layers of a vision tower are left out.
     targets: Sequence[str] | str = options.lora_targets or "all-linear"
     if model.visual is not None and not options.lora_tower:

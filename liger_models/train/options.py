@@ -302,6 +302,10 @@ def _read(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         is_json = language == "JSON"
         content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, Loader)
+    except OSError as error:
+        raise ValueError(
+            f"{file}: must be a file of options that can be read, got: {error.strerror}. Correct the path."
+        ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{file}: must be {language}, got: {error}. Correct it.") from error
     if not isinstance(content, dict):

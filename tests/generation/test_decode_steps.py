@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base, without_adapters
@@ -426,6 +427,26 @@ def test_a_graph_of_prompts_serves_similar_lengths(device, monkeypatch):
     assert len(replays) == 10
 
 
+def test_the_host_does_little_before_prompts_run_and_nothing_after(device, monkeypatch):
+    """Few operations precede a graph of prompts without padding, and nobody waits for the last token."""
+    model, prompts = llama(device), torch.randint(3, VOCAB, (8, 16))
+    generate(model, prompts, max_new_tokens=1)
+    operations, before = [], []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            operations.append(operation)
+            return operation(*args, **(kwargs or {}))
+
+    replay = PromptGraph.replay
+    monkeypatch.setattr(PromptGraph, "replay", lambda *args: before.append(len(operations)) or replay(*args))
+    monkeypatch.setattr(loop_module.Rows, "read_later", lambda self: lambda: pytest.fail("waits for the last token"))
+    with Record():
+        generate(model, prompts, max_new_tokens=1)
+    assert len(before) == 1
+    assert before[0] <= 40
+
+
 def test_padding_of_prompts_moves_to_the_right():
     """Positions move with their tokens and go on after the last one; without a mask they stay as they are."""
     ids, mask = torch.tensor([[0, 0, 7, 8], [3, 4, 5, 6]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -441,6 +462,11 @@ def test_padding_of_prompts_moves_to_the_right():
         assert plain.ids.tolist() == [[0, 0, 7, 8, 0], [3, 4, 5, 6, 0]]
         assert plain.positions.tolist() == [[*range(5)]] * (1 if given is None else 2)
         assert plain.last.tolist() == [3, 3]
+    whole = PromptBatch(ids, torch.arange(4)[None], 4)
+    assert whole.mask is None
+    assert whole.ids.tolist() == ids.tolist()
+    assert whole.ids.data_ptr() != ids.data_ptr()  # a graph writes later prompts into them
+    assert whole.last.tolist() == [3, 3]
 
 
 def test_graphs_of_prompts_are_few(device):

@@ -14,6 +14,7 @@ from liger_models import AutoLigerModel, LigerFusedLinearORPOLoss, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import AnswerDataset, PromptDataset
 from liger_models.train import TrainOptions, train
+from liger_models.train.loop import add_adapters
 
 from ..data.examples import write
 from ..data.vision import chat, make_model, save_pictures
@@ -238,6 +239,11 @@ def test_options_of_images(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     with pytest.raises(ValueError, match="broken_media must be one of error, skip, got 'x'"):
         options(folder, "gemma3", "bad", broken_media="x")
+    text = AutoLigerModel.from_config({"model_type": "llama"}, device="meta")
+    with pytest.raises(
+        ValueError, match=r"lora_tower needs a model with a vision tower, got LigerLlama\. Leave it out"
+    ):
+        add_adapters(text, options(folder, "gemma3", "bad", lora_r=2, lora_tower=True))
     with pytest.raises(ValueError, match="lora_tower needs lora_r"):
         options(folder, "gemma3", "bad", lora_tower=True)
     with pytest.raises(ValueError, match=r"max_pixels is a bound on images of Qwen-VL, got Gemma3Config"):

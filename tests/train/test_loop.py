@@ -678,10 +678,12 @@ def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"the number of ranks \(1\) must be a multiple of the 2 that share a batch"):
         train(TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[str(tmp_path)], context_parallel=2))
     (tmp_path / "file").touch()
-    for name, error in (("file", "must end in one of .jsonl"), ("run", "must be a file or a folder of files")):
+    (tmp_path / "empty").mkdir()
+    for name, error in (("file", "must end in one of .jsonl"), ("empty", "must be a file or a folder of files")):
         with pytest.raises((OSError, ValueError), match=error):
             train(TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[str(tmp_path / name)]))
         dist.destroy_process_group()
+        assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"train: output must be a folder, or not exist, got the file .*file\. Name"):
         train(TrainOptions(model="no/model", output=str(tmp_path / "file"), data=[str(tmp_path)]))
 

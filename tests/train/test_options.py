@@ -183,7 +183,7 @@ def test_arguments_without_a_name(tmp_path, capsys):
         ("a.json", b'{"rate": 1, "rate": 2}', "a.json: must be JSON, got: rate twice"),
         ("a.json", b"{", "a.json: must be JSON"),
         ("a.yaml", b'"\\e[2J": 1', r"got \x1b[2J"),
-        ("a.yaml", None, "No such file"),
+        ("a.yaml", None, "a.yaml: must be a file of options that can be read, got: No such file"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path, capsys, name, content, message):

@@ -26,7 +26,7 @@ from liger_models.train.loop import TrainOptions, load_model, train
 from liger_models.train.objective_options import make_objective
 
 from ..parallel.conftest import two  # noqa: F401
-from ..retrieval.conftest import checkpoint  # noqa: F401
+from ..retrieval.conftest import checkpoint, untied  # noqa: F401
 from .runs import log, no_group_is_left  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -268,6 +268,29 @@ def test_train_adapters_of_embeddings_and_merge_them(folder, tmp_path):
     assert embedder.settings.pooling == "mean"
     assert embedder.model.bidirectional
     assert (merged / "1_Pooling/config.json").is_file()
+
+
+def test_commands_take_embeddings_without_a_head(folder, tmp_path, untied):  # noqa: F811
+    """A model whose head is not its embedding is exported without it; the command that training names reads it."""
+    output = run(folder, "embed", "pairs", output=str(tmp_path / "run"), model=str(untied))
+    whole, converted, merged = output / "model", tmp_path / "converted", tmp_path / "merged"
+    adapters = run(folder, "embed", "pairs", output=str(tmp_path / "lora"), model=str(whole), lora_r=4)
+    for arguments in (
+        ["convert", whole, converted],
+        ["merge", whole, adapters / "adapter", merged],
+        ["verify", converted],
+        ["verify", merged],
+    ):
+        done = CliRunner().invoke(commands.app, [*map(str, arguments)])
+        assert done.exit_code == 0, done.output
+    assert "logits not compared: the checkpoint has no language-model head" in done.output
+    want, got, changed = (LigerEmbedder.from_pretrained(path, progress=False) for path in (whole, converted, merged))
+    assert torch.equal(got.encode(["w1 w2"]), want.encode(["w1 w2"]))
+    assert not torch.equal(changed.encode(["w1 w2"]), want.encode(["w1 w2"]))
+    (whole / "modules.json").unlink()  # then it is a checkpoint that lacks a tensor
+    done = CliRunner().invoke(commands.app, ["convert", str(whole), str(converted)])
+    assert done.exit_code == 1
+    assert "Missing: lm_head.weight" in done.output
 
 
 def test_train_rerank(folder, tmp_path):
