@@ -163,7 +163,7 @@ def said(monkeypatch) -> list[str]:
     return found
 
 
-HEADS = [("cohere2", "released"), ("gemma2", "gqa"), ("granite", "tied"), ("mixtral", "aux"), ("llama", "tied")]
+HEADS = [("cohere2", "released"), ("gemma2", "gqa"), ("granite", "tied"), ("mixtral", "aux"), ("phimoe", "window")]
 
 
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
@@ -207,7 +207,7 @@ HEADS_OF = {
 
 
 @pytest.mark.parametrize("settings", HEADS_OF.values(), ids=HEADS_OF)
-@pytest.mark.parametrize("hf", HEADS[:3], indirect=True, ids="-".join)
+@pytest.mark.parametrize("hf", [*HEADS[:3], HEADS[-1]], indirect=True, ids="-".join)
 def test_the_heads_of_other_trainers(hf, rows, said, monkeypatch, settings):
     """Every output, and the gradients of a loss with a factor for each target. Logits are computed twice."""
     from trl.trainer.utils import add_fused_lm_head
