@@ -1,6 +1,7 @@
 """Weights under Hugging Face's names, read from and loaded into a model, against a copy of every parameter."""
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from .training.modes import title
 
 HELP = "hf_tensors and load_hf_tensors on one GPU against a copy of every parameter"
 REPEATS = 5
+UNCHANGED = 100
+"""Number of elements of a parameter of which one changes before each `hf_delta`, as in reinforcement learning."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +63,33 @@ def times(model: nn.Module, device: torch.device) -> Row:
     row: Row = {"weights_gib": round(sum(parameter.nbytes for parameter in model.parameters()) / 2**30, 2)}
     for name, task in tasks.items():
         row |= {f"{name}_ms": measured(task, device), f"{name}_gib": extra_gib(task, device)}
-    return row
+    return row | delta_times(model, device)
+
+
+@torch.no_grad()
+def delta_times(model: nn.Module, device: torch.device) -> Row:
+    """Milliseconds of the fastest `hf_delta` and `apply_delta`, and the share of the bytes that is sent.
+
+    Before each repetition, one in `UNCHANGED` elements changes its sign. All tensors are on the model's device.
+    """
+    from liger_models import apply_delta, get_hf_state_dict, hf_delta
+
+    base, receiver = get_hf_state_dict(model), get_hf_state_dict(model)
+    times = []
+    for _ in range(2 * REPEATS):  # an even number, so that the model finally has its signs again
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.view(-1)[::UNCHANGED].neg_()
+        marks = [synchronized(device)]
+        delta = hf_delta(model, base)
+        marks.append(synchronized(device))
+        apply_delta(receiver, delta)
+        marks.append(synchronized(device))
+        times.append([1000 * (end - begin) for begin, end in itertools.pairwise(marks)])
+    sent = sum(tensor.nbytes for tensor in delta.tensors.values())
+    delta_ms, apply_ms = (round(min(column), 2) for column in zip(*times, strict=True))
+    share = sent / sum(tensor.nbytes for tensor in base.values())
+    return {"delta_ms": delta_ms, "apply_ms": apply_ms, "delta_share": round(share, 4)}
 
 
 def measured(task: Callable[[], object], device: torch.device) -> float:
@@ -92,11 +121,15 @@ def table(rows: Rows) -> str:
     lines = []
     for row in rows:
         if "error" in row:
-            lines.append((row["model"], title(row["mode"]), row["error"]))
+            lines.append((row["model"], title(row["mode"]), row["error"], *[""] * 7))
             continue
         cells = [
             f"{row[f'{name}_ms']} ({ratio(row[f'{name}_ms'], row['copy_ms'])}), {row[f'{name}_gib']} GiB"
             for name in ("copy", "read", "read_fp32", "load")
         ]
-        lines.append((row["model"], title(row["mode"]), row["weights_gib"], *cells))
-    return markdown("model||GiB|copy ms|hf_tensors ms|hf_tensors in fp32 ms|load_hf_tensors ms", lines)
+        synced = (row.get(name, "") for name in ("delta_share", "delta_ms", "apply_ms"))
+        lines.append((row["model"], title(row["mode"]), row["weights_gib"], *cells, *synced))
+    columns = (
+        "copy ms|hf_tensors ms|hf_tensors in fp32 ms|load_hf_tensors ms|share in hf_delta|hf_delta ms|apply_delta ms"
+    )
+    return markdown(f"model||GiB|{columns}", lines)

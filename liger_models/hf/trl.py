@@ -1,10 +1,11 @@
-"""The loss of TRL's `SFTTrainer` for the models of this package.
+"""The losses of TRL's trainers for the models of this package.
 
 TRL replaces the forward of a model by one that computes the logits in tiles, and computes them again in the backward.
-From TRL 1.15 on, it returns the log-probability of each target, the entropies, and whether the targets are the most
-probable tokens, and `SFTTrainer` divides the sum of the log-probabilities by the number of targets. In earlier
-versions, with the loss ``chunked_nll``, it returns the loss and the sums of the other numbers. The forward of this file
-returns the same from `log_probs_of_sum`, which computes the logits once.
+From TRL 1.15 on, it returns the log-probability of each target, and what else the trainer asks for: the entropies, the
+mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of the log-probabilities
+by the number of targets. In earlier versions, with the loss ``chunked_nll`` of SFT, it returns the loss and the sums of
+the other numbers. The forward of this file returns the same from `log_probs_of_sum`, which computes the logits once for
+SFT, and twice for losses whose gradients differ between targets.
 """
 
 import functools
@@ -25,17 +26,36 @@ from liger_models.layers.lm_head import LabeledRows
 
 logger = logging.get_logger(__name__)
 
-SETTINGS = {"outputs": ("log_probs", "entropy", "is_top1"), "temperature": 1.0, "cast_lm_head_to_fp32": False}
-"""The settings with which `SFTTrainer` replaces the forward. Other trainers have other settings, and other losses."""
+SFT_OUTPUTS = ("log_probs", "entropy", "is_top1")
+"""What `SFTTrainer` asks for. Other trainers have other losses."""
+OUTPUTS = {*SFT_OUTPUTS, "mean_logits"}
+"""What the forward of this file can return."""
+
+
+class Head(NamedTuple):
+    """The settings with which a trainer has replaced the forward.
+
+    Attributes:
+        result: function that makes the output from `TokenNumbers`.
+        outputs: names of the requested numbers.
+        temperature: divisor of the logits.
+    """
+
+    result: Callable[["TokenNumbers"], Any]
+    outputs: tuple[str, ...] = SFT_OUTPUTS
+    temperature: float = 1.0
 
 
 class TokenNumbers(NamedTuple):
     """The result of TRL's forward with labels: the loss, and numbers of each target, [B, T - 1], or [B, T] if shifted.
 
+    Numbers that were not requested are None.
+
     Attributes:
         loss: [], with the weighted auxiliary loss.
         log_probs: fp32, 0 without a target.
         entropy: fp32, 0 without a target.
+        mean_logits: fp32, the mean over the vocabulary, without a gradient, 0 without a target.
         is_top1: bool, whether the target is the most probable token.
         label_mask: bool, whether there is a target.
         aux_loss: [], without its weight; None if it was not requested.
@@ -43,8 +63,9 @@ class TokenNumbers(NamedTuple):
 
     loss: Tensor
     log_probs: Tensor
-    entropy: Tensor
-    is_top1: Tensor
+    entropy: Tensor | None
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
     label_mask: Tensor
     aux_loss: Tensor | None
 
@@ -57,53 +78,62 @@ def fused_forward(model: Any, forward: Any) -> Any:
         forward: any method.
 
     Returns:
-        For the forward of `SFTTrainer`, a method that returns the same. Where this method can't use the fused loss, it
-        calls ``forward``, and a warning says why. For any other forward, the forward itself.
+        For the forward of a trainer of TRL, a method that returns the same. Where this method can't use the fused
+        loss, it calls ``forward``, and a warning says why. For any other forward, the forward itself.
     """
     trl: Any = getattr(forward, "__func__", None)
-    output = _output_of(trl)
-    if output is None:
+    head = _head_of(trl)
+    if head is None:
         return forward
-    # Another loss, such as DFT, is noticed in its first backward.
-    is_mean = True
+    # Another loss of SFT, such as DFT, is noticed in its first backward.
+    is_mean = head.outputs == SFT_OUTPUTS and head.temperature == 1.0
 
     def when_other() -> None:
         nonlocal is_mean
         is_mean = False
 
     @functools.wraps(type(model).forward)
-    def sft_forward(self: Any, *args: Any, **inputs: Any) -> Any:
+    def labeled_forward(self: Any, *args: Any, **inputs: Any) -> Any:
         has_labels = inputs.get("labels") is not None or inputs.get("shift_labels") is not None
         is_asked = inputs.get("fused_lm_head", has_labels and not args)
-        reason = _fallback_reason(self) if is_asked else None
+        reason = _fallback_reason(self, head) if is_asked else None
         if reason is not None:
-            logger.warning_once(f"{type(self).__name__}: the head of TRL computes the loss of SFT, because {reason}.")
+            logger.warning_once(f"{type(self).__name__}: the head of TRL computes the loss, because {reason}.")
         if not is_asked or reason is not None:
             return trl(self, *args, **inputs)
         inputs.pop("fused_lm_head", None)
-        return output(_numbers(self, *args, **inputs, ahead=is_mean, when_other=when_other))
+        return head.result(_numbers(self, head, *args, **inputs, ahead=is_mean, when_other=when_other))
 
-    return MethodType(sft_forward, model)
+    return MethodType(labeled_forward, model)
 
 
-def _output_of(trl: Any) -> Callable[[TokenNumbers], Any] | None:
-    """Return the function that makes the output of a forward of `SFTTrainer`; None for any other function."""
+def _head_of(trl: Any) -> Head | None:
+    """Return the settings of a forward of TRL's trainers; None for any other function."""
     scope, code = getattr(trl, "__globals__", {}), getattr(trl, "__code__", None)
     place = scope.get("__name__"), getattr(code, "co_name", None)
     if place == ("trl.trainer.utils", "_fused_forward") and "FusedCausalLMOutput" in scope:
         settings = inspect.getclosurevars(trl).nonlocals
-        is_sft = all(settings.get(name) == value for name, value in SETTINGS.items())
-        return (lambda numbers: scope["FusedCausalLMOutput"](**numbers._asdict())) if is_sft else None
+        outputs, temperature = settings.get("outputs"), settings.get("temperature")
+        if not outputs or not OUTPUTS.issuperset(outputs) or not temperature or settings.get("cast_lm_head_to_fp32"):
+            return None
+        return Head(lambda numbers: scope["FusedCausalLMOutput"](**numbers._asdict()), tuple(outputs), temperature)
     if place == ("trl.trainer.sft_trainer", "_chunked_ce_forward") and "_ChunkedCELMHeadOutput" in scope:
-        return lambda numbers: scope["_ChunkedCELMHeadOutput"](
-            loss=numbers.loss, aux_loss=numbers.aux_loss, entropy_sum=numbers.entropy.detach().sum(),
-            num_correct_tokens=numbers.is_top1.sum().float(), num_valid_tokens=numbers.label_mask.sum(),
-        )  # fmt: skip
+
+        def sums(numbers: TokenNumbers) -> Any:
+            assert numbers.entropy is not None
+            assert numbers.is_top1 is not None
+            return scope["_ChunkedCELMHeadOutput"](
+                loss=numbers.loss, aux_loss=numbers.aux_loss, entropy_sum=numbers.entropy.detach().sum(),
+                num_correct_tokens=numbers.is_top1.sum().float(), num_valid_tokens=numbers.label_mask.sum(),
+            )  # fmt: skip
+
+        return Head(sums)
     return None
 
 
 def _numbers(
     model: Any,
+    settings: Head,
     *args: Any,
     labels: Any = None,
     shift_labels: Tensor | None = None,
@@ -120,17 +150,26 @@ def _numbers(
     rows = LabeledRows(target)  # before the body runs, so that the host does not wait for their number
     body = model.base_model(*args, **inputs | {"use_cache": False, "return_dict": True})
     head = model.lm_head
+    softcap = None if head.softcap is None else head.softcap / settings.temperature
+    scale = head.logit_scale / settings.temperature
 
     def statistics(x: Tensor, weight: Tensor, target: Tensor) -> Any:
         # As in TRL, the weight may have another dtype than the hidden states.
         weight = weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
-        return log_probs_of_sum(
-            x, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, ahead=ahead, when_other=when_other
+        log_probs, entropy, predicted = log_probs_of_sum(
+            x, weight, target, softcap=softcap, logit_scale=scale, ahead=ahead, when_other=when_other
         )
+        numbers = {"log_probs": log_probs, "entropy": entropy, "is_top1": predicted == target}
+        if "mean_logits" in settings.outputs:  # the mean of products with all rows is the product with their mean
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                mean = scale * (x.float() @ weight.mean(0, dtype=torch.float32))
+                numbers["mean_logits"] = mean.where(target != -100, 0)
+        return numbers
 
     x, y = rows.select(body.last_hidden_state)
-    (log_probs, entropy, predicted), _ = head(x, y, loss_function=statistics)
-    log_probs, entropy, is_top1 = (rows.spread(x)[:, tokens] for x in (log_probs, entropy, predicted == y))
+    numbers, _ = head(x, y, loss_function=statistics)
+    numbers = {name: rows.spread(value)[:, tokens] for name, value in numbers.items() if name in settings.outputs}
+    log_probs = numbers["log_probs"]
     label_mask = target[:, tokens] != -100
     count = label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss = -log_probs.sum() / count
@@ -144,15 +183,18 @@ def _numbers(
             body.router_logits, decoder.config.num_experts_per_tok, inputs.get("attention_mask"), decoder.groups.balance
         )
         loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
-    return TokenNumbers(loss, log_probs, entropy, is_top1, label_mask, aux_loss)
+    others = {name: numbers.get(name) for name in ("entropy", "mean_logits", "is_top1")}
+    return TokenNumbers(loss, log_probs, **others, label_mask=label_mask, aux_loss=aux_loss)
 
 
-def _fallback_reason(model: Any) -> str | None:
+def _fallback_reason(model: Any, settings: Head) -> str | None:
     """Return why the fused loss can't be used; None if it can."""
     if model.has_own_head:
         return "the model has another head"
     if not model.model.decoder.kernels.fused_linear_cross_entropy:
         return "fused_linear_cross_entropy is off"
+    if "mean_logits" in settings.outputs and model.lm_head.softcap is not None:
+        return "the mean of logits with a softcap needs all logits"
     if is_traced():
         return "the model is compiled"
     # The gradients of another loss would need the weight in the backward, where it is not gathered.

@@ -200,7 +200,7 @@ def test_a_new_head_and_a_new_embedding(hf, tmp_path):
     theirs.__dict__.pop("forward", None)
     ids = tokens(arch, variant, 2, T)
     rows, width = ours.lm_head.weight.shape
-    head = nn.Linear(width, rows, bias=False)
+    head = nn.Linear(width, rows, bias=ours.lm_head.bias is not None)
     for model in (theirs, ours):
         model.set_output_embeddings(copy.deepcopy(head))
     embedding = nn.Embedding(*ours.get_input_embeddings().weight.shape)
@@ -290,7 +290,7 @@ def test_freezing_the_body_leaves_the_head(hf):
     for parameter in ours.base_model.parameters():
         parameter.requires_grad = False
     assert {name for name, each in ours.named_parameters() if each.requires_grad} == (
-        set() if tied else {"model.decoder.lm_head.weight"}
+        set() if tied else {f"model.decoder.lm_head.{name}" for name, _ in ours.lm_head.named_parameters()}
     )
     if theirs.base_model is not theirs:  # Llama 4 with images has no module for its body
         outside = [model.num_parameters() - model.base_model.num_parameters() for model in (theirs, ours)]

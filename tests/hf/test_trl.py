@@ -163,7 +163,7 @@ def said(monkeypatch) -> list[str]:
     return found
 
 
-HEADS = [("cohere2", "released"), ("gemma2", "gqa"), ("granite", "tied"), ("mixtral", "aux"), ("llama", "tied")]
+HEADS = [("cohere2", "released"), ("gemma2", "gqa"), ("granite", "tied"), ("mixtral", "aux"), ("phimoe", "window")]
 
 
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
@@ -197,6 +197,44 @@ def test_the_head_of_sft(hf, rows, monkeypatch, shifted):
         del theirs.forward, ours.forward
         assert_same_gradients(ours.model.decoder, theirs)
         assert rows == [8] * (1 if uniform else 3)
+
+
+HEADS_OF = {
+    "DPO": {"outputs": ("log_probs", "entropy", "mean_logits", "is_top1")},
+    "GRPO": {"outputs": ("log_probs", "entropy"), "temperature": 0.7},
+    "reference": {},
+}
+
+
+@pytest.mark.parametrize("settings", HEADS_OF.values(), ids=HEADS_OF)
+@pytest.mark.parametrize("hf", [*HEADS[:3], HEADS[-1]], indirect=True, ids="-".join)
+def test_the_heads_of_other_trainers(hf, rows, said, monkeypatch, settings):
+    """Every output, and the gradients of a loss with a factor for each target. Logits are computed twice."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    monkeypatch.setattr("liger_models.layers.lm_head.ROW_MULTIPLE", 4)
+    arch, variant, theirs, ours = hf
+    theirs.__dict__.pop("forward", None)
+    ids = tokens(arch, variant, 2, 12)
+    labels = torch.where(torch.arange(12) % 3 == 1, ids, -100)
+    outs = []
+    for model in (theirs, ours.train()):
+        add_fused_lm_head(model, **settings)
+        out = model(ids, fused_lm_head=True, labels=labels)
+        factors = torch.arange(out.log_probs.numel()).view(out.log_probs.shape) / 10
+        (out.loss + (out.log_probs * factors).sum() - (0 if out.entropy is None else out.entropy.sum())).backward()
+        outs.append(out)
+        del model.forward
+    want, got = outs
+    assert got.keys() == want.keys()
+    for name in got.keys() - {"is_top1", "label_mask"}:
+        assert error(got[name], want[name]) <= LIMIT, name
+    assert got.is_top1 is None or torch.equal(got.is_top1, want.is_top1)
+    assert_same_gradients(ours.model.decoder, theirs)
+    # Only the mean of capped logits is left to TRL.
+    falls_back = "mean_logits" in settings.get("outputs", ()) and ours.lm_head.softcap is not None
+    assert rows == ([] if falls_back else [8, 8])
+    assert len(said) == falls_back
 
 
 OLDER = """
@@ -380,7 +418,7 @@ def test_sft_resumes(folder):
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "ORPO", "CPO"])
-def test_preferences(folder, kind):
+def test_preferences(folder, kind, rows):
     home = {"ORPO": orpo, "CPO": cpo}.get(kind, trl)
 
     def make(ours: bool) -> Any:
@@ -392,6 +430,7 @@ def test_preferences(folder, kind):
         )
 
     assert_saves_a_checkpoint(assert_trains_the_same(make))
+    assert bool(rows) == (kind in ("DPO", "KTO"))
 
 
 @pytest.mark.parametrize("margin", [False, True])
@@ -433,7 +472,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_groups_of_completions(folder, kind, reasons):
+def test_groups_of_completions(folder, kind, reasons, rows):
     """The same completions, which the engine generates, and steps; the loss of a batch's second step is not 0."""
     run = assert_trains_the_same(
         lambda ours: getattr(trl, f"{kind}Trainer")(
@@ -446,6 +485,7 @@ def test_groups_of_completions(folder, kind, reasons):
     assert first["reward"] > 0
     assert abs(second["loss"]) > 0.01
     assert {*reasons} == {None}
+    assert rows
     assert_saves_a_checkpoint(run)
 
 
