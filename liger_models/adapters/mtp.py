@@ -5,6 +5,8 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
+The block can also draft tokens: it is a ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
+
 The block is a block of the model's family, in Qwen3.5 one with full attention, and in DeepSeek V3 one with experts. L
 is the model's own loss. L' is the mean cross entropy of the model's head applied to h'_t, over all tokens whose target,
 two positions ahead, is in the same document and not ignored. Training does not materialize the logits.
@@ -30,7 +32,7 @@ from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import take_cu_seqlens
 from liger_models.layers.head_request import check_num_items
-from liger_models.layers.layer import wide_parameters
+from liger_models.layers.layer import layers_of, wide_parameters
 from liger_models.layers.linear import is_sharded
 
 
@@ -60,9 +62,9 @@ class LigerMTP(nn.Module):
     (`Decoder.set_checkpointing`).
 
     Args:
-        model: a model of a family with such a block (Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 to 4.7) whose weights
-            are loaded. This module can be wrapped by
-            `torch.nn.parallel.DistributedDataParallel`; sharding is not supported.
+        model: a model of a family with such a block (Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 to 4.7, Nemotron 3)
+            whose weights are loaded. This module can be wrapped by `torch.nn.parallel.DistributedDataParallel`;
+            sharding is not supported.
         loss_weight: weight of L'. A schedule may change this attribute.
 
     Raises:
@@ -106,6 +108,11 @@ class LigerMTP(nn.Module):
         self.layers, self.norm = predictor.layers, predictor.norm
         self._predictor = [predictor]  # in a list, its embedding and head are hidden from `parameters`
 
+        # In a cache, the layers of the block come after those of the model.
+        for layer in layers_of(self.layers):
+            if layer.attention is not None:
+                layer.layer += config.num_hidden_layers
+
         # The dtypes of parameters that stay in fp32; those of a checkpoint replace them.
         self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
@@ -130,8 +137,11 @@ class LigerMTP(nn.Module):
                     layout[name] = (Name(name), {name: f"{self.format.names[module]}.{parameter}"})
                     continue
                 expression = weights.entries[name]
-                names = {theirs: theirs.partition("layers.0.")[2] for theirs in expression.names()}
-                layout[name] = (expression, {theirs: self.format.block + rest for theirs, rest in names.items()})
+                parts = {theirs: theirs.partition("layers.")[2].partition(".") for theirs in expression.names()}
+                layout[name] = (
+                    expression,
+                    {theirs: self.format.block.format(layer) + rest for theirs, (layer, _, rest) in parts.items()},
+                )
             layouts.append(layout)
         return layouts
 
@@ -221,8 +231,17 @@ class LigerMTP(nn.Module):
             layout: layout of the batch.
         """
         # Take the embedding of the next token. At the last token of a document it is unrelated, but there is no target.
-        ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))  # [B, T, C]
-        u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
+        return self.predict(hidden, embeds.roll(-1, 1), layout)
+
+    def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
+        """Compute h', [B, T, C], also for tokens whose next token is not in the batch.
+
+        Args:
+            hidden: h, [B, T, C].
+            ahead: the embedding of the next token of each token, [B, T, C].
+            layout: layout of the batch. If it has a cache, the tokens are appended to the cache.
+        """
+        u = self.fc(torch.cat([self.pre_fc_norm_embedding(ahead), self.pre_fc_norm_hidden(hidden)], -1))
 
         # Run the block with the checkpointing policy of the model's last block.
         (predictor,) = self._predictor
