@@ -117,3 +117,14 @@ def test_drafts_that_do_not_fit_are_refused():
             call([[1]], max_new_tokens=2, draft_model=mtp)
     with pytest.raises(ValueError, match="draft_model must be LigerMTP around this LigerLlama, got LigerLlama"):
         llama.rollout([[1]], max_new_tokens=2, draft_model=llama)
+
+
+def test_deterministic_log_probabilities_are_bitwise_those_without_drafts():
+    model, mtp = drafting("glm4_moe")
+    options = {"max_new_tokens": 9, "eos_token_id": [], "do_sample": True, "seed": 0, "deterministic": True}
+    want = model.rollout(prompts_of(model), **options)
+    found = model.rollout(prompts_of(model), **options, draft_model=mtp)
+    assert sum(row.rounds for row in found) < 36
+    for expected, row in zip(want, found, strict=True):
+        assert torch.equal(row.tokens, expected.tokens)
+        assert torch.equal(row.log_probs, expected.log_probs)
