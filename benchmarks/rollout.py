@@ -1,4 +1,7 @@
-"""Continuations of many prompts of unequal length by `rollout`, and by `generate` of both libraries in batches."""
+"""Continuations of many prompts of unequal length by `rollout`, and by `generate` of both libraries in batches.
+
+The modes of `drafts` compare rollouts with and without drafts of a block for multi-token prediction.
+"""
 
 import argparse
 import random
@@ -8,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import drafts
 from .decode import seconds
 from .options import add_batch, add_model, add_modes, add_steps
-from .processes import measure_all, plan_batch
+from .processes import measure_all, plan_batch, plan_modes
 from .rows import Row, Rows
 from .tables import markdown, ratio, tokens
 from .training.build import build
@@ -18,7 +22,7 @@ from .training.job import Job
 from .training.models import read_config
 
 HELP = "rollouts of many prompts of unequal length: new tokens/s"
-MODES = r"hf|ours(\+generate)?"
+MODES = r"hf|ours(\+generate|\+drafts(\+hybrid)?)?"
 ROWS = {"hf": 64, "ours+generate": 256}
 """Mode -> number of rows in a batch of ``generate``."""
 NAMES = {
@@ -35,13 +39,19 @@ Continue = Callable[[list[Tensor], list[int]], list[Tensor]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama-3.2-3b")
-    add_modes(parser, "hf,ours+generate,ours", MODES, f"comma-separated, of {', '.join(NAMES)}")
+    add_modes(parser, "hf,ours+generate,ours", MODES, f"comma-separated, of {', '.join((*NAMES, *drafts.MODES))}")
     add_batch(parser, "256x512", "prompts x tokens of the longest; the shortest has an eighth")
     add_steps(parser, 512, "new tokens of the longest answer; the shortest has a quarter")
 
 
 def run(options: argparse.Namespace) -> Rows:
-    return measure_all(plan_batch("rollout", options))
+    # Drafts are measured for a model of their own and for several numbers of rows.
+    drafting = [mode for mode in options.modes if mode in drafts.MODES]
+    options.modes = [mode for mode in options.modes if mode not in drafting]
+    file = options.out / "rollout-drafts.jsonl"
+    return measure_all(
+        plan_batch("rollout", options) + plan_modes("rollout", ["demo"], drafting, "", options.steps, file)
+    )
 
 
 def draw_prompts(vocabulary: int, count: int, longest: int, new: int) -> tuple[list[Tensor], list[int]]:
@@ -88,6 +98,8 @@ def continuing(model: Any, mode: str) -> Continue:
 
 def measure(job: Job) -> Row:
     """Time all prompts, after a few that compile kernels."""
+    if "drafts" in job.mode:
+        return drafts.measure(job)
     config = read_config(job.model)
     config["eos_token_id"] = None
     mode = "+".join([job.mode.library, *job.mode.extras])
@@ -112,6 +124,10 @@ def times(work: Continue, prompts: list[Tensor], limits: list[int]) -> Row:
 
 def table(rows: Rows) -> str:
     """One line per mode, with its speed relative to transformers for the same prompts."""
+    drafting = [row for row in rows if row["mode"] in drafts.MODES]
+    if drafting:
+        others = [row for row in rows if row not in drafting]
+        return "\n\n".join([*[table(others)][: len(others)], drafts.table(drafting)])
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), NAMES[row["mode"]])

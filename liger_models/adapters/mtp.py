@@ -5,6 +5,8 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
+The block can also draft tokens: it is a ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
+
 The block is a block of the model's family, in Qwen3.5 one with full attention, and in DeepSeek V3 one with experts. L
 is the model's own loss. L' is the mean cross entropy of the model's head applied to h'_t, over all tokens whose target,
 two positions ahead, is in the same document and not ignored. Training does not materialize the logits.
@@ -30,8 +32,12 @@ from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import take_cu_seqlens
 from liger_models.layers.head_request import check_num_items
-from liger_models.layers.layer import wide_parameters
+from liger_models.layers.layer import layers_of, wide_parameters
 from liger_models.layers.linear import is_sharded
+from liger_models.layers.lm_head import LossFunction
+
+CHUNK = 2048
+"""Number of tokens whose logits `LigerMTP.acceptance` computes at a time."""
 
 
 class MTPOutput(NamedTuple):
@@ -60,17 +66,18 @@ class LigerMTP(nn.Module):
     (`Decoder.set_checkpointing`).
 
     Args:
-        model: a model of a family with such a block (Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 to 4.7) whose weights
-            are loaded. This module can be wrapped by
-            `torch.nn.parallel.DistributedDataParallel`; sharding is not supported.
+        model: a model of a family with such a block (Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 to 4.7, Nemotron 3)
+            whose weights are loaded. This module can be wrapped by `torch.nn.parallel.DistributedDataParallel`;
+            sharding is not supported.
         loss_weight: weight of L'. A schedule may change this attribute.
+        detached: whether L' trains only the block, and neither the model nor its embedding and head.
 
     Raises:
         ValueError: the model belongs to another family, has no weights yet, or has an adapter on its head; or the
             tensors of the block in the checkpoint do not match one block.
     """
 
-    def __init__(self, model: CausalLM, *, loss_weight: float = 0.1) -> None:
+    def __init__(self, model: CausalLM, *, loss_weight: float = 0.1, detached: bool = False) -> None:
         super().__init__()
         config, mtp_format = model.config, format_of(type(model)).mtp
         if mtp_format is None:
@@ -85,7 +92,7 @@ class LigerMTP(nn.Module):
             )
         if model.device.type == "meta":
             raise ValueError("LigerMTP: the model must have weights, got one on meta. Load it first.")
-        self.model, self.loss_weight = model, loss_weight
+        self.model, self.loss_weight, self.detached = model, loss_weight, detached
 
         # The block is built as the only block of a model with a tiny vocabulary.
         kept, prefix = model.current_kept_tensors(), self.format.prefix
@@ -106,6 +113,11 @@ class LigerMTP(nn.Module):
         self.layers, self.norm = predictor.layers, predictor.norm
         self._predictor = [predictor]  # in a list, its embedding and head are hidden from `parameters`
 
+        # In a cache, the layers of the block come after those of the model.
+        for layer in layers_of(self.layers):
+            if layer.attention is not None:
+                layer.layer += config.num_hidden_layers
+
         # The dtypes of parameters that stay in fp32; those of a checkpoint replace them.
         self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
@@ -115,7 +127,7 @@ class LigerMTP(nn.Module):
             nn.init.normal_(self.fc.weight, std=config.initializer_range)
         model.trained_tensors = self.tensors
 
-    def _own_parameters(self) -> dict[str, nn.Parameter]:
+    def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this module without those of ``model``."""
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
@@ -124,14 +136,17 @@ class LigerMTP(nn.Module):
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             layout: dict[str, tuple[Expression, dict[str, str]]] = {}
-            for name in self._own_parameters():
+            for name in self.own_parameters():
                 module, _, parameter = name.rpartition(".")
                 if module in self.format.names:
                     layout[name] = (Name(name), {name: f"{self.format.names[module]}.{parameter}"})
                     continue
                 expression = weights.entries[name]
-                names = {theirs: theirs.partition("layers.0.")[2] for theirs in expression.names()}
-                layout[name] = (expression, {theirs: self.format.block + rest for theirs, rest in names.items()})
+                parts = {theirs: theirs.partition("layers.")[2].partition(".") for theirs in expression.names()}
+                layout[name] = (
+                    expression,
+                    {theirs: self.format.block.format(layer) + rest for theirs, (layer, _, rest) in parts.items()},
+                )
             layouts.append(layout)
         return layouts
 
@@ -150,7 +165,7 @@ class LigerMTP(nn.Module):
                 "LigerMTP: the checkpoint must hold the tensors of one block with the model's sizes, got some missing "
                 f"or left over: {some(wrong)}."
             )
-        for name, parameter in self._own_parameters().items():
+        for name, parameter in self.own_parameters().items():
             expression, names_of = self._layout[name]
             packed = expression.pack({theirs: stored[names_of[theirs]] for theirs in expression.names()})
             if packed.shape != parameter.shape:
@@ -187,30 +202,99 @@ class LigerMTP(nn.Module):
         Raises:
             ValueError: the model is sharded; otherwise as in `Decoder.forward`.
         """
-        model = self.model
-        if model.groups.sharded is not None or is_sharded(model.embed_tokens.weight):
-            raise ValueError("LigerMTP: the model must not be sharded. Use DistributedDataParallel for several GPUs.")
-        inputs["cu_seqlens"] = take_cu_seqlens(inputs.get("cu_seqlens"), inputs)
-        embeds, layout = model.prepare(input_ids, **inputs)
+        items = num_items_in_batch
 
-        def losses(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            check_num_items(num_items_in_batch, target)
-            second = self.hidden(hidden, embeds, layout)
-            base = linear_cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
-            mtp = linear_cross_entropy(second, weight, layout.shift(target), num_items=num_items_in_batch).loss
-            share = None if num_items_in_batch is None else model.groups.share_of_step(target, num_items_in_batch)
-            return base, mtp, share
-
-        # Both losses read the weight of the head, so they are computed in the forward of the head.
-        out: Any = model.run(embeds, layout, labels=labels, loss_function=losses)
+        def own(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+            check_num_items(items, target)
+            share = None if items is None else self.model.groups.share_of_step(target, items)
+            return linear_cross_entropy(hidden, weight, target, num_items=items).loss, share
 
         # With a divisor for the whole step, the auxiliary loss is weighted by this batch's share of the step's targets.
-        (base, mtp, share), aux = out.loss, out.aux_loss
+        (base, share), mtp, aux = self.losses(input_ids, labels=labels, loss_function=own, num_items=items, **inputs)
         loss = base + self.loss_weight * mtp
         if aux is not None:
             aux = aux if share is None else share * aux
             loss = loss + aux
         return MTPOutput(loss, base.detach(), mtp.detach(), aux)
+
+    def losses(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor,
+        loss_function: LossFunction,
+        num_items: Tensor | float | None = None,
+        routed_experts: Tensor | None = None,
+        **inputs: Any,
+    ) -> tuple[Any, Tensor, Tensor | None]:
+        """Compute any loss of the model, and L', in one forward.
+
+        Args:
+            input_ids, labels, inputs: as in `forward`.
+            loss_function, routed_experts: as in `Decoder.forward`.
+            num_items: divisor of L'; None for its number of targets.
+
+        Returns:
+            The result of ``loss_function``, L' [] fp32, and the auxiliary loss of the model, which is None for a dense
+            model.
+
+        Raises:
+            ValueError: as in `forward`.
+        """
+        embeds, layout = self._prepare(input_ids, inputs)
+
+        def both(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
+            inputs = hidden, embeds, weight
+            x, e, head = (tensor.detach() for tensor in inputs) if self.detached else inputs
+            second = self.hidden(x, e, layout)
+            mtp: Tensor = linear_cross_entropy(second, head, layout.shift(target), num_items=num_items).loss
+            return loss_function(hidden, weight, target), mtp
+
+        # Both losses read the weight of the head, so they are computed in the forward of the head.
+        out: Any = self.model.run(embeds, layout, labels=labels, loss_function=both, routed_experts=routed_experts)
+        base, mtp = out.loss
+        return base, mtp, out.aux_loss
+
+    def _prepare(self, input_ids: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, BatchLayout]:
+        model = self.model
+        if model.groups.sharded is not None or is_sharded(model.embed_tokens.weight):
+            raise ValueError("LigerMTP: the model must not be sharded. Use DistributedDataParallel for several GPUs.")
+        inputs["cu_seqlens"] = take_cu_seqlens(inputs.get("cu_seqlens"), inputs)
+        embeds, layout = model.prepare(input_ids, **inputs)
+        return embeds, layout
+
+    @torch.no_grad()
+    def acceptance(self, input_ids: Tensor, *, labels: Tensor, **inputs: Any) -> Tensor:
+        """Count the tokens of a text for which the most likely draft is the model's most likely token.
+
+        This is the number of first drafts that greedy decoding would accept if the text were the model's own.
+
+        Args:
+            input_ids, labels, inputs: as in `forward`. Tokens without a label do not count.
+
+        Returns:
+            [2] int64, the number of equal tokens and the number of tokens.
+
+        Raises:
+            ValueError: as in `forward`.
+        """
+        embeds, layout = self._prepare(input_ids, inputs)
+        hidden: Any = self.model.run(embeds, layout, return_logits=False).hidden_states
+        drafted = self.hidden(hidden[-1], embeds, layout)
+        # A draft for the second next token is compared with the choice of the next position.
+        own, draft = (self._most_likely(x) for x in (hidden[-1], drafted))
+        counted = layout.shift(layout.shift(labels)) != -100
+        return torch.stack([((draft == own.roll(-1, 1)) & counted).sum(), counted.sum()])
+
+    def _most_likely(self, hidden: Tensor) -> Tensor:
+        """Return the most likely tokens [B, T] for inputs of the head [B, T, C], a few thousand rows at a time."""
+        rows = hidden.flatten(0, 1).split(CHUNK)
+        return torch.cat([self.model.lm_head(x).argmax(-1) for x in rows]).view(hidden.shape[:2])
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.model.device
 
     def hidden(self, hidden: Tensor, embeds: Tensor, layout: BatchLayout) -> Tensor:
         """Compute h', [B, T, C]. The value at the last token of a document has no meaning.
@@ -221,8 +305,17 @@ class LigerMTP(nn.Module):
             layout: layout of the batch.
         """
         # Take the embedding of the next token. At the last token of a document it is unrelated, but there is no target.
-        ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))  # [B, T, C]
-        u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
+        return self.predict(hidden, embeds.roll(-1, 1), layout)
+
+    def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
+        """Compute h', [B, T, C], also for tokens whose next token is not in the batch.
+
+        Args:
+            hidden: h, [B, T, C].
+            ahead: the embedding of the next token of each token, [B, T, C].
+            layout: layout of the batch. If it has a cache, the tokens are appended to the cache.
+        """
+        u = self.fc(torch.cat([self.pre_fc_norm_embedding(ahead), self.pre_fc_norm_hidden(hidden)], -1))
 
         # Run the block with the checkpointing policy of the model's last block.
         (predictor,) = self._predictor
@@ -240,7 +333,7 @@ class LigerMTP(nn.Module):
         """
         chosen = self.model.dtype if dtype is None else as_dtype("tensors: dtype", dtype)
         tensors = {}
-        for name, parameter in self._own_parameters().items():
+        for name, parameter in self.own_parameters().items():
             expression, names = self._layout[name]
             stored = self._wide.get(name, chosen)
             for theirs, tensor in expression.unpack(parameter.detach()).items():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from liger_models.arch._mamba import limits_of, mixer_entries, read_limits
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import MTPFormat
 from liger_models.convert.weight_map import Expression, Stack, WeightMap, qkv_rows
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.moe.routing import Routing
@@ -362,7 +363,21 @@ def nemotron_map(config: NemotronHConfig, prefix: str, *, fused: bool) -> Weight
 
 
 KEPT = ("mtp.",)
-"""Prefixes of the tensors of the layers for multi-token prediction, which are kept and saved with the model."""
+"""Prefixes of the tensors of the block for multi-token prediction, which `LigerMTP` trains."""
+
+
+def mtp_format(config: NemotronHConfig) -> MTPFormat:
+    """Where the block for multi-token prediction is: a layer of attention and a layer of experts."""
+    pattern = f"{ATTENTION}{MOE}"
+    names = {"fc": "0.eh_proj", "pre_fc_norm_embedding": "0.enorm", "pre_fc_norm_hidden": "0.hnorm"}
+    names |= {"norm": "1.final_layernorm"}
+    return MTPFormat(
+        sizes={"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)},
+        prefix="mtp.",
+        block="mtp.layers.{}.",
+        names={ours: f"mtp.layers.{theirs}" for ours, theirs in names.items()},
+    )
+
 
 RENAMED = {
     "mamba_n_groups": "n_groups",
@@ -413,7 +428,7 @@ IGNORED_KEYS = (
     "mamba_proj_bias",  # use_bias is read
     "mamba_ssm_cache_dtype",  # states are always in fp32
     "moe_shared_expert_overlap",  # how experts are scheduled
-    "mtp_hybrid_override_pattern",  # the layers are kept
+    "mtp_hybrid_override_pattern",  # the layers are kept, and `LigerMTP` builds them
     "mtp_layers_block_type",
     "n_shared_experts",
     "norm_eps",  # layer_norm_epsilon is read
@@ -439,5 +454,6 @@ add_family(
     from_json=from_json,
     to_json=to_json,
     ignored_keys=IGNORED_KEYS,
+    mtp=mtp_format,
     module="model.norm_f",
 )

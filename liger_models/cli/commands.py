@@ -494,7 +494,11 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")] = None,
     draft_model: Annotated[
-        str | None, typer.Option(help="Smaller model with the same tokenizer, whose drafts save time.")
+        str | None,
+        typer.Option(
+            help="Smaller model with the same tokenizer, whose drafts save time; mtp for the model's own block for "
+            "multi-token prediction."
+        ),
     ] = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
@@ -528,7 +532,11 @@ def generate(
         "do_sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "max_new_tokens": max_new_tokens, "stop_strings": stop or None
     }  # fmt: skip
-    if draft_model is not None:
+    if draft_model == "mtp":
+        from liger_models.adapters.mtp import LigerMTP
+
+        settings["draft_model"] = LigerMTP(loaded)
+    elif draft_model is not None:
         settings["draft_model"] = _load(draft_model, None, dtype, _device(device), None, progress=not as_json)
         settings["seed"] = torch.initial_seed() % 2**62
     conversation = Conversation(loaded, settings, media, chat or bool(media), system)

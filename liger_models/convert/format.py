@@ -14,7 +14,7 @@ class MTPFormat:
     Attributes:
         sizes: fields of the config of a model that has only this block.
         prefix: prefix of all tensors.
-        block: prefix of the tensors of the block itself.
+        block: prefix of the tensors of the block itself, in which ``{}`` stands for the number of a layer of the block.
         names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names.
         copies: maps the names of further tensors to the parameters of the model that they are copies of.
     """

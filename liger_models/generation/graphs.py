@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.prefill import MOST_GRAPHS, PromptBatch, PromptGraph, most_tokens, padded_length
-from liger_models.kernels.dispatch import on_device_of, use_triton
+from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import overlapping
 from liger_models.layers import paged_cache
@@ -66,6 +66,42 @@ def keeps_random_numbers(device: torch.device) -> Iterator[None]:
     except BaseException:
         random.graphsafe_set_state(unharmed)
         raise
+
+
+def record(
+    graph: torch.cuda.CUDAGraph, run: Callable[[], Any], device: torch.device, pool: Any = None,
+    generator: torch.Generator | None = None,
+) -> Any:  # fmt: skip
+    """Capture ``run()`` in a graph, and return the tensors into which each replay writes its results.
+
+    Args:
+        graph: an empty graph.
+        run: the function.
+        device: a GPU.
+        pool: pool of memory that graphs share; None for a new one.
+        generator: a random generator that the function uses in addition to the global one.
+
+    Raises:
+        RuntimeError: the run can't be captured.
+    """
+    # `torch.cuda.graph` is not used, because it would first return all cached memory to the driver. If the forward
+    # fails, `capture_end` fails as well, and its error must not hide the error of the forward.
+    cause, stream = None, capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with keeps_random_numbers(device), torch.cuda.device(device), torch.cuda.stream(stream):
+            if generator is not None:
+                graph.register_generator_state(generator)
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                return run()
+            except RuntimeError as error:
+                cause = error
+                raise
+            finally:
+                graph.capture_end()
+    except RuntimeError as error:
+        raise cause or error from None
 
 
 def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
@@ -222,7 +258,7 @@ class DecodeStep:
     def _capture(self, model: Decoder) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            self._logits = self._record(graph, lambda: self._run(model))
+            self._logits = record(graph, lambda: self._run(model), self._tokens.device)
         except RuntimeError as error:
             self.captured = False
             reason = str(error).strip().partition("\n")[0]
@@ -243,7 +279,7 @@ class DecodeStep:
         self.derived.renew()
         self.cache.length = 0
         try:
-            logits = self._record(graph, lambda: batch.logits(model, self.cache), self._pool)
+            logits = record(graph, lambda: batch.logits(model, self.cache), self._tokens.device, self._pool)
         except RuntimeError:
             self.most_prompt_tokens = 0
         else:
@@ -253,30 +289,6 @@ class DecodeStep:
         if len(self._prompts) >= MOST_GRAPHS:
             del self._prompts[next(iter(self._prompts))]
         self._prompts[captured.batch.key] = captured
-
-    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Tensor], pool: Any = None) -> Tensor:
-        """Capture ``run()`` in a graph, and return the tensor into which each replay writes its result.
-
-        Raises:
-            RuntimeError: the run can't be captured.
-        """
-        # `torch.cuda.graph` is not used, because it would first return all cached memory to the driver. If the forward
-        # fails, `capture_end` fails as well, and its error must not hide the error of the forward.
-        device, cause = self._tokens.device, None
-        stream = capture_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        try:
-            with keeps_random_numbers(device), on_device_of(self._tokens), torch.cuda.stream(stream):
-                graph.capture_begin(pool, capture_error_mode="thread_local")
-                try:
-                    return run()
-                except RuntimeError as error:
-                    cause = error
-                    raise
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            raise cause or error from None
 
 
 @contextmanager

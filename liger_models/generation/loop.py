@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from liger_models.generation.eval_mode import evaluating, resharded
 from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.logits import next_logits
-from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
+from liger_models.generation.options import Options, Settings, is_draft_block, resolve, select_inputs, shows_options
 from liger_models.generation.prompts import Prompts, batch_prompts
+from liger_models.generation.rollouts import drafted_steps
 from liger_models.generation.rows import Rows, Step, copy_later
 from liger_models.generation.speculation import speculate
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -110,7 +111,8 @@ def generate(
         ahead = steps_ahead(model.device, settings)
         computed = run_steps(model, ids, mask, settings, inputs, logprobs=return_logprobs, ahead=ahead)
     else:
-        computed = speculate(model, ids, mask, settings, inputs, logprobs=return_logprobs)
+        draft = drafted_steps if is_draft_block(settings.draft_model) else speculate
+        computed = draft(model, ids, mask, settings, inputs, logprobs=return_logprobs)
 
     # Under FSDP, a rank with fewer steps finally runs further forwards of one token with a cache. Their collectives
     # match those of the other ranks only if the other ranks also run forwards of tokens with a cache.
@@ -145,7 +147,8 @@ def stream(
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    run = run_steps if settings.draft_model is None else speculate
+    drafted = drafted_steps if is_draft_block(settings.draft_model) else speculate
+    run = run_steps if settings.draft_model is None else drafted
     inputs = model.complete_inputs(ids, select_inputs(model, options))
     return _tokens(model, settings, run(model, ids, mask, settings, inputs))
 

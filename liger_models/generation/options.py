@@ -80,6 +80,8 @@ class Range(NamedTuple):
     number: type = Real
 
 
+BLOCK_DRAFTS = 2
+"""Default number of tokens that a block for multi-token prediction drafts at a time."""
 FOR_ALL = "Set 0 for all tokens."
 RANGES = {
     "max_new_tokens": Range(lambda value: value >= 1, "at least 1", "", Integral),
@@ -169,11 +171,12 @@ class Options(PromptInputs, total=False):
             tokens, and it can be passed to the next call, for example in a conversation. The next call then computes
             only the tokens after those that its prompts have in common with the cache. The weights of the model must
             not change in between. Not allowed with images. (none)
-        draft_model: a smaller model with the same tokenizer, or a `LigerMedusa` of the model. It proposes tokens, and
-            the model verifies several of them in one forward. The result is the same as without a draft, up to
-            rounding. Sampling requires ``seed``. Neither model may have recurrent states. (none)
-        num_draft_tokens: number of tokens that the draft proposes at a time. (5, or the number of heads of a
-            `LigerMedusa`)
+        draft_model: a smaller model with the same tokenizer, or a `LigerMTP` or `LigerMedusa` of the model. It proposes
+            tokens, and the model verifies several of them in one forward. The result is the same as without a draft, up
+            to rounding. Sampling requires ``seed``, except with `LigerMTP`: without ``seed``, its sampled tokens have
+            the same distribution as without a draft. Only with `LigerMTP`, the model may have recurrent states. (none)
+        num_draft_tokens: number of tokens that the draft proposes at a time. (5; 2 for a `LigerMTP`; the number of
+            heads of a `LigerMedusa`)
     """
 
     attention_mask: Tensor | None
@@ -380,11 +383,15 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
         return _first(count, 1)  # type: ignore[no-any-return]
 
     # Check the draft, and the options that can't be combined with it.
-    is_model = isinstance(draft, Decoder)
-    if not is_model and (not hasattr(draft, "draft_logits") or draft.model is not model):
+    is_model, is_block = isinstance(draft, Decoder), is_draft_block(draft)
+    if not is_model and not ((is_block or hasattr(draft, "draft_logits")) and draft.model is model):
         raise ValueError(
-            "generate: draft_model must be a model of this package, or LigerMedusa around this model, got "
+            "generate: draft_model must be a model of this package, or LigerMTP or LigerMedusa around this model, got "
             f"{type(draft).__name__}."
+        )
+    if is_block and (model.groups.data or model.groups.tensor is not None):
+        raise ValueError(
+            f"generate: draft_model needs a whole model on each rank, got a sharded {type(model).__name__}. Omit it."
         )
     if is_model and draft.device != model.device:
         raise ValueError(
@@ -392,19 +399,24 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
         )
     if options.get("cache") is not None or options.get("use_cache") is False:
         raise ValueError("generate: draft_model must be given without cache and use_cache=False, got both. Omit one.")
-    if options.get("seed") is None and do_sample:
+    if options.get("seed") is None and do_sample and not is_block:
         raise ValueError(
             "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. "
             "Pass seed=0, or do_sample=False."
         )
 
-    # A model may propose any number of tokens, and Medusa heads at most one token each.
-    if is_model:
-        return _first(count, 5)  # type: ignore[no-any-return]
+    # Models and blocks may propose any number of tokens, and Medusa heads at most one token each.
+    if is_model or is_block:
+        return _first(count, 5 if is_model else BLOCK_DRAFTS)  # type: ignore[no-any-return]
     heads = len(draft.heads)
     if count is not None and count > heads:
         raise ValueError(f"generate: num_draft_tokens must be at most the number of heads ({heads}), got {count}.")
     return heads if count is None else count
+
+
+def is_draft_block(draft: Any) -> bool:
+    """Whether a ``draft_model`` is a block for multi-token prediction, such as `LigerMTP`."""
+    return not isinstance(draft, Decoder) and hasattr(draft, "predict")
 
 
 def select_inputs(model: Decoder, options: Options) -> dict[str, Any]:

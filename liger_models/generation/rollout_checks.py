@@ -12,6 +12,7 @@ import torch
 
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.deterministic import refusal as deterministic_refusal
+from liger_models.generation.draft_rounds import draft_refusal
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
 from liger_models.layers.decoder import Decoder
@@ -74,10 +75,13 @@ def check_options(model: Decoder, settings: Settings, options: Options) -> None:
                 f"rollout: {name} must be {neutral}, got another from the call or from generation_config.json. Pass "
                 f"{name}={neutral}, or use generate."
             )
-    unsupported = ["attention_mask", "logits_processor", "cache", "draft_model", *select_inputs(model, options)]
+    unsupported = ["attention_mask", "logits_processor", "cache", *select_inputs(model, options)]
     passed = [name for name in unsupported if options.get(name) is not None]
     if passed:
         raise ValueError(f"rollout: {', '.join(passed)} must be omitted, got a value. Use generate.")
+    refused = None if settings.draft_model is None else draft_refusal(model, settings.draft_model)
+    if refused is not None:
+        raise ValueError(f"rollout: {refused}. Leave draft_model out, or use generate.")
     if not settings.use_cache:
         raise ValueError("rollout: use_cache must not be False. Use generate.")
 

@@ -17,12 +17,15 @@ class Completion(NamedTuple):
         routed_experts: [prompt + n, L, K] int16 on the CPU, the K experts of each token of the prompt and of the new
             tokens in each of the L layers with routed experts; −1 for the last token, on which the model has not run.
             None without ``record_routing``.
+        rounds: number of forwards that have chosen the new tokens, if `rollout` had a ``draft_model``; otherwise None.
+            Every token beyond this number is an accepted draft.
     """
 
     tokens: Tensor
     log_probs: Tensor
     reason: str
     routed_experts: Tensor | None = None
+    rounds: int | None = None
 
 
 @dataclass(eq=False)
@@ -39,6 +42,7 @@ class Row:
         seed: seed of the row's draws.
         log_probs: log-probabilities of the new tokens.
         experts: the recorded experts of the row's tokens, in one tensor for each forward.
+        steps: number of steps that have added new tokens.
         slot: index of the row in a step; −1 while the row waits.
         pages: the pages that the row holds.
         cached: number of the row's tokens whose keys and values are in the pages.
@@ -54,6 +58,7 @@ class Row:
     seed: int
     log_probs: list[float] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
+    steps: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     cached: int = 0

@@ -4,17 +4,18 @@
 and passes both to the scheduler (`scheduler.py`), which runs the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from liger_models.distributed.collectives import all_gather
+from liger_models.generation.draft_rounds import add_layers
 from liger_models.generation.eval_mode import evaluating, resharded
 from liger_models.generation.lockstep import in_lockstep
-from liger_models.generation.options import Options, Settings, resolve
+from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve
 from liger_models.generation.rollout_checks import (
     cache_of_one_token,
     check_features,
@@ -23,6 +24,7 @@ from liger_models.generation.rollout_checks import (
     one_per_prompt,
 )
 from liger_models.generation.rollout_rows import Completion, Row
+from liger_models.generation.rows import Step
 from liger_models.generation.scheduler import Scheduler
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 FREE_SHARE = 0.5
 """Default upper bound of the size of the cache, as a fraction of an accelerator's free memory."""
+CHUNK_SIZE, ROUNDS_PER_READ = 8192, 4
+"""The options ``chunk_size`` and ``steps_per_read`` of `rollout` in `drafted_steps`."""
 HOST_BYTES = 2**31
 """Default upper bound of the size of the cache, in bytes, for devices whose free memory is unknown."""
 
@@ -84,7 +88,9 @@ def rollout(
             ``epsilon_cutoff``, ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator``
             of `Options`. With ``num_return_sequences``, rows share the pages of their prompt, which is computed once;
             only recurrent states are computed again for rows that start later. With ``seed``, the draws of a row depend
-            only on the row's seed and tokens.
+            only on the row's seed and tokens. ``draft_model`` may be a `LigerMTP` of the model, which drafts
+            ``num_draft_tokens`` at a time. The tokens are those without drafts, or, for sampling without ``seed``, have
+            the same distribution.
 
     Returns:
         The rows in the order of the prompts, ``num_return_sequences`` consecutive rows for each prompt.
@@ -115,16 +121,99 @@ def rollout(
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
     # A forward of one token shows what the layers cache, which depends on the mode.
-    derived = DerivedTensors()
-    with derived.used(), batch_invariant(deterministic):
+    derived, draft = DerivedTensors(), settings.draft_model
+    modules = list((model if draft is None else draft).modules())
+    with derived.used(), batch_invariant(deterministic), evaluating(modules):
         cache = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
-    if isinstance(cache, str):
-        raise ValueError(f"rollout: {cache}. Use generate.")
+        if isinstance(cache, str):
+            raise ValueError(f"rollout: {cache}. Use generate.")
+        if draft is not None:
+            add_layers(cache, draft, tokens[0])
 
     invariant = batch_invariant() if deterministic else nullcontext()
-    with resharded(model), evaluating(list(model.modules())), derived.used(), invariant, in_lockstep(model):
-        pool = _make_pool(cache, rows, min(batch_size, len(rows)), cache_bytes, model)
-        return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic).run()
+    with resharded(model), evaluating(modules), derived.used(), invariant, in_lockstep(model):
+        pool = _make_pool(cache, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings))
+        return Scheduler(
+            model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic, draft
+        ).run()
+
+
+@torch.no_grad()
+def drafted_steps(
+    model: Decoder,
+    prompts: Tensor,
+    mask: Tensor | None,
+    settings: Settings,
+    inputs: dict[str, Any],
+    *,
+    logprobs: bool = False,
+) -> Iterator[Step]:
+    """Yield the new tokens of each step, until every row has ended, with the drafts of a block as in `rollout`.
+
+    Args:
+        model: the model.
+        prompts: [B, T] int64.
+        mask: [B, T], which is 0 for padding; None for no padding.
+        settings: the options, with a `DraftBlock` as ``draft_model``.
+        inputs: inputs of the model that belong to the prompts, in addition to the tokens.
+        logprobs: whether the steps have log-probabilities.
+
+    Raises:
+        ValueError: `rollout` does not support the model, or an option.
+    """
+    # Check the options, and make a row for each continuation.
+    refused = [name for name, neutral in UNFILTERED.items() if name not in DRAWING and _is_set(settings, name, neutral)]
+    refused += ["logits_processor"] * bool(settings.logits_processor) + sorted(inputs)
+    if refused:
+        raise ValueError(
+            f"generate: with LigerMTP as draft_model, {', '.join(refused)} must be omitted, got a value from the call "
+            "or from generation_config.json. Omit draft_model, or these options."
+        )
+    mask = torch.ones_like(prompts) if mask is None else mask
+    tokens = [row[kept != 0].tolist() for row, kept in zip(prompts.cpu(), mask.cpu(), strict=True)]
+    rows = _make_rows(tokens, [settings.max_new_tokens] * len(tokens), None, settings)
+    draft, derived = settings.draft_model, DerivedTensors()
+    modules = list(draft.modules())
+    with derived.used(), evaluating(modules):
+        cache = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
+        if isinstance(cache, str):
+            raise ValueError(f"generate: with LigerMTP as draft_model, {cache}. Omit draft_model.")
+        add_layers(cache, draft, tokens[0])
+    pool = _make_pool(cache, rows, len(rows), None, model, _overhang(settings))
+    scheduler = Scheduler(model, rows, pool, settings, CHUNK_SIZE, ROUNDS_PER_READ, draft=draft)
+
+    # Yield the columns that all rows have. The columns after the end of a row are padding.
+    length, goes_on, padding = 0, True, settings.pad_token_id or 0
+    while goes_on:
+        with evaluating(modules), derived.used():
+            goes_on = scheduler.advance()
+        counts = [len(row.tokens) - row.begin for row in rows]
+        completions = scheduler.completions
+        unfinished = [count for count, done in zip(counts, completions, strict=True) if done is None]
+        for column in range(length, min(unfinished, default=max(counts))):
+            new = [
+                row.tokens[row.begin + column] if column < n else padding for row, n in zip(rows, counts, strict=True)
+            ]
+            ended = [
+                done is not None and done.reason == "stop" and column >= n - 1
+                for done, n in zip(completions, counts, strict=True)
+            ]
+            values = None
+            if logprobs:
+                numbers = [row.log_probs[column] if column < n else 0.0 for row, n in zip(rows, counts, strict=True)]
+                values = torch.tensor(numbers, device=model.device)
+            yield Step(torch.tensor(new, device=model.device), torch.tensor(ended, device=model.device), values)
+            length = column + 1
+
+
+def _is_set(settings: Settings, name: str, neutral: Any) -> bool:
+    value = getattr(settings, name)
+    return bool(value) and value != neutral
+
+
+def _overhang(settings: Settings) -> int:
+    """Return the number of positions after a row's last token at which a round with drafts may write."""
+    return 0 if settings.draft_model is None else 1 + settings.num_draft_tokens
 
 
 def _make_rows(
@@ -157,8 +246,14 @@ def _make_rows(
     return rows
 
 
-def _make_pool(probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder) -> PagePool:
-    """Return a cache for ``num_rows`` running rows, with the layers of ``probe``, a cache of a single token."""
+def _make_pool(
+    probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder, overhang: int
+) -> PagePool:
+    """Return a cache for ``num_rows`` running rows, with the layers of ``probe``, a cache of a single token.
+
+    The table of pages has entries for ``overhang`` positions after the last token of a row. No pages are needed for
+    these positions.
+    """
     device, group = model.device, model.groups.tensor
     if cache_bytes is None:
         free = free_memory(device)
@@ -176,7 +271,7 @@ def _make_pool(probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: 
             f"rollout: cache_bytes must be at least {(needed + 1) * page_bytes} for prompt {longest.prompt}, which may "
             f"have {longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens."
         )
-    return PagePool(num_rows, longest.end - 1, device, pages=pages, like=probe)
+    return PagePool(num_rows, longest.end - 1 + overhang, device, pages=pages, like=probe)
 
 
 def free_memory(device: torch.device) -> int | None:

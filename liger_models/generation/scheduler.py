@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from liger_models.generation.deterministic import head_outputs
+from liger_models.generation.draft_rounds import DraftBlock, DraftRound
 from liger_models.generation.graphs import DecodeStep, can_capture
 from liger_models.generation.options import Settings
 from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
-from liger_models.layers.decoder import Decoder
+from liger_models.layers.decoder import CausalLMOutput, Decoder
 from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
 
@@ -58,6 +59,8 @@ class Scheduler:
         steps_per_read: number of steps after which the host reads the new tokens.
         record_routing: whether to record the experts of each token.
         deterministic: whether log-probabilities are bitwise identical to those within `deterministic_forward`.
+        draft: the block that drafts tokens; see `DraftRound`. A round with drafts takes the place of a step. The
+            settings have the number of drafts.
     """
 
     def __init__(
@@ -70,9 +73,11 @@ class Scheduler:
         steps_per_read: int,
         record_routing: bool = False,
         deterministic: bool = False,
+        draft: DraftBlock | None = None,
     ) -> None:
         self.model, self.pool, self.chunk_size, self.steps_per_read = model, pool, chunk_size, steps_per_read
         self.record_routing, self.deterministic = record_routing, deterministic
+        self.draft, self.width = draft, 1 if draft is None else 1 + settings.num_draft_tokens
         self.captured = can_capture(model)
         self.prefill_options: dict[str, Any] = {"return_logits": False}
         if model.groups.data:  # under FSDP, every forward must run the head, see `in_lockstep`
@@ -96,14 +101,19 @@ class Scheduler:
 
     def run(self) -> list[Completion]:
         """Run all rows and return their completions, in the order of the result."""
-        while self.waiting or self.running:
-            self._admit()
-            self._prefill()
-            self._decode(self._with_room())
-            if not self.waiting and self._has_too_many_slots():
-                self.pool.resize([row.slot for row in self.running])
-                self._start_steps()
+        while self.advance():
+            pass
         return [completion for completion in self.completions if completion is not None]
+
+    def advance(self) -> bool:
+        """Run steps up to the next time that the host reads tokens. Returns whether there are further rows to run."""
+        self._admit()
+        self._prefill()
+        self._decode(self._with_room())
+        if not self.waiting and self.running and self._has_too_many_slots():
+            self.pool.resize([row.slot for row in self.running])
+            self._start_steps()
+        return bool(self.waiting or self.running)
 
     def _has_too_many_slots(self) -> bool:
         """Whether a step with fewer slots would save more time than its capture costs."""
@@ -113,14 +123,23 @@ class Scheduler:
 
     def _start_steps(self) -> None:
         """Make a new step with as many slots as the cache has rows, and assign the first slots to the running rows."""
-        shape, device = (self.steps_per_read, self.pool.rows), self.model.device
+        shape, device = (self.steps_per_read, self.pool.rows, self.width), self.model.device
         self.step = DecodeStep(
             self.pool, captured=self.captured, records_routing=self.record_routing, returns_hidden=self.deterministic
         )
-        # The steps between two reads write these tensors: [steps, slots], and for experts [steps, slots, L, K].
+        self.round: DraftRound | None = None
+        if self.draft is not None:
+            self.round = DraftRound(
+                self.pool, self.draft, self.sampler, self.width - 1, self.model.config.vocab_size,
+                stops=self.most_stops, seeded=self.is_seeded, captured=self.captured,
+                records_routing=self.record_routing, deterministic=self.deterministic,
+            )  # fmt: skip
+        # The steps between two reads write these tensors: [steps, slots, width], where width is the largest number of
+        # tokens that a step adds to a row; for experts [steps, slots, width, L, K].
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.new_log_probs = torch.zeros(shape, device=device)
         self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
+        self.new_counts = torch.ones(shape[:2], dtype=torch.int64, device=device)
         self.free_slots = list(range(len(self.running), self.pool.rows))
         for slot, row in enumerate(self.running):
             row.slot = slot
@@ -198,7 +217,10 @@ class Scheduler:
             options["routed_experts"] = torch.cat([self._recorded(row, end) for row, end in chunk])[None]
         self.pool.fill([(row.slot, row.cached, end) for row, end in chunk])
         packed = self.pool.upload([token for tokens in ids for token in tokens])[None]  # [1, tokens]
-        out = self.model(packed, cache=self.pool, **self.prefill_options, **options)
+        if self.draft is None:
+            out = self.model(packed, cache=self.pool, **self.prefill_options, **options)
+        else:
+            out = self._fill_block(packed, [row.tokens[row.cached + 1 : end + 1] for row, end in chunk], **options)
 
         # A row that was put back into the queue has kept its recorded experts, so only those of later tokens are added.
         if self.record_routing:
@@ -207,6 +229,19 @@ class Scheduler:
                 row.experts.append(experts[row.num_recorded - row.cached :].clone())
         for row, end in chunk:
             row.cached = end
+
+    def _fill_block(self, packed: Tensor, ahead: list[list[int]], **options: Any) -> CausalLMOutput:
+        """Run the model and the block that drafts on tokens [1, T], whose next tokens are ``ahead``."""
+        model, pool, draft = self.model, self.pool, self.draft
+        assert draft is not None
+        bounds, cached = options.pop("cu_seqlens", None), pool.length
+        embeds, layout = model.prepare(packed, cu_seqlens=bounds, cache=pool)
+        out = model.run(embeds, layout, **self.prefill_options, **options)
+        assert out.hidden_states is not None
+        pool.length = cached  # the block's tokens are at the same positions
+        following = pool.upload([token for tokens in ahead for token in tokens])[None]
+        draft.predict(out.hidden_states[-1], model.embed(following, None)[0], layout)
+        return out
 
     def _recorded(self, row: Row, end: int) -> Tensor:
         """Return the recorded experts of a row's tokens from ``cached`` to ``end``, with −1 for tokens without any."""
@@ -237,7 +272,8 @@ class Scheduler:
         """
         rows = [row for row in self.running if row.is_ready]
         for row in rows:
-            length = min(row.cached + self.steps_per_read, row.end - 1)
+            # With drafts, a round also writes keys of drafts that it does not accept.
+            length = min(row.cached + (self.steps_per_read + 1) * self.width - 1, row.end - 1)
 
             # The last row may be this row, which then waits again.
             while row.slot >= 0 and (count := self._pages_for(length) - len(row.pages)) > self.pool.num_free:
@@ -253,16 +289,19 @@ class Scheduler:
         """Run steps for these rows, read the new tokens, and remove the rows that have ended."""
         if not rows:
             return
-        steps = min(self.steps_per_read, max(row.remaining for row in rows))
+        steps = min(self.steps_per_read, -(-max(row.remaining for row in rows) // self.width))
         self._run_steps(rows, steps)
-        tokens, log_probs = self._read(steps)
+        tokens, log_probs, counts = self._read(steps)
         experts = self.new_experts[:steps].cpu()
 
         # The model has run on all tokens of a row except the last, so these tokens are cached and have experts.
         for row in rows:
-            self._extend(row, tokens[row.slot], log_probs[row.slot])
+            slot, of_steps = row.slot, counts[row.slot]
+            self._extend(row, _first(tokens[slot], of_steps), _first(log_probs[slot], of_steps))
             if self.record_routing:
-                row.experts.append(experts[: len(row.tokens) - 1 - row.cached, row.slot].clone())
+                chosen = torch.cat([experts[step, slot, :count] for step, count in enumerate(of_steps)])
+                row.experts.append(chosen[: len(row.tokens) - 1 - row.cached].clone())
+            row.steps += sum(count > 0 for count in of_steps)
             row.cached = len(row.tokens) - 1
             if row.tokens[-1] in row.stops or not row.remaining:
                 self._remove(row)
@@ -283,6 +322,9 @@ class Scheduler:
         stop_tokens = state[:, 5:]
         self.sampler.seeds = seeds if self.is_seeded else None
         self.pool.resume(lengths, remaining)
+        if self.round is not None:
+            self._run_rounds(self.round, steps, tokens, counts, seeds, stop_tokens)
+            return
 
         head = self.model.lm_head
         for step in range(steps):
@@ -294,17 +336,32 @@ class Scheduler:
             else:
                 tokens = self.sampler.draw(out, counts)
                 log_probs = log_probs_of(out, tokens)
-            self.new_tokens[step], self.new_log_probs[step] = tokens, log_probs
+            self.new_tokens[step, :, 0], self.new_log_probs[step, :, 0] = tokens, log_probs
             if self.step.routed_experts is not None:
-                self.new_experts[step] = self.step.routed_experts
+                self.new_experts[step, :, 0] = self.step.routed_experts
             counts.add_(1)
 
             # A row without remaining tokens does nothing in later steps.
             self.pool.remaining.sub_(1).masked_fill_((tokens[:, None] == stop_tokens).any(1), 0)
 
+    def _run_rounds(self, rounds: DraftRound, steps: int, *state: Tensor) -> None:
+        """Launch rounds with drafts without waiting for the device."""
+        rounds.resume(*state)
+        for step in range(steps):
+            result = rounds(self.model)
+            self.new_tokens[step], self.new_log_probs[step] = result.tokens, result.log_probs
+            self.new_counts[step] = result.counts
+            if result.experts is not None:
+                self.new_experts[step] = result.experts
+
     def _read(self, steps: int) -> list[list[list[Any]]]:
-        """Return tokens and log-probabilities of the last steps, as lists per slot. Synchronizes with the device."""
-        return [values[:steps].T.tolist() for values in (self.new_tokens, self.new_log_probs)]
+        """Return tokens, log-probabilities and counts of the last steps, as lists per slot: [slots, steps(, width)].
+
+        Synchronizes with the device.
+        """
+        return [
+            values[:steps].transpose(0, 1).tolist() for values in (self.new_tokens, self.new_log_probs, self.new_counts)
+        ]
 
     def _extend(self, row: Row, tokens: list[int], log_probs: list[float]) -> None:
         """Add new tokens to a row, up to the row's maximum or the first stop token."""
@@ -321,8 +378,9 @@ class Scheduler:
         experts = torch.cat([*row.experts, self.no_experts]) if self.record_routing else None
         row.experts = []
         self.completions[row.number] = Completion(
-            torch.tensor(row.tokens[row.begin :]), torch.tensor(row.log_probs, dtype=torch.float32), reason, experts
-        )
+            torch.tensor(row.tokens[row.begin :]), torch.tensor(row.log_probs, dtype=torch.float32), reason, experts,
+            None if self.draft is None else row.steps,
+        )  # fmt: skip
 
     def _remove(self, row: Row) -> None:
         """Free the pages and the slot of a row."""
@@ -334,3 +392,8 @@ class Scheduler:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.page)
+
+
+def _first(values: list[list[Any]], counts: list[int]) -> list[Any]:
+    """Return the first ``counts[i]`` values of each list, in one list."""
+    return [value for step, count in zip(values, counts, strict=True) for value in step[:count]]

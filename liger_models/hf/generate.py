@@ -108,6 +108,13 @@ class EngineGenerationMixin(GenerationMixin):
 
     @functools.wraps(GenerationMixin._assisted_decoding)
     def _assisted_decoding(self, *args: Any, **options: Any) -> Any:
+        given: Any = inspect.signature(GenerationMixin._assisted_decoding).bind(self, *args, **options).arguments
+        if getattr(given.get("generation_config"), "use_mtp", None):
+            raise ValueError(
+                f"generate: use_mtp must be left out, got it for {type(self).__name__}, which has no block for "
+                "multi-token prediction. Load the checkpoint by liger_models.AutoLigerModel, and pass "
+                "draft_model=LigerMTP(model) to its generate."
+            )
         _report("drafts of an assistant")
         return super()._assisted_decoding(*args, **options)
 

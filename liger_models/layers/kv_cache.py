@@ -35,6 +35,8 @@ class DecodeCache:
     """The location of each row's tokens if `extend` returns pages; see `PagedCache`. Otherwise None."""
     takes_documents = False
     """Whether packed documents may be cached, each as a row of its own; see `PagePool`."""
+    width = 1
+    """Number of consecutive rows of the batch that are tokens of one sequence; see `PagePool.speculate`."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         self.capacity, self.length = capacity, 0

@@ -215,6 +215,8 @@ class LinearAttention(Layer):
         """Apply `mix` to all tokens, after masking padding and joining packed rows, with the states of the cache."""
         B, T, _ = projected.shape
         padding, bounds, cache = layout.padding(T), layout.bounds, layout.cache
+        if cache is not None and cache.width > 1:
+            return self._mix_drafts(projected, cache)
         if padding is not None:  # padding must not change the state
             padding = padding[..., None]
             projected = projected.masked_fill(padding, 0)
@@ -227,6 +229,18 @@ class LinearAttention(Layer):
         if cache is not None:
             cache.replace_states(self.layer, *new_states)
         return out.reshape(B, T, math.prod(out.shape[2:]))
+
+    def _mix_drafts(self, projected: Tensor, cache: Any) -> Tensor:
+        """Apply `mix` to the tokens [rows · n, 1, ...] of `PagePool.speculate`, and keep the states after each."""
+        tokens = projected.unflatten(0, (-1, cache.width)).squeeze(2)  # [rows, n, ...]
+        states = cache.states(self.layer)
+        options: dict[str, Any] = {"cu_seqlens": None, "kernel": self.kernel, "stateful": True}
+        outs = []
+        for token in tokens.split(1, 1):
+            out, states = self.mix(token, states, None, options)
+            cache.keep_states(self.layer, *states)
+            outs.append(out.flatten(2))
+        return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
     def by_part(self, parameter: Tensor, sizes: list[int]) -> Tensor:
         """Reorder the rows of this rank's part of a parameter from units to parts.

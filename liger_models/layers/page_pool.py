@@ -41,6 +41,8 @@ class PagePool(PagedCache):
             layer: (k.new_zeros(pages, self.page, *k.shape[2:]), v.new_zeros(pages, self.page, *v.shape[2:]))
             for layer, (k, v) in like._layers.items()
         }
+        self._drafted: dict[int, list[tuple[Tensor, ...]]] = {}
+        """The states of each layer after each token of the forward that `speculate` has prepared."""
         self._free = list(range(pages - 1, 0, -1))
         self._holders = [0] * pages
 
@@ -117,7 +119,7 @@ class PagePool(PagedCache):
         self._filled = self.upload([row for row, _, _ in parts])
         row, self.length, end = parts[0]
         self._history = self.upload(self._host_table[row, : -(-end // self.page)].long())
-        self.pages = None
+        self.pages, self.width = None, 1
 
     def resume(self, lengths: Tensor, remaining: Tensor) -> None:
         """Prepare a series of steps.
@@ -141,7 +143,40 @@ class PagePool(PagedCache):
         positions = self.positions
         self._slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
         self.lengths.copy_(positions[:, 0] + 1)
-        self.pages, self.length = Pages(self._table, self.lengths), 1
+        self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
+
+    def speculate(self, positions: Tensor) -> Tensor:
+        """Prepare a forward of n tokens per row, of which `accept` keeps the first ones.
+
+        In this forward, each token is a row of the batch: the batch has rows · n rows, and the n tokens of a row are
+        consecutive. Neither ``lengths`` nor the states of linear attention change.
+
+        Args:
+            positions: [rows, n] int64, consecutive positions of the tokens in their rows.
+
+        Returns:
+            The positions of the tokens, which are 0 for idle rows, [rows · n, 1] int64.
+        """
+        n, runs = positions.shape[1], (self.remaining > 0)[:, None]
+        positions = positions * runs
+        self._slots = (self._slots_of(self._table, positions) * runs).flatten()  # idle rows write to page 0
+        self.pages = Pages(self._table.repeat_interleave(n, 0), (positions + 1).flatten().int())
+        self.length, self.width = 1, n
+        return positions.view(-1, 1)
+
+    def keep_states(self, layer: int, *states: Tensor) -> None:
+        """Store the states of a layer after the next one of the tokens of `speculate`."""
+        self._drafted.setdefault(layer, []).append(states)
+
+    def accept(self, counts: Tensor) -> None:
+        """Keep the first ``counts`` [rows] int64 tokens of the forward that `speculate` has prepared."""
+        rows, last = torch.arange(self.rows, device=counts.device), (counts - 1).clamp_min(0)
+        for layer, states in self._drafted.items():
+            for held, drafted in zip(self._states[layer], zip(*states, strict=True), strict=True):
+                held.copy_(torch.stack(drafted)[last, rows])
+        self._drafted.clear()
+        self.lengths += counts
+        self.remaining -= counts
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k [B, T, G, D] and v [B, T, G, V] of one layer.

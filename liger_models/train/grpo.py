@@ -67,6 +67,8 @@ class GRPOObjective(Objective):
                 f"TrainOptions: length must be more than max_new_tokens, got {options.length} and {self.new}."
             )
 
+        settings.pop("mtp_weight", None)
+
         # The loss. `prepare` makes it again with the settings of the model's head.
         self.temperature = settings.get("temperature", 1.0)
         low = settings.pop("epsilon", 0.2)
@@ -121,7 +123,7 @@ class GRPOObjective(Objective):
             ``deterministic_rollouts``, it also has the log-probabilities ``old`` [B, T] if several steps need them.
         """
         # Answers, and their rewards relative to the group of answers to the same prompt.
-        answers, experts, log_probs = self._answers(model, rows)
+        answers, experts, log_probs, drafted = self._answers(model, rows)
         reshard(model)
         rows = [row for row in rows for _ in range(self.generations)]
         prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
@@ -148,14 +150,17 @@ class GRPOObjective(Objective):
             starts = [len(prompt) - 1 for prompt in prompts]
             rows_of = zip(starts, log_probs, strict=True)
             batch["old"] = torch.stack([F.pad(row, (start, T - start - len(row))) for start, row in rows_of])
+        if drafted is not None:
+            batch["drafted"] = drafted
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
 
-    def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor]]:
+    def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor], Tensor | None]:
         """Sample ``num_generations`` consecutive answers to each prompt, up to and including their stop tokens.
 
         Returns:
             The answers; the experts of the tokens of prompts and answers, if `rollout` has sampled the answers and
-            routing is replayed; and the log-probabilities of the answers, if `rollout` has sampled the answers.
+            routing is replayed; the log-probabilities of the answers, if `rollout` has sampled the answers; and the
+            numbers of accepted drafts and of forwards [2], if the block for multi-token prediction has drafted.
         """
         prompts: list[list[int]] = [[*row["ids"]] for row in rows]
         longest = max(map(len, prompts))
@@ -164,13 +169,19 @@ class GRPOObjective(Objective):
         options |= {"num_return_sequences": self.generations, **UNFILTERED}
 
         # Sampling is fastest with whole parameters and `rollout`, which needs memory for both.
-        gathers = _has_room(model)
+        gathers = has_room(model)
         with unsharded(model) if gathers else nullcontext(model) as policy:
             refused = refusal(policy, longest + self.new, prompts[0]) if not inputs else "prompts must have no images"
             if refused is None:
-                rows = policy.rollout(prompts, **options, record_routing=self.replays, deterministic=self.deterministic)
-                answers = [row.tokens.tolist() for row in rows]
-                return answers, [row.routed_experts for row in rows], [row.log_probs for row in rows]
+                drafts: dict[str, Any] = {"draft_model": self.block, "num_draft_tokens": 1} if self.block else {}
+                rows = policy.rollout(
+                    prompts, **options, **drafts, record_routing=self.replays, deterministic=self.deterministic
+                )
+                answers, drafted = [row.tokens.tolist() for row in rows], None
+                if drafts:
+                    rounds = sum(row.rounds for row in rows)
+                    drafted = torch.tensor([sum(map(len, answers)) - rounds, rounds], dtype=torch.float32)
+                return answers, [row.routed_experts for row in rows], [row.log_probs for row in rows], drafted
             if self.replays:
                 raise ValueError(
                     f"TrainOptions: replay_routing needs rollout, which records experts, but {refused}. Leave it out."
@@ -182,7 +193,7 @@ class GRPOObjective(Objective):
             pad = model.tokenizer.padding_id
             sampled = policy.generate(prompts, **options, **ends, **inputs, pad_token_id=pad)[:, longest:].tolist()
         stops = set(resolve(model, self.new, {}).eos_token_id)
-        return [_until(ids, stops) for ids in sampled], [], []
+        return [_until(ids, stops) for ids in sampled], [], [], None
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
         """Call the reward function with the arguments that TRL's trainer passes, and check the rewards."""
@@ -240,16 +251,24 @@ class GRPOObjective(Objective):
             )  # fmt: skip
 
         with self._forward(model):
-            out = model(**inputs, **replayed, loss_function=policy_loss)
-        loss, metrics = out.loss
+            block, mtp_loss = self.trained_block, None
+            if block is None:
+                out = model(**inputs, **replayed, loss_function=policy_loss)
+                (loss, metrics), aux_loss = out.loss, out.aux_loss
+            else:
+                (loss, metrics), mtp_loss, aux_loss = block.losses(**inputs, **replayed, loss_function=policy_loss)
 
         # A loss that is no mean over all tokens of the step is a mean over its batches.
         loss = loss / (1 if num_items is not None else self.accumulate)
-        loss = loss if out.aux_loss is None else loss + out.aux_loss / self.accumulate
+        loss = loss if aux_loss is None else loss + aux_loss / self.accumulate
         tokens = (batch["labels"] != -100).sum()
+        drafts: Metrics = {}
+        if block is not None and mtp_loss is not None:
+            loss = loss + block.loss_weight * mtp_loss / self.accumulate
+            drafts["mtp_loss"] = pair(mtp_loss * tokens, tokens)
         names = ("kl", "clip_ratio") if self.function.beta else ("clip_ratio",)
         means = {name: pair(value * tokens, tokens) for name, value in zip(names, metrics, strict=True)}
-        return loss, {**self.evaluate(model, batch), **means}
+        return loss, {**self.evaluate(model, batch), **means, **drafts}
 
     def _forward(self, model: CausalLM) -> AbstractContextManager[None]:
         """Return the context manager for the forwards of the policy."""
@@ -263,11 +282,14 @@ class GRPOObjective(Objective):
         """See `Objective.evaluate`. The metrics are rewards and lengths; there is no loss."""
         groups = batch["rewards"].view(-1, self.generations)
         lengths = (batch["labels"] != -100).sum()
-        return {
+        metrics = {
             "reward": pair(groups.sum(), groups.numel()),
             "reward_std": pair(groups.std(1).sum(), len(groups)),
             "completions/mean_length": pair(lengths, groups.numel()),
         }
+        if "drafted" in batch:
+            metrics["draft_acceptance"] = batch["drafted"]
+        return metrics
 
 
 def load_function(name: str) -> Reward:
@@ -302,7 +324,7 @@ def load_function(name: str) -> Reward:
     return reward  # type: ignore[no-any-return]
 
 
-def _has_room(model: CausalLM) -> bool:
+def has_room(model: CausalLM) -> bool:
     """Return whether all ranks have memory for all parameters in 16 bits, and the same amount again for sampling."""
     # All ranks must decide alike. Two bytes a parameter, twice.
     free = free_memory(model.device)

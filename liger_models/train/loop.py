@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from liger_models.adapters.check import adapter_line, adapter_sums
 from liger_models.adapters.lora import apply_lora, language_targets
 from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
+from liger_models.adapters.mtp import LigerMTP
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.adapters.quantize import quantize_base
 from liger_models.arch.auto import load_by_name
@@ -34,6 +35,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.common.device import available_device
 from liger_models.common.printable import printable
+from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.loader import PackedLoader
@@ -47,8 +49,17 @@ from liger_models.parallel.state import load_state, newest_checkpoint, save_stat
 from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
 from liger_models.train.defaults import choose_dtype, choose_folder, choose_objective
+from liger_models.train.draft_block import (
+    MEASURED_SAMPLES,
+    DraftAcceptance,
+    first_batches,
+    has_block,
+    lag_line,
+    make_block,
+)
 from liger_models.train.finite import FiniteChecks
 from liger_models.train.folder import lock_folder
+from liger_models.train.grpo import has_room
 from liger_models.train.metrics import Log, flops
 from liger_models.train.modelscope import PREFIX, fetch
 from liger_models.train.muon import LigerMuon
@@ -131,6 +142,9 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
     options = choose_dtype(options, dtype)
     model, objective = load_model(options, device, mesh, dtype), make_objective(options)
     objective.prepare(model, lambda name: load_frozen(fetch(name), device, dtype))
+    is_sharded, detached = needs_fsdp(options, dtype), options.objective == "grpo"
+    objective.block = make_block(model, options.mtp_weight, detached=detached, sharded=is_sharded)
+    trained = model if objective.trained_block is None else objective.trained_block
 
     # The data. Weights that only images reach are frozen if there are no images.
     bound_images(model, options.max_pixels)
@@ -146,9 +160,11 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
 
     # The optimizer, and the saved state if the run resumes. The current options override the saved ones.
     progress = Progress(options, data, objective)
-    updates = Updates(model, options, step_plan.plan, progress, dtype)
-    parts = (model, updates.optimizer, updates.scheduler, loader, updates.scaler)
+    updates = Updates(trained, options, step_plan.plan, progress, dtype)
+    parts = (trained, updates.optimizer, updates.scheduler, loader, updates.scaler)
     settings = fixed_settings(options, objective)
+    acceptance = measure_drafts(options, model, objective, data_rank, data_ranks)
+    accepted = None if acceptance is None else acceptance.measure()
     start = load_state(output, *parts, settings=settings) or 0
     progress.resume(start)
     updates.resume(start)
@@ -162,6 +178,9 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
         )
     announce(options, model, data, step_plan, progress, start)
     log = Log(output, start, steps, device, data_ranks, report_to=options.report_to, options=asdict(options))
+
+    if accepted is not None and start == 0:
+        log.write(0, draft_acceptance=accepted)
 
     # Signals and checks of finite numbers begin with the first step.
     checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
@@ -217,6 +236,11 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
     # The end: wait for the last checkpoint, then export, unless a signal has stopped the run.
     step_plan.close()
     stop.close()
+    if acceptance is not None and not stop.signal:
+        after = acceptance.measure()
+        if accepted is not None and after is not None:
+            log.write(max(start, steps), draft_acceptance=after)
+            say(lag_line(objective.trained_block is not None, accepted, after))
     log.close()
     checkpoints.finish()
     if stop.signal:
@@ -325,18 +349,44 @@ def make_datasets(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> tuple[PackedDataset, PackedDataset | None]:
     """Create the training data of this rank, and the evaluation data if the options name any."""
-    packing: dict[str, Any] = {
-        "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
-        "broken_media": options.broken_media, "multi_turn": options.multi_turn,
-        "on_unrendered": options.on_unrendered, "batch_size": options.batch_size, "seed": options.seed,
-        "rank": data_rank, "ranks": data_ranks
-    }  # fmt: skip
+    packing = packing_of(options, data_rank, data_ranks)
     data = objective.dataset(
         options.data, model, max_samples=options.max_samples, shares=options.data_shares or None, **packing
     )
     if not options.eval_data:
         return data, None
     return data, objective.eval_dataset(options.eval_data, model, **packing)
+
+
+def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[str, Any]:
+    """Return the arguments of a data set that training and evaluation data have in common."""
+    return {
+        "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
+        "broken_media": options.broken_media, "multi_turn": options.multi_turn,
+        "on_unrendered": options.on_unrendered, "batch_size": options.batch_size, "seed": options.seed,
+        "rank": data_rank, "ranks": data_ranks
+    }  # fmt: skip
+
+
+def measure_drafts(
+    options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
+) -> DraftAcceptance | None:
+    """Return what measures the drafts of the model's block for multi-token prediction; None if there is no such block.
+
+    The measure reads the first batches of the evaluation data or, without evaluation data, of the training data.
+    """
+    if options.sharing != 1 or not objective.has_head or not (objective.block is not None or has_block(model)):
+        return None
+    if not has_room(model):
+        say("drafts      not measured, because a rank has no memory for the whole model. The block is kept as it was.")
+        return None
+    files, limit = (options.eval_data, None) if options.eval_data else (options.data, MEASURED_SAMPLES)
+    data = objective.eval_dataset(files, model, max_samples=limit, **packing_of(options, data_rank, data_ranks))
+    # Sampled answers must not change the random numbers of the run.
+    state = random_state(model.device)
+    batches = [objective.batch(model, batch) for batch in first_batches(data)]
+    restore_random_state(state, model.device)
+    return DraftAcceptance(model, objective.block, [to_device(batch, model.device, model) for batch in batches])
 
 
 class Progress:
@@ -390,8 +440,9 @@ class Updates:
     """
 
     def __init__(
-        self, model: CausalLM, options: TrainOptions, plan: MemoryPlan | None, progress: Progress, dtype: torch.dtype
-    ) -> None:
+        self, model: CausalLM | LigerMTP, options: TrainOptions, plan: MemoryPlan | None, progress: Progress,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         self._options, self._progress = options, progress
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._in_backward = plan is not None and plan.in_backward
@@ -626,19 +677,20 @@ def freeze_images(model: CausalLM) -> None:
         module.requires_grad_(False)
 
 
-def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
+def make_optimizer(model: CausalLM | LigerMTP, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
     """Create the optimizer that ``options`` name. A plan may put the optimizer's moments into host memory."""
+    decoder = model.model if isinstance(model, LigerMTP) else model
     rounding = options.dtype == "bfloat16"
     if options.optimizer == "muon":
         lr = options.lr if options.muon_lr is None else options.muon_lr
-        return LigerMuon(model, lr, options.weight_decay, adamw_lr=options.lr, stochastic_rounding=rounding)
+        return LigerMuon(decoder, lr, options.weight_decay, adamw_lr=options.lr, stochastic_rounding=rounding)
     return LigerAdamW(
         parameter_groups(model, options), lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=rounding,
-        state_dtype=torch.int8 if options.moments_8bit else None, offload=plan.moments(model) if plan else ()
+        state_dtype=torch.int8 if options.moments_8bit else None, offload=plan.moments(decoder) if plan else ()
     )  # fmt: skip
 
 
-def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:
+def parameter_groups(model: torch.nn.Module, options: TrainOptions) -> list[dict[str, Any]]:
     """Group the trained parameters: with weight decay, without weight decay, and the matrices B of LoRA+."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ratio = options.lora_plus_ratio
@@ -652,7 +704,7 @@ def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, A
     return groups
 
 
-def check_groups(model: CausalLM, optimizer: torch.optim.Optimizer) -> None:
+def check_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless each trained parameter, and no other, is in exactly one group of the optimizer."""
     counts = Counter(parameter for group in optimizer.param_groups for parameter in group["params"])
     wrong = [name for name, parameter in model.named_parameters() if counts[parameter] != parameter.requires_grad]

@@ -74,6 +74,13 @@ class ObjectiveOptions:
     weight_hard_loss: float | None = _of("distill", "weight of the cross entropy (default: 0.5)")
     weight_soft_loss: float | None = _of("distill", "weight of the divergence (default: 0.5)")
 
+    mtp_weight: float | None = _of(
+        "sft, pretrain, grpo",
+        "weight of the loss of the block for multi-token prediction, which is then trained with the model, and drafts "
+        "tokens in rollouts; 0: it only drafts (default: the block is kept)",
+        at_least=0,
+    )
+
     reward: str | None = _of("grpo", "function that rewards answers: module:function or file.py:function")
     num_generations: int | None = _of("grpo", "answers to each prompt (default: 8)", at_least=2)
     max_new_tokens: int | None = _of("grpo", "the most tokens of an answer (default: 256)", at_least=1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.adapters.lora import without_adapters
+from liger_models.adapters.mtp import LigerMTP
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import settings_of
 from liger_models.base.processor import Processor
@@ -119,6 +120,8 @@ class Objective:
 
     def __init__(self, options: Any, **settings: Any) -> None:
         self.accumulate = options.accumulate
+        self.block: LigerMTP | None = None
+        """The model and its block for multi-token prediction, if ``mtp_weight`` is given."""
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """Load the models that the loss needs besides the trained one."""
@@ -148,6 +151,9 @@ class Objective:
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
         """Return the part of a step's loss that comes from a batch, and the metrics of the batch."""
+        if self.trained_block is not None and num_items is not None:
+            out = self.trained_block(**batch, num_items_in_batch=num_items)
+            return out.loss, {"mtp_loss": pair(out.mtp_loss * num_items, (batch["labels"] != -100).sum())}
         return model(**batch, num_items_in_batch=num_items).loss, {}
 
     def step(self, model: CausalLM, batches: list[Batch], backward: Callable[[Tensor], None]) -> tuple[Tensor, Metrics]:
@@ -164,6 +170,11 @@ class Objective:
             total += loss.detach()
             add_metrics(metrics, batch_metrics)
         return total, metrics
+
+    @property
+    def trained_block(self) -> LigerMTP | None:
+        """The model and its block for multi-token prediction, if the block is trained."""
+        return self.block if self.block is not None and self.block.loss_weight else None
 
     def finish_evaluation(self, device: torch.device) -> Metrics:
         """Return the metrics of all batches of an evaluation together. Every rank must call this method."""

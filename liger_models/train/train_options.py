@@ -242,6 +242,12 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
                 f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw."
             )
 
+        if self.mtp_weight is not None and (self.lora_r != 0 or self.optimizer == "muon"):
+            raise ValueError(
+                "TrainOptions: mtp_weight can't be combined with LoRA, whose adapters are exported without the block, "
+                f"or with muon, got lora_r={self.lora_r} and optimizer={self.optimizer}. Leave one out."
+            )
+
     def _check_sharing(self) -> None:
         # Either layers or tokens are shared, in equal parts.
         if self.tensor_parallel != 1 and self.context_parallel != 1:

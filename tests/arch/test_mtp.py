@@ -245,6 +245,58 @@ def their_name(name: str, number: int) -> str:
     return f"model.layers.{number}.{stored}"
 
 
+def test_a_block_with_a_layer_of_attention_and_a_layer_of_experts(tmp_path):
+    """The block of Nemotron 3: loss and gradients are those of transformers' layers, under the published names."""
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
+
+    case = ("nemotron_h", "experts")
+    folder = make_folder(*case, tmp_path)
+    theirs = hf_model(folder)
+    config = copy.deepcopy(theirs.config)
+    config.layers_block_type = ["full_attention", "moe"]
+    layers = torch.nn.ModuleList([NemotronHBlock(config, index) for index in range(2)])
+    C, eps = config.hidden_size, config.layer_norm_epsilon
+    layers[0].enorm, layers[0].hnorm, layers[1].final_layernorm = (NemotronHRMSNorm(C, eps) for _ in range(3))
+    layers[0].eh_proj = torch.nn.Linear(2 * C, C, bias=False)
+    torch.manual_seed(3)
+    for name, tensor in layers.state_dict().items():
+        torch.nn.init.normal_(tensor, mean=float("norm" in name), std=0.2)
+
+    # transformers has the experts in one tensor, and the hub each expert's.
+    stored, experts = {}, {}
+    for name, tensor in layers.state_dict().items():
+        owner, _, matrix = name.rpartition(".")
+        parts = [(name, tensor)]
+        if owner.endswith("experts"):
+            parts = [(f"{owner}.{number}.{matrix}.weight", expert) for number, expert in enumerate(tensor)]
+            experts[f"mtp.layers.{name}"] = [f"mtp.layers.{part}" for part, _ in parts]
+        stored |= {f"mtp.layers.{part}": values.clone() for part, values in parts}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | stored, file, {"format": "pt"})
+    ours = load(case[0], folder)
+    mtp = LigerMTP(ours, loss_weight=0.3)
+    mtp.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert_same_bits({name: saved[name] for name in saved if name.startswith("mtp.")}, stored)
+
+    ids = tokens(*case, 2, 12)
+    hidden, embeds = theirs.model(ids).last_hidden_state, theirs.model.embeddings(ids)
+    x = layers[0].eh_proj(torch.cat([layers[0].enorm(embeds[:, 1:]), layers[0].hnorm(hidden[:, :-1])], -1))
+    x = layers[1](layers[0](x, attention_mask=torch.full((11, 11), -torch.inf).triu(1)[None, None]))
+    x = layers[1].final_layernorm(x)
+    want = F.cross_entropy(theirs.lm_head(x[:, :-1]).flatten(0, 1), ids[:, 2:].flatten())
+    got = mtp(ids, labels=ids)
+    assert error(got.mtp_loss, want) <= LIMIT
+    got.loss.backward()
+    (0.3 * want).backward()
+    found = gradients(mtp)
+    for name, parameter in layers.named_parameters():
+        stored_name = f"mtp.layers.{name}"
+        parts = experts.get(stored_name, [stored_name])
+        value = torch.stack([found[part] for part in parts]) if len(parts) > 1 else found[parts[0]]
+        assert error(value, parameter.grad) <= LIMIT, name
+
+
 @one_case
 def test_padding_and_other_names_of_bounds(pair):
     *case, _, ours = pair

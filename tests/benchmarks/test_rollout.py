@@ -2,9 +2,10 @@
 
 import torch
 
-from benchmarks import rollout
+from benchmarks import drafts, rollout
 from benchmarks.tables import TIMES
 from liger_models import AutoLigerModel
+from liger_models.kernels.dispatch import reference_backend
 
 from ..late import transformers
 
@@ -31,4 +32,24 @@ def test_table():
     rows = [names | found | {"mode": "hf"}, names | found | {"mode": "ours", "tokens_per_s": 30000.0}]
     lines = rollout.table([*rows, names | {"mode": "ours+generate", "error": "out of memory"}]).splitlines()
     assert f"| 1024 {TIMES} 512 | liger_models, rollout | 655360 | 30.0 | 30,000 | 1.500 | 80.0 |" in lines[3]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_rollouts_with_drafts_are_compared_after_training(monkeypatch):
+    monkeypatch.setattr(drafts, "EVERY", 5)
+    monkeypatch.setattr(drafts, "DRAFTS", (2,))
+    monkeypatch.setattr(drafts, "LR", 1e-2)
+    sizes = drafts.SIZES | SIZES | {"num_key_value_heads": 1, "num_hidden_layers": 1, "head_dim": 64}
+    texts = [[2, *range(3 + n, 20 + n), 1] for n in range(40)]
+    with reference_backend():
+        mtp = drafts.make(sizes, hybrid=False, device="cpu")
+        trained = drafts.train(mtp, texts, texts[:9], 96, 60.0)
+        rollouts = drafts.compare(mtp, [text[:4] for text in texts], 3, 12)
+    assert trained["accepted"] >= drafts.ENOUGH
+    assert [(row["rows"], row["drafts"]) for row in rollouts] == [(3, 0), (3, 2)]
+    assert rollouts[0]["tokens_per_round"] == 1 < rollouts[1]["tokens_per_round"]
+    row = {"model": "demo", "mode": "ours+drafts+hybrid", **trained, "rollouts": rollouts}
+    lines = rollout.table([row, row | {"mode": "ours+drafts", "rollouts": [], "error": "out of memory"}]).splitlines()
+    assert len(lines) == 5
+    assert lines[2].startswith("| hybrid | 3 | 0 |")
     assert len({line.count("|") for line in lines}) == 1

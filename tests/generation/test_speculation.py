@@ -185,7 +185,7 @@ def test_what_is_refused():
     model, medusa = make(), LigerMedusa(make(), 2)
     recurrent = AutoLigerModel.from_config({"model_type": "qwen3_next", **tiny("qwen3_next")["aux"]})
     for draft, options, message in (
-        ("model", {}, r"draft_model must be a model of this package, or LigerMedusa around this model, got str"),
+        ("model", {}, r"must be a model of this package, or LigerMTP or LigerMedusa around this model, got str"),
         (medusa, {}, r"LigerMedusa around this model, got LigerMedusa"),
         (make(), {"do_sample": True}, r"draft_model needs seed with do_sample=True.*Pass seed=0"),
         (make(), {"use_cache": False}, r"draft_model must be given without cache and use_cache=False"),

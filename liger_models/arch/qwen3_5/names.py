@@ -28,7 +28,7 @@ def mtp_format(config: HybridConfig) -> MTPFormat:
     parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     sizes = {"num_hidden_layers": 1, "layer_types": [FULL]}
     names = {part: f"mtp.{part}" for part in parts}
-    return MTPFormat(sizes=sizes, prefix="mtp.", block="mtp.layers.0.", names=names)
+    return MTPFormat(sizes=sizes, prefix="mtp.", block="mtp.layers.{}.", names=names)
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:

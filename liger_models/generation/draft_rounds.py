@@ -1,0 +1,266 @@
+"""Rounds of speculative decoding, in which a model's block for multi-token prediction drafts tokens.
+
+In a round, one forward of the model verifies the drafts of every row, and the block then drafts the next tokens. Let a
+row have L cached tokens, its last token x_L, and the drafts d_1 ... d_k::
+
+    h_L ... h_{L+k} = model(x_L, d_1, ..., d_k)            the model's choices y_1 ... y_{k+1} come from these
+    n = 1 + number of drafts that are accepted             y_1 ... y_n are the row's new tokens
+    h'_{L+i} = block(h_{L+i}, y_{i+1}), i < n              the first new draft comes from h'_{L+n-1}
+    h'_{L+n} = block(h'_{L+n-1}, d'_1), ...                and each further draft comes from the one before it
+
+Each row accepts its own number of drafts. All numbers stay on the device, so a round can be captured as one CUDA graph.
+
+Greedy tokens are those without drafts. With seeds, the model and the block draw with the same noise, so sampled tokens
+are those without drafts, too. Otherwise, a draft d is accepted with the probability min(1, p(d) / q(d)), and a rejected
+draft is replaced by a token from the distribution max(0, p − q), normalized. New tokens therefore have the distribution
+of the model.
+
+Sources: https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2412.19437.
+"""
+
+import warnings
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_models.generation.deterministic import head_outputs
+from liger_models.generation.graphs import record
+from liger_models.generation.options import is_draft_block
+from liger_models.generation.rows import log_probs_of
+from liger_models.generation.sampling import Sampler, draw
+from liger_models.kernels.overlap import overlapping
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.page_pool import PagePool
+
+
+class DraftBlock(Protocol):
+    """A block on the hidden states of a model, such as `liger_models.adapters.LigerMTP`."""
+
+    model: Any
+    """The model whose tokens are drafted, and whose embedding and head the block uses."""
+
+    def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
+        """Return the input [B, T, C] of the head, which gives the logits of the second next token of each token.
+
+        Args:
+            hidden: [B, T, C], the input of the head, from which the next token of each token was chosen.
+            ahead: [B, T, C], the embedding of the next token.
+            layout: layout of the batch, with a cache to which the block appends.
+        """
+
+    def modules(self) -> Any:
+        """Return all modules of the block."""
+
+
+class Round(NamedTuple):
+    """The result of a round, for rows of at most k + 1 new tokens.
+
+    Attributes:
+        tokens: [rows, k + 1] int64, the new tokens, followed by tokens without a meaning.
+        log_probs: [rows, k + 1] fp32, the log-probabilities of the tokens in the model's own distribution.
+        counts: [rows] int64, the number of new tokens of each row.
+        experts: [rows, k + 1, L, K] int16, the experts that the model chose for the last token before the round and for
+            the drafts; None if they are not recorded.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    counts: Tensor
+    experts: Tensor | None
+
+
+class DraftRound:
+    """A round for all rows of a `PagePool`. It is captured on its second call.
+
+    Args:
+        pool: the cache of the rows, whose layers include those of the block.
+        block: the block that drafts.
+        sampler: the sampling options.
+        num_drafts: k.
+        vocab_size: V.
+        stops: the largest number of stop tokens of a row.
+        seeded: whether rows have seeds.
+        captured: whether to capture the round.
+        records_routing: whether to return the chosen experts.
+        deterministic: whether log-probabilities are bitwise identical to those within `deterministic_forward`.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        block: DraftBlock,
+        sampler: Sampler,
+        num_drafts: int,
+        vocab_size: int,
+        *,
+        stops: int,
+        seeded: bool,
+        captured: bool,
+        records_routing: bool,
+        deterministic: bool,
+    ) -> None:
+        self.pool, self.block, self.sampler, self.num_drafts = pool, block, sampler, num_drafts
+        self.seeded, self.captured = seeded, captured
+        self.records_routing, self.deterministic = records_routing, deterministic
+        rows, device = pool.rows, pool.lengths.device
+
+        # A captured round reads and writes these tensors. A row begins with drafts that are accepted by chance only.
+        self._tokens = torch.zeros(rows, num_drafts + 1, dtype=torch.int64, device=device)
+        self._counts, self._seeds = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self._stops = torch.full((rows, stops), -1, device=device)
+        self._ahead = torch.arange(num_drafts + 1, device=device)
+
+        # The distributions that the drafts were drawn from, [rows, k, V]. They are certain of token 0 in the beginning.
+        self._proposed: Tensor | None = None
+        if sampler.settings.do_sample and not seeded:
+            self._proposed = torch.zeros(rows, num_drafts, vocab_size, device=device)
+            self._proposed[..., 0] = 1
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._called = False
+        self._result: Round | None = None
+
+    def resume(self, tokens: Tensor, counts: Tensor, seeds: Tensor, stops: Tensor) -> None:
+        """Prepare a series of rounds, after `PagePool.resume`.
+
+        The drafts of earlier rounds remain. If a slot has got another row, they are unlikely to be accepted, but this
+        does not affect the distribution of the new tokens, since no earlier round has verified them.
+
+        Args:
+            tokens: [rows] int64, the last token of each row.
+            counts: [rows] int64, the number of new tokens of each row so far.
+            seeds: [rows] int64.
+            stops: [rows, stops] int64, the stop tokens of each row, filled up with −1.
+        """
+        self._tokens[:, 0] = tokens
+        for fixed, given in ((self._counts, counts), (self._seeds, seeds), (self._stops, stops)):
+            fixed.copy_(given)
+
+    def __call__(self, model: Decoder) -> Round:
+        """Run a round. The next call may overwrite the result."""
+        if self.captured and self._called and self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                generator = self.sampler.settings.generator
+                self._result = record(graph, lambda: self._run(model), model.device, generator=generator)
+            except RuntimeError as error:
+                self.captured = False
+                reason = str(error).strip().partition("\n")[0]
+                warnings.warn(
+                    f"rollout: a round of {type(model).__name__} with drafts can't be captured as a CUDA graph, so "
+                    f"tokens take longer: {reason}",
+                    stacklevel=2,
+                )
+            else:
+                self._graph = graph
+        if self._graph is None:
+            self._called = True
+            return self._run(model)
+        self._graph.replay()
+        assert self._result is not None
+        return self._result
+
+    def _run(self, model: Decoder) -> Round:
+        pool, rows, k = self.pool, self.pool.rows, self.num_drafts
+
+        # Verify the drafts: each token of a row is a row of the batch. [rows · (k + 1), 1]
+        positions = pool.speculate(pool.lengths.long()[:, None] + self._ahead)
+        with overlapping(self.captured):
+            embeds, layout = model.prepare(self._tokens.view(-1, 1), position_ids=positions, cache=pool)
+            out = model.run(embeds, layout, return_logits=False)
+        assert out.hidden_states is not None
+        hidden: Tensor = out.hidden_states[-1]  # [rows · (k + 1), 1, C]
+        experts = model.choose_experts(out.router_logits or ()) if self.records_routing else None
+        head = model.lm_head
+        if self.deterministic:
+            raw, logits = head_outputs(head, hidden[:, 0])
+            chosen, counts = self._choose(logits)
+            log_probs = log_probs_of(raw, chosen.flatten(), head.softcap, head.logit_scale)
+        else:
+            logits = head(hidden)[:, 0]
+            chosen, counts = self._choose(logits)
+            log_probs = log_probs_of(logits, chosen.flatten())
+
+        # A row ends with its first stop token, or when it needs no further tokens.
+        is_stop = (chosen[:, :, None] == self._stops[:, None]).any(2)
+        before = (is_stop.long().cumsum(1) == 0).sum(1)  # number of tokens before the first stop token
+        stopped = before < counts
+        counts = torch.where(stopped, before + 1, counts).minimum(pool.remaining)
+        pool.accept(counts)
+        pool.remaining.masked_fill_(stopped, 0)
+        self._counts += counts
+
+        # The block runs on the same tokens, each with the model's choice of its next token.
+        drafted = self.block.predict(hidden, model.embed(chosen.view(-1, 1), None)[0], layout)
+        last = (counts - 1).clamp_min(0)[:, None]  # [rows, 1]
+        x = drafted.view(rows, k + 1, -1).gather(1, last[..., None].expand(-1, -1, drafted.shape[-1]))  # [rows, 1, C]
+        self._tokens[:, :1] = chosen.gather(1, last)
+        for index in range(k):
+            if index:
+                # The hidden state of a draft is not known yet, so the block's own output takes its place.
+                positions = pool.speculate((pool.lengths.long() + index - 1)[:, None])
+                embeds, layout = model.prepare(
+                    self._tokens[:, index : index + 1], position_ids=positions, cache=pool
+                )  # fmt: skip
+                x = self.block.predict(x, embeds, layout)
+            self._tokens[:, index + 1] = self._draft(head(x)[:, 0], index)
+        pool.width = 1
+        experts = None if experts is None else experts.unflatten(0, (rows, k + 1))
+        return Round(chosen, log_probs.view(rows, k + 1), counts, experts)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose tokens from the model's logits [rows · (k + 1), V].
+
+        Returns:
+            The choices [rows, k + 1], and the number of those that depend on accepted drafts only, [rows] from 1 on.
+        """
+        k, drafts = self.num_drafts, self._tokens[:, 1:]
+        scores = self.sampler.restrict(logits)
+        if self._proposed is None:
+            steps = (self._counts[:, None] + self._ahead).flatten()
+            self._seed(self._seeds.repeat_interleave(k + 1))
+            chosen = self.sampler.choose(scores, steps).view(-1, k + 1)
+            agree = chosen[:, :k] == drafts
+        else:
+            generator = self.sampler.settings.generator
+            p = scores.softmax(1).view(-1, k + 1, scores.shape[1])
+            ours, theirs = (x.gather(2, drafts[..., None])[..., 0] for x in (p[:, :k], self._proposed))
+            agree = torch.empty_like(ours).uniform_(generator=generator) * theirs < ours
+
+            # The distribution after a rejection. If p and q are equal, nothing is rejected.
+            rest = (p[:, :k] - self._proposed).clamp_min(0)
+            rest = torch.where(rest.sum(2, keepdim=True) > 0, rest, p[:, :k])
+            others = draw(torch.cat([rest, p[:, k:]], 1).flatten(0, 1), generator).view(-1, k + 1)
+            chosen = torch.cat([torch.where(agree, drafts, others[:, :k]), others[:, k:]], 1)
+        return chosen, agree.long().cumprod(1).sum(1) + 1
+
+    def _draft(self, logits: Tensor, index: int) -> Tensor:
+        """Return draft ``index`` of each row, [rows] int64, from the block's logits [rows, V]."""
+        scores = self.sampler.restrict(logits)
+        if self._proposed is None:
+            self._seed(self._seeds)
+            return self.sampler.choose(scores, self._counts + index)
+        self._proposed[:, index] = scores.softmax(1)
+        return draw(self._proposed[:, index], self.sampler.settings.generator)
+
+    def _seed(self, seeds: Tensor) -> None:
+        if self.seeded:
+            self.sampler.seeds = seeds
+
+
+@torch.no_grad()
+def add_layers(cache: DecodeCache, block: DraftBlock, prompt: Any) -> None:
+    """Add the layers of a block to a cache of one token, the first token of ``prompt``."""
+    model, own = block.model, DecodeCache(1)
+    embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=own)
+    block.predict(embeds, embeds, layout)
+    cache._layers.update(own._layers)
+
+
+def draft_refusal(model: Decoder, block: Any) -> str | None:
+    """Return the reason why a block can't draft for a model; None if it can."""
+    if is_draft_block(block):
+        return None
+    return f"draft_model must be LigerMTP around this {type(model).__name__}, got {type(block).__name__}"

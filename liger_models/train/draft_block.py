@@ -1,0 +1,114 @@
+"""The block for multi-token prediction in a training run: trained with the model, or kept and measured."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from liger_models.adapters.mtp import LigerMTP
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import format_of
+from liger_models.data.batch import Batch
+from liger_models.generation.eval_mode import evaluating
+from liger_models.parallel.fsdp import unsharded
+from liger_models.train.objectives import INPUTS
+from liger_models.train.report import say
+
+MEASURED_BATCHES, MEASURED_SAMPLES = 8, 512
+"""Number of batches in which drafts are compared with the choices of the model, and, if there are no evaluation data,
+the number of samples of the training data from which these batches are taken."""
+
+
+def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded: bool) -> LigerMTP | None:
+    """Make the block that is trained with a model or drafts for it; None if ``weight`` is None.
+
+    Args:
+        model: the model, whose weights are loaded.
+        weight: the option ``mtp_weight``.
+        detached: whether the loss of the block trains only the block.
+        sharded: whether FSDP or other kinds of parallelism shard the model.
+
+    Raises:
+        ValueError: the model is sharded, or its family has no such block.
+    """
+    if weight is None:
+        return None
+    if sharded:
+        raise ValueError(
+            "train: mtp_weight needs a single process and dtype=bfloat16, because the block for multi-token prediction "
+            "can't be sharded, got a model that FSDP shards. Set dtype=bfloat16 on one GPU, or leave mtp_weight out."
+        )
+    block = LigerMTP(model, loss_weight=weight, detached=detached)
+    if not weight:
+        for parameter in block.own_parameters().values():
+            parameter.requires_grad_(False)
+    return block
+
+
+class DraftAcceptance:
+    """Measures how many drafts of a model's block for multi-token prediction the model accepts.
+
+    Args:
+        model: the model, sharded by FSDP or not.
+        block: the block that is trained, or None if the tensors of the checkpoint are kept.
+        batches: the batches of this rank, on the device of the model.
+    """
+
+    def __init__(self, model: CausalLM, block: LigerMTP | None, batches: Sequence[Batch]) -> None:
+        self._model, self._block = model, block
+        self._batches = [{name: value for name, value in batch.items() if name in INPUTS} for batch in batches]
+
+    @torch.no_grad()
+    def measure(self) -> float | None:
+        """Return the share of accepted drafts on rank 0, which has the kept tensors. Every rank must call this.
+
+        The result is None on other ranks, and if `LigerMTP` does not support the model or the tensors of its block. The
+        reason is printed.
+        """
+        counts = torch.zeros(2, dtype=torch.int64, device=self._model.device)
+        with unsharded(self._model) as model:
+            if dist.get_rank() != 0:
+                return None
+            before = model.trained_tensors
+            try:
+                block = self._block or LigerMTP(model)
+                with evaluating(list(block.modules())):
+                    for batch in self._batches:
+                        counts += block.acceptance(**batch)
+            except ValueError as error:
+                say(f"drafts      not measured: {error}")
+                return None
+            finally:
+                model.trained_tensors = before
+        accepted, total = counts.tolist()
+        return float(accepted / max(total, 1))
+
+
+def has_block(model: CausalLM) -> bool:
+    """Whether the checkpoint of a model has a block for multi-token prediction. Every rank must call this."""
+    mtp_format = format_of(type(model)).mtp
+    if mtp_format is None:
+        return False
+    prefix = mtp_format(model.config).prefix
+    found: list[Any] = [any(name.startswith(prefix) for name in model.kept_tensors)]
+    dist.broadcast_object_list(found, 0)
+    return bool(found[0])
+
+
+def first_batches(data: Any) -> list[Any]:
+    """Return the first batches of a data set, in the order of epoch 0."""
+    data.set_epoch(0)
+    return list(itertools.islice(data, MEASURED_BATCHES))
+
+
+def lag_line(trained: bool, before: float, after: float) -> str:
+    """Return the line that says how the acceptance of drafts has changed in a run."""
+    line = f"drafts      the model accepts {after:.1%} of the block's first drafts, and before training {before:.1%}"
+    if trained:
+        return f"{line}."
+    return (
+        f"{line}. The block for multi-token prediction was kept and not trained, so its drafts lag behind the model. "
+        "Train it: --mtp-weight 0.1."
+    )
