@@ -20,6 +20,7 @@ from liger_models.common.errors import check_values, is_traced
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
 from liger_models.distributed.ranks import rank
+from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
@@ -426,6 +427,10 @@ class LigerModel(Loading, LigerPreTrainedModel):
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text_positions, position_ids = position_ids[0], position_ids[1:]
 
+        # Trainers pass the experts of all blocks, and rows of zeros for padding.
+        if "routed_experts" in inputs:
+            inputs["routed_experts"] = select_routing(self.decoder, inputs["routed_experts"])
+
         # Packed documents: the batch has their bounds, or each position 0 starts a document.
         is_packed = "cu_seqlens" in inputs or "cu_seq_lens_q" in inputs
         documents = inputs.pop("seq_idx", None)  # collators return it beside the positions
@@ -585,8 +590,9 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             logits_to_keep: number of last tokens whose logits are returned, or indices of tokens; 0 for all tokens.
             num_items_in_batch: divisor of the summed loss. It is passed to a custom loss function as an argument.
             inputs: pixels and the tensors that describe them; ``cu_seq_lens_q`` and related arguments, or
-                ``cu_seqlens``; ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the
-                logits if there are labels. By default the logits are omitted in training with gradients.
+                ``cu_seqlens``; ``routed_experts``, [B, T, H or L, K], the experts of each token, see `select_routing`;
+                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the logits if there
+                are labels. By default the logits are omitted in training with gradients.
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.

@@ -363,6 +363,24 @@ def test_auxiliary_loss_of_experts(hf):
     assert len(ours.model(ids).router_logits) == len(want.router_logits)
 
 
+@pytest.mark.parametrize("hf", [("glm4_moe", "norms")], indirect=True, ids="-".join)
+def test_experts_that_an_engine_recorded(hf):
+    """Of all blocks, in uint8, with zeros for the first block, which is dense, and for the last token of each row."""
+    arch, variant, _, ours = hf
+    ids, decoder = tokens(arch, variant, 2, T), ours.model.decoder
+    own = torch.rand(2, T, 1, 4, generator=torch.Generator().manual_seed(0)).topk(decoder.routers[0].top_k).indices
+    recorded = torch.zeros(2, T, 2, own.shape[-1], dtype=torch.uint8)
+    recorded[:, :-1, 1:] = own[:, :-1]
+    own[:, -1] = -1
+    want = decoder(ids, labels=ids, routed_experts=own).loss
+    assert torch.equal(ours(ids, labels=ids, routed_experts=recorded).loss, want)
+    assert not torch.equal(ours(ids, labels=ids).loss, want)
+    assert torch.equal(
+        ours.model(ids, routed_experts=recorded).last_hidden_state,
+        decoder(ids, routed_experts=own, return_logits=False, output_hidden_states=True).hidden_states[-1],
+    )
+
+
 @llama
 def test_training_aids(hf):
     arch, variant, _, ours = hf
