@@ -19,6 +19,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import check_values, is_traced
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
+from liger_models.convert.tensors import hf_tensors
 from liger_models.distributed.ranks import rank
 from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
@@ -544,6 +545,27 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         yield from super().named_children()
         if self.tree is None and sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters.
+
+        For OpenRLHF, which sends what this method returns to vLLM, the result has the tensors of a checkpoint instead.
+
+        Raises:
+            ValueError: OpenRLHF calls this method, and ZeRO-3 has partitioned the parameters.
+        """
+        parameters: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(prefix, recurse, remove_duplicate)
+        if sys._getframe(1).f_globals.get("__name__") != "openrlhf.trainer.ray.ppo_actor":
+            return parameters
+        if any(hasattr(parameter, "ds_id") for _, parameter in parameters):
+            raise ValueError(
+                "named_parameters: vLLM needs whole parameters, got parameters that ZeRO-3 has partitioned. Set "
+                "--ds.zero_stage 2."
+            )
+        tensors = hf_tensors(self.model.decoder)
+        return ((name, nn.Parameter(tensor)) for name, tensor in tensors)
 
     @property
     def has_own_loss(self) -> bool:
