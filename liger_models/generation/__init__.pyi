@@ -1,4 +1,8 @@
 from liger_models.generation.deterministic import deterministic_forward as deterministic_forward
+from liger_models.generation.engine_routing import encode_routing as encode_routing
+from liger_models.generation.engine_routing import read_routing as read_routing
+from liger_models.generation.engine_routing import routing_rows as routing_rows
+from liger_models.generation.engine_routing import select_routing as select_routing
 from liger_models.generation.graphs import release_steps as release_steps
 from liger_models.generation.loop import GenerateOutput as GenerateOutput
 from liger_models.generation.loop import generate as generate

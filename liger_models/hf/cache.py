@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from liger_models.layers.kv_cache import DecodeCache
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 """The cache layers of transformers that hold keys and values unchanged."""
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", None) or type("DummyLayer", (DynamicLayer,), {})
+"""A cache layer without keys and values. Older versions of transformers have no such class."""
 
 
 class LigerCache(Cache):

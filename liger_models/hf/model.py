@@ -19,7 +19,9 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import check_values, is_traced
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
+from liger_models.convert.tensors import hf_tensors
 from liger_models.distributed.ranks import rank
+from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
@@ -426,6 +428,10 @@ class LigerModel(Loading, LigerPreTrainedModel):
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text_positions, position_ids = position_ids[0], position_ids[1:]
 
+        # Trainers pass the experts of all blocks, and rows of zeros for padding.
+        if "routed_experts" in inputs:
+            inputs["routed_experts"] = select_routing(self.decoder, inputs["routed_experts"])
+
         # Packed documents: the batch has their bounds, or each position 0 starts a document.
         is_packed = "cu_seqlens" in inputs or "cu_seq_lens_q" in inputs
         documents = inputs.pop("seq_idx", None)  # collators return it beside the positions
@@ -540,6 +546,27 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         if self.tree is None and sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters.
+
+        For OpenRLHF, which sends what this method returns to vLLM, the result has the tensors of a checkpoint instead.
+
+        Raises:
+            ValueError: OpenRLHF calls this method, and ZeRO-3 has partitioned the parameters.
+        """
+        parameters: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(prefix, recurse, remove_duplicate)
+        if sys._getframe(1).f_globals.get("__name__") != "openrlhf.trainer.ray.ppo_actor":
+            return parameters
+        if any(hasattr(parameter, "ds_id") for _, parameter in parameters):
+            raise ValueError(
+                "named_parameters: vLLM needs whole parameters, got parameters that ZeRO-3 has partitioned. Set "
+                "--ds.zero_stage 2."
+            )
+        tensors = hf_tensors(self.model.decoder)
+        return ((name, nn.Parameter(tensor)) for name, tensor in tensors)
+
     @property
     def has_own_loss(self) -> bool:
         """Whether the loss is computed from logits, because a user has replaced the loss function or the head."""
@@ -585,8 +612,9 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             logits_to_keep: number of last tokens whose logits are returned, or indices of tokens; 0 for all tokens.
             num_items_in_batch: divisor of the summed loss. It is passed to a custom loss function as an argument.
             inputs: pixels and the tensors that describe them; ``cu_seq_lens_q`` and related arguments, or
-                ``cu_seqlens``; ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the
-                logits if there are labels. By default the logits are omitted in training with gradients.
+                ``cu_seqlens``; ``routed_experts``, [B, T, H or L, K], the experts of each token, see `select_routing`;
+                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the logits if there
+                are labels. By default the logits are omitted in training with gradients.
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.

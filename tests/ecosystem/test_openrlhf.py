@@ -1,9 +1,12 @@
-"""OpenRLHF's command for fine-tuning, with DeepSpeed's ZeRO-2, on a checkpoint that asks for this package."""
+"""OpenRLHF on a checkpoint that asks for this package: its command for fine-tuning, with DeepSpeed's ZeRO-2, and the
+weights that its actor sends to vLLM."""
 
 import shlex
 
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import LlamaForCausalLM
 
 from ..processes import free_port
 from .tools import ROOT, assert_is_a_checkpoint, assert_models, make_files, run
@@ -37,3 +40,15 @@ def test_fine_tunes(tmp_path, monkeypatch):
     assert losses["portable"][-1] < losses["portable"][0] - 0.5
     torch.testing.assert_close(losses["portable"], losses["theirs"], rtol=0, atol=2e-2)
     assert_is_a_checkpoint(tmp_path, "out-portable")
+
+
+def test_sends_weights_to_vllm(tmp_path, monkeypatch):
+    """The script compares the first weights that are sent, and log-probabilities; here are those after a step."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    make_files(tmp_path)
+    assert "models of: liger_models transformers\n" in run(tmp_path, "tests.ecosystem.openrlhf_weights", ".")
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16).eval()
+    ids = torch.arange(3, 43).view(2, 20)
+    before = trained(ids, labels=ids).loss
+    trained.load_state_dict(load_file(tmp_path / "sent.safetensors"))
+    assert trained(ids, labels=ids).loss < before - 0.1

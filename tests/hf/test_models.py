@@ -3,6 +3,9 @@
 import copy
 import inspect
 import pickle
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -361,6 +364,48 @@ def test_auxiliary_loss_of_experts(hf):
     assert without.aux_loss is None
     assert error(without.loss, theirs(ids, labels=ids, output_router_logits=False).loss) <= LIMIT
     assert len(ours.model(ids).router_logits) == len(want.router_logits)
+
+
+@pytest.mark.parametrize("hf", [("glm4_moe", "norms")], indirect=True, ids="-".join)
+def test_experts_that_an_engine_recorded(hf):
+    """Of all blocks, in uint8, with zeros for the first block, which is dense, and for the last token of each row."""
+    arch, variant, _, ours = hf
+    ids, decoder = tokens(arch, variant, 2, T), ours.model.decoder
+    own = torch.rand(2, T, 1, 4, generator=torch.Generator().manual_seed(0)).topk(decoder.routers[0].top_k).indices
+    recorded = torch.zeros(2, T, 2, own.shape[-1], dtype=torch.uint8)
+    recorded[:, :-1, 1:] = own[:, :-1]
+    own[:, -1] = -1
+    want = decoder(ids, labels=ids, routed_experts=own).loss
+    assert torch.equal(ours(ids, labels=ids, routed_experts=recorded).loss, want)
+    assert not torch.equal(ours(ids, labels=ids).loss, want)
+    assert torch.equal(
+        ours.model(ids, routed_experts=recorded).last_hidden_state,
+        decoder(ids, routed_experts=own, return_logits=False, output_hidden_states=True).hidden_states[-1],
+    )
+
+
+@llama
+def test_parameters_that_openrlhf_sends(hf):
+    """Its module ppo_actor sends them to vLLM by the names of the checkpoint. For all others, they are as in memory."""
+    _, _, theirs, ours = hf
+    scope = {"__name__": "openrlhf.trainer.ray.ppo_actor"}
+    exec("def params_to_sync(model): return [(n, p) for n, p in model.named_parameters() if p.requires_grad]", scope)
+    sent, stored = dict(scope["params_to_sync"](ours)), dict(theirs.named_parameters())
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in stored.items())
+    assert "model.decoder.layers.0.self_attn.qkv_proj.weight" in dict(ours.named_parameters())
+    next(ours.parameters()).ds_id = 0  # ZeRO-3 has partitioned it
+    with pytest.raises(ValueError, match="zero_stage 2"):
+        scope["params_to_sync"](ours)
+
+
+def test_transformers_without_dummy_layers(monkeypatch):
+    """Such as 5.6 to 5.15, in which checkpoints with ``auto_map`` load."""
+    monkeypatch.delattr(transformers.cache_utils, "DummyLayer")
+    older: Any = {"__name__": "liger_models.hf.older_cache"}
+    exec(Path(sys.modules["liger_models.hf.cache"].__file__).read_text(encoding="utf-8"), older)
+    empty = older["DummyLayer"]()
+    assert (empty.get_seq_length(), type(empty) in older["KEYS_AND_VALUES"]) == (0, False)
 
 
 @llama
