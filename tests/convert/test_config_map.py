@@ -147,6 +147,19 @@ def test_the_defaults_are_those_of_transformers(arch: str) -> None:
     assert ours == theirs
 
 
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in CASES} - {arch for arch, _ in VISION_CASES}))
+def test_other_names_that_transformers_reads_are_read(arch: str) -> None:
+    """A file may have either name of a setting that has two in transformers' class."""
+    theirs = transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values())))
+    hf, config_class = theirs.to_dict(), get_arch(arch).config_class
+    hf.pop("head_dim" if "qk_rope_head_dim" in hf else "", None)  # which transformers computes
+    want = read_config(config_class, hf, strict=True)
+    for name, other in {*theirs.attribute_map.items(), *((b, a) for a, b in theirs.attribute_map.items())}:
+        if name in hf and other != "head_dim":
+            renamed = {other if key == name else key: value for key, value in hf.items() if key != other}
+            assert read_config(config_class, renamed, strict=True) == want, (name, other)
+
+
 def assert_same_tower(config: Any, theirs: Any) -> None:
     for field in dataclasses.fields(config):
         if field.name == "rope_theta" and theirs.model_type == "clip_vision_model":  # which rotates nothing
