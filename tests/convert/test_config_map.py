@@ -160,6 +160,19 @@ def test_other_names_that_transformers_reads_are_read(arch: str) -> None:
             assert read_config(config_class, renamed, strict=True) == want, (name, other)
 
 
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [("deepseek_v3", "norm_topk_prob"), ("deepseek_v3", "rope_interleave"), ("bamba", "mamba_conv_bias")],
+)
+def test_a_null_switch_is_off(arch: str, name: str) -> None:
+    """The default of each is true; transformers takes null for false."""
+    model_class, hf = get_arch(arch), {**next(iter(tiny(arch).values())), name: None}
+    assert not getattr(transformers.AutoConfig.for_model(arch, **hf), name)
+    config = read_config(model_class.config_class, hf)
+    assert getattr(config, name) is False
+    assert write_config(config, hf, torch.float32)[name] is False
+
+
 def assert_same_tower(config: Any, theirs: Any) -> None:
     for field in dataclasses.fields(config):
         if field.name == "rope_theta" and theirs.model_type == "clip_vision_model":  # which rotates nothing
