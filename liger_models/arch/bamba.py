@@ -1,11 +1,13 @@
 """Bamba 9B: model_type ``bamba``.
 
 Differs from Llama: most layers have a state-space mixer (`LigerMamba2`) instead of attention; ``attn_layer_indices``
-lists the layers with attention. Attention rotates half of each head, whatever config.json says. The loss has no z-loss:
-``z_loss_coefficient`` is not read.
+lists the layers with attention. Attention rotates half of each head, or the fraction ``partial_rotary_factor`` of the
+rope parameters; at the top level of config.json, this key has no effect. The loss has no z-loss:
+a ``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the loss function.
 
 Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding. Without ``position_ids``, tokens after cached ones continue to count from them.
+not enter the state at padding. Without ``position_ids``, tokens after cached ones continue to count from them. Cached
+decoding limits step sizes, too; transformers 5.23 does so only for whole prompts.
 
 Source: https://huggingface.co/blog/bamba, transformers ``models/bamba``.
 """
@@ -122,12 +124,18 @@ def weight_map(config: BambaConfig) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of the mixer, and drop ``partial_rotary_factor``, which transformers sets to 0.5."""
-    flat = read_mixer(hf)
-    for key in ("rope_parameters", "rope_scaling"):
-        if flat.get(key):
-            flat[key] = {name: value for name, value in flat[key].items() if name != "partial_rotary_factor"}
-    return {key: value for key, value in flat.items() if key != "partial_rotary_factor"}
+    """Read the settings of the mixer, and drop a z-loss of 0 and what has no effect in transformers."""
+    without = ["partial_rotary_factor"] + ["z_loss_coefficient"] * (not hf.get("z_loss_coefficient"))
+    return {key: value for key, value in read_mixer(hf).items() if key not in without}
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Invert `from_json`. Only the rope parameters can have another rotated fraction than one half."""
+    out = write_mixer(keys)
+    share = out.pop("partial_rotary_factor")
+    if share != BambaConfig.partial_rotary_factor:
+        out["rope_scaling"] = {"rope_type": "default", **(out["rope_scaling"] or {}), "partial_rotary_factor": share}
+    return out
 
 
 add_family(
@@ -136,7 +144,7 @@ add_family(
     hf_class="BambaForCausalLM",
     weight_map=weight_map,
     from_json=from_json,
-    to_json=write_mixer,
-    ignored_keys=(*IGNORED_MIXER_KEYS, "z_loss_coefficient", "attn_rotary_emb"),
+    to_json=to_json,
+    ignored_keys=(*IGNORED_MIXER_KEYS, "attn_rotary_emb"),
     module="model.final_layernorm",
 )

@@ -6,7 +6,8 @@ parts of the mixer's projection, gate and result of the MLP, and the logits. As 
 the caller are not scaled. Without ``mamba_rms_norm``, the mixer has a gate but no norm.
 
 Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding.
+not enter the state at padding. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole
+prompts.
 
 Source: https://arxiv.org/abs/2507.22448, transformers ``models/falcon_h1``.
 """

@@ -153,9 +153,10 @@ IGNORED_KEYS = ("experts_per_token", "initial_context_length")  # redundant with
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """If there are no rope parameters, use YaRN with the constants of the released models, as transformers does."""
+    flat = {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
     if hf.get("rope_scaling") or hf.get("rope_parameters") is not None:
-        return dict(hf)
-    return {**hf, "rope_scaling": {"rope_type": "yarn", **asdict(YARN)}}
+        return flat
+    return {**flat, "rope_scaling": {"rope_type": "yarn", **asdict(YARN)}}
 
 
 def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:

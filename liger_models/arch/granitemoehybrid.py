@@ -5,7 +5,8 @@ instead of attention. The MLP is a mixture of experts plus a shared MLP for all 
 and keys are rotated only if ``position_embedding_type`` is "rope". The four factors are those of ``granite``.
 
 Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding.
+not enter the state at padding. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole
+prompts.
 
 Source: https://www.ibm.com/granite, transformers ``models/granitemoehybrid``.
 """
@@ -190,9 +191,8 @@ WORDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings of the mixer, and the types of the layers by the names on the hub."""
     flat = read_mixer(hf)
-    if flat.get("layer_types") is not None:
-        flat["layer_types"] = [WORDS.get(word, word) for word in flat["layer_types"]]
-    return flat
+    types = flat.pop("layers_block_type", None) if flat.get("layer_types") is None else flat["layer_types"]
+    return flat if types is None else {**flat, "layer_types": [WORDS.get(word, word) for word in types]}
 
 
 add_family(

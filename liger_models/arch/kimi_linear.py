@@ -254,6 +254,16 @@ SIZES = {
 }
 """Keys of ``linear_attn_config``, and the fields that they are read into."""
 
+RENAMED = {
+    "model_max_length": "max_position_embeddings",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+    "num_local_experts": "num_experts",
+}
+"""Other names of settings, which transformers reads, too, and the fields that they are read into."""
+
 NUMBERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
 """Keys of ``linear_attn_config`` that hold numbers of layers, and the types of these layers."""
 
@@ -273,7 +283,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json: {key} must be {value!r}, got {hf[key]!r}. The architecture supports nothing else."
             )
     own = ("linear_attn_config", "first_k_dense_replace", *FIXED)
-    flat = {key: value for key, value in hf.items() if key not in own}
+    flat = {key: value for key, value in hf.items() if key not in (*own, *RENAMED)}
+    flat |= {RENAMED[key]: hf[key] for key in RENAMED if key in hf and RENAMED[key] not in flat}
     linear = dict(hf.get("linear_attn_config") or {})
     unknown = sorted(linear.keys() - {*SIZES, *NUMBERS})
     if unknown:
@@ -282,8 +293,6 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
             "Other kinds of linear attention are not supported."
         )
     flat |= {field: linear[key] for key, field in SIZES.items() if key in linear}
-    if "model_max_length" in flat:
-        flat["max_position_embeddings"] = flat.pop("model_max_length")
 
     # The types of layers and MLPs.
     layers: int = flat.get("num_hidden_layers", KimiLinearConfig.num_hidden_layers)
@@ -321,7 +330,6 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_KEYS = (
-    "num_local_experts",
     "output_router_logits",  # the loss has no term for the balance of the experts
     "pretraining_tp",
     "qk_head_dim",

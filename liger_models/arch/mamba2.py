@@ -6,7 +6,9 @@ in the kernels of the package mamba_ssm. The residual stream is in the dtype of 
 ``residual_in_fp32`` says.
 
 Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding.
+not enter the state at padding. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole
+prompts. With ``rescale_prenorm_residual``, transformers 5.23 divides the output projections of a loaded checkpoint by
+the square root of the number of layers; here they stay as they are.
 
 Source: https://arxiv.org/abs/2405.21060, transformers ``models/mamba2``.
 """

@@ -6,7 +6,7 @@ attention has no biases. The activation of MLPs and experts is the square of ReL
 their weight in fp32.
 
 Differs from transformers 5.23: step sizes are limited to ``time_step_limit``, as in the published code, and not to
-``time_step_min``. The bias of the projection does not enter the state at padding.
+``time_step_min``, also in cached decoding. The bias of the projection does not enter the state at padding.
 
 Source: https://arxiv.org/abs/2504.03624, https://arxiv.org/abs/2512.20848, transformers ``models/nemotron_h``.
 """
@@ -387,8 +387,9 @@ RENAMED = {
     "mamba_dt_limit": "time_step_limit",
     "mamba_dt_init_floor": "time_step_floor",
     "mamba_conv_bias": "use_conv_bias",
+    "num_local_experts": "n_routed_experts",
 }
-"""Older names of settings, which transformers prefers."""
+"""Other names of settings, which transformers prefers."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:

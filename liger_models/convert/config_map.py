@@ -188,8 +188,10 @@ def _read_fields(
             hint = hints[key]
             if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
                 values[key] = _build(hint, _read_fields(hint, value, ignored, f"{where}{key}.", unknown))
-            elif value is not None or type(None) in _options(hint):  # otherwise, null means that the key is missing
+            elif value is not None or type(None) in _options(hint):
                 values[key] = _typed(f"{where}{key}", value, hint)
+            elif hint is bool:  # null means false, as in transformers; for other types it means that the key is missing
+                values[key] = False
         elif key not in ignored and value is not None:
             unknown.append(f"{where}{key}")
     return values

@@ -1,5 +1,7 @@
 """Published sizes of the hybrid models, and packed documents of lengths around those of chunks."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -32,6 +34,15 @@ def test_published_sizes(arch, sizes, parameters):
     """Granite 4.0 small and Bamba 9B."""
     model = AutoLigerModel.from_config({"model_type": arch, **sizes}, device="meta")
     assert model.num_parameters() == parameters
+
+
+def test_a_z_loss_that_would_be_left_out_is_reported():
+    config = {"model_type": "bamba", **TINY, **MODELS["bamba"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoLigerModel.from_config({**config, "z_loss_coefficient": 0.0}, device="meta")
+    with pytest.warns(UserWarning, match="BambaConfig does not know the keys z_loss_coefficient"):
+        AutoLigerModel.from_config({**config, "z_loss_coefficient": 1e-4}, device="meta")
 
 
 @pytest.mark.parametrize("arch", sorted(MODELS))

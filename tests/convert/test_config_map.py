@@ -147,6 +147,32 @@ def test_the_defaults_are_those_of_transformers(arch: str) -> None:
     assert ours == theirs
 
 
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in CASES} - {arch for arch, _ in VISION_CASES}))
+def test_other_names_that_transformers_reads_are_read(arch: str) -> None:
+    """A file may have either name of a setting that has two in transformers' class."""
+    theirs = transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values())))
+    hf, config_class = theirs.to_dict(), get_arch(arch).config_class
+    hf.pop("head_dim" if "qk_rope_head_dim" in hf else "", None)  # which transformers computes
+    want = read_config(config_class, hf, strict=True)
+    for name, other in {*theirs.attribute_map.items(), *((b, a) for a, b in theirs.attribute_map.items())}:
+        if name in hf and other != "head_dim":
+            renamed = {other if key == name else key: value for key, value in hf.items() if key != other}
+            assert read_config(config_class, renamed, strict=True) == want, (name, other)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [("deepseek_v3", "norm_topk_prob"), ("deepseek_v3", "rope_interleave"), ("bamba", "mamba_conv_bias")],
+)
+def test_a_null_switch_is_off(arch: str, name: str) -> None:
+    """The default of each is true; transformers takes null for false."""
+    model_class, hf = get_arch(arch), {**next(iter(tiny(arch).values())), name: None}
+    assert not getattr(transformers.AutoConfig.for_model(arch, **hf), name)
+    config = read_config(model_class.config_class, hf)
+    assert getattr(config, name) is False
+    assert write_config(config, hf, torch.float32)[name] is False
+
+
 def assert_same_tower(config: Any, theirs: Any) -> None:
     for field in dataclasses.fields(config):
         if field.name == "rope_theta" and theirs.model_type == "clip_vision_model":  # which rotates nothing
