@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from liger_models.arch.auto import AutoLigerModel, get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import blaming, read_config
-from liger_models.convert.files import CONFIG, read_headers, read_json_config, read_model_type
+from liger_models.convert.files import CONFIG, read_headers, read_json_config, read_model_type, read_quantization
 from liger_models.convert.format import format_of
 from liger_models.convert.load import of_whole_model, pick_map
 from liger_models.layers.norm import add_norm
@@ -349,10 +349,14 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
         result.not_compared = "the checkpoint has no language-model head"
         return result
 
-    # transformers may be missing, or older than the model.
+    # transformers may be missing, or older than the model, and reads the codes of an unknown format as numbers.
+    quantization = read_quantization(folder)
     try:
         transformers: Any = importlib.import_module("transformers")
-        result.not_compared = "" if name in transformers.CONFIG_MAPPING else f"transformers does not know {name}"
+        if name not in transformers.CONFIG_MAPPING:
+            result.not_compared = f"transformers does not know {name}"
+        elif quantization and not _reads(transformers, str(quantization.get("quant_method"))):
+            result.not_compared = f"transformers does not know quant_method {quantization.get('quant_method')!r}"
     except ImportError:
         result.not_compared = "transformers is not installed"
     if result.differences or result.not_compared:
@@ -364,7 +368,11 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     with torch.no_grad():
         logits = AutoLigerModel.from_pretrained(folder, progress=progress, **options).eval()(ids).logits
         auto = transformers.AutoModelForCausalLM if empty.visual is None else transformers.AutoModelForImageTextToText
-        theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(device).eval()
+        try:
+            theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(device).eval()
+        except ImportError as error:  # the library of a quantized format
+            result.not_compared = f"transformers can't load the checkpoint: {error}"
+            return result
         recorded = trace(theirs, input_ids=ids)
         del theirs  # its memory is needed if ours is loaded again
         assert logits is not None
@@ -373,6 +381,12 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
             ours = AutoLigerModel.from_pretrained(folder, progress=progress, **options).eval()
             result.place = first_difference(part_errors(ours, recorded, input_ids=ids))
     return result
+
+
+def _reads(transformers: Any, method: str) -> bool:
+    """Return whether transformers has code for a ``quant_method``."""
+    known = importlib.import_module(f"{transformers.__name__}.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
+    return any(name == method or name.startswith(f"{method}_") for name in known)  # such as bitsandbytes_4bit
 
 
 def empty_model(folder: Path) -> CausalLM:

@@ -71,8 +71,11 @@ class Conversation:
 def open_medium(medium: str, source: str) -> dict[str, Any]:
     """Create the part of a message for an image or a video. Images are decoded; of videos only the header is read."""
     # A bad file is an error before the model is loaded.
-    if medium == "image":
-        return {"type": medium, medium: open_image(source)}
-    file: Any = locate_image(source)
-    read_header(file)
+    try:
+        if medium == "image":
+            return {"type": medium, medium: open_image(source)}
+        file: Any = locate_image(source)
+        read_header(file)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"generate: {medium} must be a file, got {source}, which does not exist.") from error
     return {"type": medium, medium: file}

@@ -1,6 +1,7 @@
 """`PackedLoader`: the batches of a `PackedDataset`, prepared by worker processes."""
 
 import atexit
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -45,7 +46,7 @@ class PackedLoader(DataLoader[Batch]):
         if self.num_workers:
             self.data._loaded = False
         try:
-            while (item := next(opened[0], None)) is not None:
+            while (item := _take(opened[0])) is not None:
                 batch, position = item
                 self.data._follow(position)
                 yield batch
@@ -65,6 +66,21 @@ class PackedLoader(DataLoader[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `PackedDataset.load_state_dict`."""
         self.data.load_state_dict(state)
+
+
+def _take(batches: Iterator[Any]) -> Any:
+    """Return the next batch, or None. An error in a worker is raised as the worker raised it.
+
+    PyTorch puts the traceback of the worker into the message. Here, the error with this message is the cause.
+    """
+    try:
+        return next(batches, None)
+    except Exception as error:
+        _, mark, traceback = str(error).partition("\nOriginal Traceback (most recent call last):\n")
+        if not mark:
+            raise
+        message = re.split(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", traceback, flags=re.MULTILINE)[-1]
+        raise type(error)(message.strip()) from error
 
 
 def _leave_signals(_: int) -> None:

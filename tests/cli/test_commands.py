@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -27,6 +28,7 @@ from liger_models.kernels.optimizer.moments import moment_bytes
 
 from ..base.conftest import encoded, picture
 from ..base.test_processor_transformers import make
+from ..convert.quantized_folders import make_quantized
 from ..convert.test_mxfp4 import make as make_mxfp4
 from ..data.test_videos import save_clip
 from ..data.vision import make_model
@@ -222,6 +224,19 @@ def test_verify_says_where_logits_differ(folder, monkeypatch):
     assert f"first difference at {found['place']}" in run("verify", "model", code=3)
 
 
+def test_verify_of_formats_that_transformers_cannot_read(tmp_path, monkeypatch):
+    """It takes codes of an unknown format for numbers, and other formats need further packages."""
+    transformers = pytest.importorskip("transformers")
+    codes, _ = make_quantized("mo_tensors", "qwen3", tmp_path)
+    assert read("verify", str(codes))["same"]
+    assert "logits not compared: transformers does not know quant_method 'modelopt'" in run("verify", str(codes))
+    (tmp_path / "other").mkdir()
+    codes, _ = make_quantized("bnb", "qwen3", tmp_path / "other")
+    missing = mock.Mock(side_effect=ImportError("a package is required"))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", missing)
+    assert "not compared: transformers can't load the checkpoint: a package" in run("verify", str(codes))
+
+
 def test_verify_of_weights_that_are_no_numbers_prints_json(folder):
     pytest.importorskip("transformers")
     tensors = load_file(folder / "model.safetensors")
@@ -398,7 +413,7 @@ def test_generate_with_images(seeing):
     assert "nowhere.png" in heard.stderr
     plain = answer([asked[0], {"role": "user", "content": "Hi"}])
     assert heard.stdout == f"> > > {plain}\n> "
-    assert "nowhere.png" in run("generate", "seeing", "Hi", "--image", "nowhere.png", code=1)
+    assert "image must be a file, got nowhere.png" in run("generate", "seeing", "Hi", "--image", "nowhere.png", code=1)
 
 
 def test_generate_with_videos(tmp_path, monkeypatch):
