@@ -245,6 +245,8 @@ class Op(Generic[Inputs, Outputs]):
         torch.library.register_fake(f"{LIBRARY.ns}::{name}", self._flat(fake), lib=LIBRARY)
         self.run = getattr(getattr(torch.ops, LIBRARY.ns), name).default
         """The op with flat arguments and results."""
+        self.apply: Callable[..., Any] | None = None
+        """The differentiable op without PyTorch's dispatcher, called with the inputs and their flat arguments."""
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
         """Wrap a function such that it takes and returns flat arguments, as the dispatcher requires."""
@@ -257,9 +259,10 @@ class Op(Generic[Inputs, Outputs]):
     def __call__(self, inputs: Inputs) -> Outputs:
         """Run the op."""
         arguments = self.inputs.flatten(inputs)
-        if _skips_dispatcher(arguments):
+        need = _need_without_dispatcher(arguments)
+        if need is False:
             return self.forward(inputs)
-        result = self.run(*arguments)
+        result = self.run(*arguments) if need is None or self.apply is None else self.apply(inputs, *arguments)
         return result if self.outputs is None else self.outputs.unflatten(*result)  # type: ignore[no-any-return]
 
     def differentiable(
@@ -289,14 +292,22 @@ class Op(Generic[Inputs, Outputs]):
         order = sorted(range(len(saved.names)), key=is_constant.__getitem__)  # tensors first, then constants
         restore = _picker(sorted(range(len(order)), key=order.__getitem__))
 
-        def setup(ctx: Any, arguments: tuple[Any, ...], output: Any) -> None:
+        def keep(ctx: Any, values: Inputs, named: Any, flags: tuple[bool, ...]) -> None:
             ctx.set_materialize_grads(False)
-            flags = ctx.needs_input_grad  # without arguments that were left out
-            ctx.needs = needs.unflatten(*need_of(flags + frozen[len(flags) :]))
+            ctx.needs = needs.unflatten(*need_of(flags + frozen[len(flags) :]))  # arguments may have been left out
+            kept = saved.flatten_all(save(ctx, values, named, ctx.needs))
+            ctx.constants = tuple(compress(kept, is_constant))
+            ctx.save_for_backward(*compress(kept, saved.is_tensor))
+
+        def setup(ctx: Any, arguments: tuple[Any, ...], output: Any) -> None:
             named = output if outputs is None else outputs.unflatten(*output)
-            values = saved.flatten_all(save(ctx, inputs.unflatten(*arguments), named, ctx.needs))
-            ctx.constants = tuple(compress(values, is_constant))
-            ctx.save_for_backward(*compress(values, saved.is_tensor))
+            keep(ctx, inputs.unflatten(*arguments), named, ctx.needs_input_grad)
+
+        def forward(ctx: Any, values: Inputs, *_: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                named = self.forward(values)
+            keep(ctx, values, named, ctx.needs_input_grad[1:])
+            return named if outputs is None else outputs.flatten(named)
 
         def flat_backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
             named: Any = d_outputs[0] if outputs is None else outputs.unflatten(*d_outputs)
@@ -307,36 +318,70 @@ class Op(Generic[Inputs, Outputs]):
             return tuple(result)
 
         register_autograd(self.name, flat_backward, setup)
+        alone = _function(self.name, forward, lambda ctx, *d_outputs: (None, *flat_backward(ctx, *d_outputs)))
+        self.apply = alone.apply
 
 
-def _skips_dispatcher(arguments: Sequence[Any]) -> bool:
-    """Return whether PyTorch's dispatcher would only call an op's forward, which then is called directly to save time.
+def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
+    """Return whether a call needs gradients, or None if the call must pass through PyTorch's dispatcher.
 
-    This is the case if nothing records, traces or transforms the call: no autograd, compiler, mode or tensor subclass.
+    The dispatcher takes the host as long as the rest of a forward. It is not needed if it would only call the op's
+    forward, and autograd, because nothing traces, transforms or observes the call: no compiler, mode, tensor subclass
+    or profiler.
     """
     if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._len_torch_function_stack() != 0
         or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
     ):
-        return False
+        return None
+    need = False
     for value in arguments:
         kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
             if value.is_meta:
-                return False
+                return None
+            need = need or value.requires_grad
         elif isinstance(value, Tensor):
-            return False
-    return True
+            return None
+    return need and torch.is_grad_enabled()
+
+
+def without_dispatcher(
+    op: Any, implementation: Callable[..., Any], apply: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return a function that calls an op, without PyTorch's dispatcher if it is not needed.
+
+    Args:
+        op: the op, which is called with all of its arguments by position.
+        implementation: the implementation of the op on every device.
+        apply: the differentiable op; None if the op has no backward.
+    """
+
+    def call(*inputs: Any) -> Any:
+        need = _need_without_dispatcher(inputs)
+        if need is None or (need and apply is None):
+            return op(*inputs)
+        return apply(*inputs) if need and apply is not None else implementation(*inputs)
+
+    return call
+
+
+def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """Make an autograd function, whose ``apply`` leaves out what `torch.autograd.Function` does for torch.func."""
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"_{name}", (_SingleLevelFunction,), members)
 
 
 def register_autograd(
     name: str,
     backward: Callable[..., Any],
     setup_context: Callable[..., None],
+    implementation: Callable[..., Any] | None = None,
     library: torch.library.Library = LIBRARY,
-) -> None:
+) -> Callable[..., Any]:
     """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
     The op must not have keyword-only arguments or lists of tensors. To fill in default values, PyTorch's function reads
@@ -346,6 +391,10 @@ def register_autograd(
     Args:
         name: name of an op of ``library``.
         backward, setup_context: as in ``torch.library.register_autograd``.
+        implementation: the implementation of the op on every device; None if devices have different ones.
+
+    Returns:
+        The op or, with ``implementation``, the result of `without_dispatcher`.
     """
     op = getattr(getattr(torch.ops, library.ns), name).default
     defaults = [argument.default_value for argument in op._schema.arguments]
@@ -361,11 +410,9 @@ def register_autograd(
         setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
         return output
 
-    # `Function.apply` refuses to run in a transform of torch.func, such as grad. The dispatcher calls `differentiable`
-    # once per level of transforms, as it calls PyTorch's own ops, so a function for one level suffices.
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type(f"_{name}", (torch.autograd.Function,), members)
-    of_one_level: Any = type(f"_{name}", (_SingleLevelFunction,), members)
+    # The dispatcher calls `differentiable` once per level of transforms of torch.func, such as grad, as it calls
+    # PyTorch's own ops. A function for one level therefore suffices.
+    function = _function(name, forward, backward)
 
     def differentiable(*inputs: Any) -> Any:
         needed = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
@@ -373,7 +420,17 @@ def register_autograd(
             return run(*inputs)
         if torch._C._are_functorch_transforms_active():
             with enable_single_level_autograd_function():
-                return of_one_level.apply(*inputs)
+                return function.apply(*inputs)
         return function.apply(*inputs)
 
     library.impl(name, differentiable, "Autograd")
+    if implementation is None:
+        return op  # type: ignore[no-any-return]
+
+    def forward_alone(ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = implementation(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    return without_dispatcher(op, implementation, _function(name, forward_alone, backward).apply)

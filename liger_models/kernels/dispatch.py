@@ -7,6 +7,7 @@ reference silently: if Triton is not installed, the op raises an error.
 """
 
 import functools
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,20 @@ __all__ = ["TensorDescriptor", "tl", "triton"]  # modules with kernels import th
 
 HAS_TRITON = type(triton).__name__ != "_Absent"
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+if HAS_TRITON and not INTERPRET and torch.version.cuda is not None:
+    from liger_models.kernels.launch import Kernel
+
+    class _Triton:
+        """The module `triton`, whose decorator ``jit`` makes kernels with shorter launches if it has no options."""
+
+        def jit(self, function: Any = None, **options: Any) -> Any:
+            return importlib.import_module("triton").jit(**options) if function is None else Kernel(function)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("triton"), name)
+
+    triton = _Triton()
 ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

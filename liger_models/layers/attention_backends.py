@@ -407,7 +407,7 @@ def _formula(call: AttentionCall) -> Tensor:
 
 def _single(call: AttentionCall) -> Tensor:
     _, k, v = call.heads_first
-    with _sdpa_order(MASKED_BACKENDS, call.q):
+    with _sdpa_order(MASKED, call.q):
         y = F.scaled_dot_product_attention(call.grouped_query, k, v, attn_mask=call.mask.dense, scale=call.scale)
     return y.reshape(call.result_shape)
 
@@ -533,11 +533,57 @@ def attention_reference(
     return F.dropout(weights if sinks is None else weights[..., :-1], dropout) @ v
 
 
+SETTINGS: tuple[tuple[SDPBackend, Callable[[], bool], Callable[[bool], None]], ...] = tuple(
+    (backend, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+    for backend, name in (
+        (SDPBackend.CUDNN_ATTENTION, "cudnn"),
+        (SDPBackend.FLASH_ATTENTION, "flash"),
+        (SDPBackend.EFFICIENT_ATTENTION, "mem_efficient"),
+        (SDPBackend.MATH, "math"),
+        (SDPBackend.OVERRIDEABLE, "overrideable"),
+    )
+)
+"""Each backend of SDPA, whether it is enabled, and a function that enables or disables it."""
+
+
+class SDPAOrder:
+    """The context manager ``sdpa_kernel(backends, set_priority=True)``, which takes the host longer than SDPA itself.
+
+    Unlike that, a compiler can't trace it, and it may be entered several times.
+    """
+
+    def __init__(self, backends: list[SDPBackend]) -> None:
+        self.backends = backends
+        self.priority: list[int] = [int(backend) for backend in backends]  # type: ignore[call-overload]
+        self.wanted = [(backend in backends, is_enabled, enable) for backend, is_enabled, enable in SETTINGS]
+        self.before: list[tuple[list[int], list[tuple[Callable[[bool], None], bool]]]] = []
+
+    def __enter__(self) -> None:
+        priority, changed = torch._C._get_sdp_priority_order(), []
+        for wanted, is_enabled, enable in self.wanted:
+            if is_enabled() != wanted:
+                enable(wanted)
+                changed.append((enable, not wanted))
+        torch._C._set_sdp_priority_order(self.priority + [other for other in priority if other not in self.priority])
+        self.before.append((priority, changed))
+
+    def __exit__(self, *_: object) -> None:
+        priority, changed = self.before.pop()
+        torch._C._set_sdp_priority_order(priority)
+        for enable, enabled in changed:
+            enable(enabled)
+
+
+CAUSAL, WITHOUT_CUDNN, MASKED = map(SDPAOrder, (CAUSAL_BACKENDS, CAUSAL_BACKENDS[1:], MASKED_BACKENDS))
+
+
 def _unmasked(x: Tensor, T: int) -> AbstractContextManager[Any]:
     """Context manager that sets the order of SDPA's backends for unmasked attention over T tokens."""
     without_cudnn = x.device.type in ACCELERATORS and T % CUDNN_STEP != 0
-    return _sdpa_order(CAUSAL_BACKENDS[1:] if without_cudnn else CAUSAL_BACKENDS, x)
+    return _sdpa_order(WITHOUT_CUDNN if without_cudnn else CAUSAL, x)
 
 
-def _sdpa_order(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]:
-    return sdpa_kernel(order, set_priority=True) if x.device.type in ACCELERATORS else nullcontext()
+def _sdpa_order(order: SDPAOrder, x: Tensor) -> AbstractContextManager[Any]:
+    if x.device.type not in ACCELERATORS:
+        return nullcontext()
+    return sdpa_kernel(order.backends, set_priority=True) if torch.compiler.is_compiling() else order

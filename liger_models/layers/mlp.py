@@ -124,7 +124,7 @@ class GatedMLP(Layer):
         """Whether `gated_mlp` or `float8_gated_mlp` computes the whole MLP."""
         linears = self.gate_up_proj, self.down_proj
         fusible = is_fusible(*linears) or float8_recipe(*linears) is not None
-        plain = self.multipliers == (1.0, 1.0) and row_order(self.gate_up_proj) is None
+        plain = self.multipliers == (1.0, 1.0) and row_order(linears[0]) is None
         return self.kernel and plain and fusible and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,14 +145,15 @@ class GatedMLP(Layer):
             return self(normed), residual
         # The MLP is fused. If its inner width is sharded, the op returns a partial sum, and the bias is added to the
         # total.
-        partial = row_parallel(self.down_proj)
-        gate_up, down = weight_of(self.gate_up_proj, residual), weight_of(self.down_proj, residual)
+        up_proj, down_proj = self.gate_up_proj, self.down_proj
+        partial = row_parallel(down_proj)
+        gate_up, down = weight_of(up_proj, residual), weight_of(down_proj, residual)
         gate_up_bias, down_bias = autocast_weights(
             residual,
-            local_or_none(self.gate_up_proj.bias),
-            None if partial else local_or_none(self.down_proj.bias),
+            local_or_none(up_proj.bias),
+            None if partial else local_or_none(down_proj.bias),
         )
-        recipe = float8_recipe(self.gate_up_proj, self.down_proj)
+        recipe = float8_recipe(up_proj, down_proj)
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
         # In float8, the op is also given the weights that FSDP has gathered in rounded form.
         if recipe:
@@ -160,15 +161,15 @@ class GatedMLP(Layer):
             assert isinstance(down, Tensor)
             mlp = functools.partial(
                 float8_gated_mlp, x, residual, fused, gate_up, down, gate_up_bias, down_bias, recipe=recipe, **options,
-                gathered=(gathered_float8(self.gate_up_proj), gathered_float8(self.down_proj)),
+                gathered=(gathered_float8(up_proj), gathered_float8(down_proj)),
             )  # fmt: skip
         else:
             mlp = functools.partial(
                 gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias, **options,
                 eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32, norm=fused.kind,
                 norm_bias=fused.bias, ranks=partial.group if partial else None,
-                gate_up_low_rank=low_rank_of(self.gate_up_proj, gate_up.dtype),
-                down_low_rank=low_rank_of(self.down_proj, down.dtype),
+                gate_up_low_rank=low_rank_of(up_proj, gate_up.dtype),
+                down_low_rank=low_rank_of(down_proj, down.dtype),
             )  # fmt: skip
         if repeats():
             # If nothing is saved after this call, recomputation stops inside it. Otherwise the following layers need y.

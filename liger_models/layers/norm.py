@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -239,9 +240,10 @@ class LigerLayerNorm(Layer):
 
 Norm = LigerRMSNorm | LigerLayerNorm
 
-PLAIN_MODULES = frozenset(
-    {nn.Linear, ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, LigerRMSNorm, LigerLayerNorm}
-)
+ORDINARY_LINEARS = frozenset({nn.Linear, ColumnParallelLinear, RowParallelLinear, ReplicatedLinear})
+"""Classes of linear layers without adapters, quantization and float8."""
+
+PLAIN_MODULES = ORDINARY_LINEARS | {LigerRMSNorm, LigerLayerNorm}
 """Classes of modules whose weights a fused op may read instead of calling the module."""
 
 
@@ -293,12 +295,20 @@ def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 def is_fusible(*linears: nn.Module) -> bool:
     """Whether each layer is plain, or has adapters that a fused op can apply (`LoRALinear.low_rank`)."""
-    return all(is_plain(x) or (getattr(x, "is_low_rank", False) and not is_hooked(x)) for x in linears)
+    return all(is_plain(x) or (_attribute(x, "is_low_rank") and not is_hooked(x)) for x in linears)
+
+
+def _attribute(linear: nn.Module, name: str) -> Any:
+    """Return an attribute that no ordinary linear layer has, or None.
+
+    For the usual layers, no attribute is looked up, because a module searches for a missing one for a microsecond.
+    """
+    return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
 
 
 def float8_recipe(*linears: nn.Module) -> str | None:
     """Return the float8 recipe by which a fused op computes these layers; None if they have no common recipe."""
-    recipes = {getattr(linear, "float8_recipe", None) for linear in linears}
+    recipes: set[str | None] = {_attribute(linear, "float8_recipe") for linear in linears}
     if len(recipes) > 1 or None in recipes:
         return None
     if any(is_hooked(linear) or type(linear.weight) not in PLAIN_WEIGHTS for linear in linears):
@@ -308,25 +318,25 @@ def float8_recipe(*linears: nn.Module) -> str | None:
 
 def gathered_float8(linear: nn.Module) -> Float8 | None:
     """Return the weight of a float8 layer if `apply_fsdp` has gathered it in rounded form; otherwise None."""
-    gathered: Float8 | None = getattr(linear, "gathered", None)
+    gathered: Float8 | None = _attribute(linear, "gathered")
     return gathered
 
 
 def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
     """Return A and B of a layer's adapters for a fused op that computes in ``dtype``; None if there are no adapters."""
-    low_rank: Callable[[torch.dtype], LowRank | None] | None = getattr(linear, "low_rank", None)
+    low_rank: Callable[[torch.dtype], LowRank | None] | None = _attribute(linear, "low_rank")
     return None if low_rank is None else low_rank(dtype)
 
 
 def row_order(linear: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return what moves the outputs of a fused op to the order of a layer's outputs; None if they have this order."""
-    order: Callable[[Tensor], Tensor] | None = getattr(linear, "row_order", None)
+    order: Callable[[Tensor], Tensor] | None = _attribute(linear, "row_order")
     return order
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
     """Return this rank's part of a layer's weight, dense or a `FrozenWeight`, in autocast's dtype."""
-    frozen: FrozenWeight | None = getattr(linear, "frozen_weight", None)
+    frozen: FrozenWeight | None = _attribute(linear, "frozen_weight")
     weight = local(linear.weight) if frozen is None else frozen
     device = x.device.type
     return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight

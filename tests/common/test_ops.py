@@ -1,5 +1,6 @@
 """Ops with named arguments: the schema, what calls leave out, outputs that are None, and gradients by name."""
 
+from contextlib import nullcontext
 from typing import Annotated, Any, NamedTuple
 
 import pytest
@@ -160,7 +161,7 @@ def test_gradients_have_names_of_inputs():
 
 
 def test_only_calls_that_something_observes_go_through_the_dispatcher(monkeypatch):
-    """Autograd, modes, transforms, tensors without values and subclasses; a plain call runs the forward at once."""
+    """Modes, transforms, profilers, tensors without values and subclasses; a plain call needs autograd at most."""
 
     class Subclass(Tensor):
         pass
@@ -180,7 +181,11 @@ def test_only_calls_that_something_observes_go_through_the_dispatcher(monkeypatc
     names, dispatched = [], []
     run, norm, x = op.run, Norm(torch.ones(4), 0.5), torch.randn(3, 4)
     monkeypatch.setattr(op, "run", lambda *arguments: dispatched.append(True) or run(*arguments))
-    assert is_dispatched(x)
+    assert not is_dispatched(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_dispatched(x)
+    with torch.device("cpu"):  # a mode of functions
+        assert is_dispatched(x)
     with torch.no_grad():
         assert not is_dispatched(x)
         assert is_dispatched(x.to("meta"))
@@ -192,3 +197,15 @@ def test_only_calls_that_something_observes_go_through_the_dispatcher(monkeypatc
         assert dispatched
     with torch.inference_mode():
         assert not is_dispatched(x)
+
+    # What a call saves and its gradients are the same without the dispatcher.
+    gradients, kept = [], []
+    for mode in (nullcontext(), Names()):
+        leaf = x.clone().requires_grad_()
+        with mode, torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+            outputs = op(Product(leaf, norm, True))
+        assert not outputs.kept.requires_grad
+        gradients.append(torch.autograd.grad(outputs.y.square().sum(), leaf)[0])
+    assert dispatched
+    assert torch.equal(*gradients)
+    assert kept[: len(kept) // 2] == kept[len(kept) // 2 :]

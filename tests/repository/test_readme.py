@@ -214,6 +214,7 @@ def test_every_op_is_documented():
         "kernels/dispatch.py",
         "kernels/float8/float8_product.py",
         "kernels/frozen/products.py",
+        "kernels/launch.py",
         "kernels/linear/projection.py",
         "kernels/linear_attention/documents.py",
         "kernels/loss/row_chunks.py",

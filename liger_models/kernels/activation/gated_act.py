@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv
@@ -189,10 +189,11 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy):
     (gate_up,) = ctx.saved_tensors
-    return torch.ops.liger_models.gated_act_backward(dy, gate_up, *ctx.constants), None, None
+    return BACKWARD(dy, gate_up, *ctx.constants), None, None
 
 
-register_autograd("gated_act", _backward, _setup)
+FORWARD = register_autograd("gated_act", _backward, _setup, _gated_act)
+BACKWARD = without_dispatcher(torch.ops.liger_models.gated_act_backward.default, _gated_act_backward)
 
 
 def check_act(op: str, act: str) -> None:
@@ -224,7 +225,7 @@ def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
         )
     if not use_triton(gate_up):
         return gated_act_reference(gate_up, act, gate_scale)
-    y: Tensor = torch.ops.liger_models.gated_act(gate_up, act, gate_scale)
+    y: Tensor = FORWARD(gate_up, act, gate_scale)
     return y
 
 

@@ -56,7 +56,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.attention.causal_attention_kernels import (
     row_products_kernel,
     score_gradients_kernel,
@@ -367,11 +367,12 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, d_out, _d_m, _d_inverse):
     if d_out is None:
         return (None,) * 6
-    grads = torch.ops.liger_models.causal_attention_backward(d_out, *ctx.saved_tensors, ctx.scale, ctx.window)
+    grads = BACKWARD(d_out, *ctx.saved_tensors, ctx.scale, ctx.window)
     return *grads, None, None, None
 
 
-register_autograd("causal_attention", _backward, _setup)
+FORWARD = register_autograd("causal_attention", _backward, _setup, _causal_attention)
+BACKWARD = without_dispatcher(torch.ops.liger_models.causal_attention_backward.default, _causal_attention_backward)
 
 
 def causal_attention(
@@ -424,5 +425,5 @@ def causal_attention(
     scale = 1 / math.sqrt(D) if scale is None else scale
     if not use_triton(q):
         return causal_attention_reference(q, k, v, documents, scale=scale, window=window)
-    out: Tensor = torch.ops.liger_models.causal_attention(q, k, v, documents, scale, window)[0]
+    out: Tensor = FORWARD(q, k, v, documents, scale, window)[0]
     return out

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
@@ -301,13 +301,12 @@ def _backward(ctx, dy, _d_lse):
     if dy is None:
         return (None,) * 8
     need = ctx.needs_input_grad
-    grads = torch.ops.liger_models.sink_attention_backward(
-        dy, *ctx.saved_tensors, *ctx.constants, [any(need[:3]), need[3]]
-    )
+    grads = BACKWARD(dy, *ctx.saved_tensors, *ctx.constants, [any(need[:3]), need[3]])
     return *(grad if needed else None for grad, needed in zip(grads, need, strict=False)), *(None,) * 4
 
 
-register_autograd("sink_attention", _backward, _setup)
+FORWARD = register_autograd("sink_attention", _backward, _setup, _sink_attention)
+BACKWARD = without_dispatcher(torch.ops.liger_models.sink_attention_backward.default, _sink_attention_backward)
 
 
 def is_fused(q: Tensor) -> bool:
@@ -370,5 +369,5 @@ def sink_attention(
     if padding:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     longest = T if max_seqlen is None else max_seqlen
-    y: Tensor = torch.ops.liger_models.sink_attention(q, k, v, sinks, cu_seqlens, longest, scale, window or 0)[0]
+    y: Tensor = FORWARD(q, k, v, sinks, cu_seqlens, longest, scale, window or 0)[0]
     return y[..., :D]

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import INTERPRET, TensorDescriptor, fitting_stages, on_device_of, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.gated_delta_backward import (
@@ -353,8 +353,8 @@ def _setup(ctx, inputs, output):
 
 def register_delta_rule(
     name: str, forward: Callable[..., tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]]
-) -> None:
-    """Register an op that computes a delta rule, and the op of its backward, ``NAME_backward``.
+) -> Callable[..., Any]:
+    """Register an op that computes a delta rule, and the op of its backward, ``NAME_backward``, and return the first.
 
     Args:
         name: name of the op.
@@ -372,7 +372,7 @@ def register_delta_rule(
     for op, function, fake in ((name, forward, _fake), (f"{name}_backward", backward, _backward_fake)):
         LIBRARY.impl(op, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{LIBRARY.ns}::{op}", fake, lib=LIBRARY)
-    run_backward = getattr(torch.ops.liger_models, f"{name}_backward")
+    run_backward = without_dispatcher(getattr(torch.ops.liger_models, f"{name}_backward").default, backward)
 
     def differentiate(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if d_out is None and d_final is None:
@@ -384,10 +384,10 @@ def register_delta_rule(
         has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
         return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
 
-    register_autograd(name, differentiate, _setup)
+    return register_autograd(name, differentiate, _setup, forward)
 
 
-register_delta_rule("gated_delta_rule", _gated_delta_rule, _gated_delta_rule_backward)
+FORWARD = register_delta_rule("gated_delta_rule", _gated_delta_rule, _gated_delta_rule_backward)
 
 
 def check_delta_rule(
@@ -469,7 +469,7 @@ def gated_delta_rule(
     """
     check_delta_rule("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens)
     inputs = q, k, v, g, beta, initial_state
-    out, state = run_delta_rule(torch.ops.liger_models.gated_delta_rule, *inputs, cu_seqlens, scale, normalize)
+    out, state = run_delta_rule(FORWARD, *inputs, cu_seqlens, scale, normalize)
     return (out, state) if return_state else out
 
 
@@ -516,7 +516,7 @@ def gated_delta_transition(
         ValueError, TypeError: as in `gated_delta_rule`.
     """
     check_delta_rule("gated_delta_transition", k, k, v, g, beta, None, cu_seqlens)
-    return delta_transition(torch.ops.liger_models.gated_delta_rule, k, v, g, beta, normalize, cu_seqlens)
+    return delta_transition(FORWARD, k, v, g, beta, normalize, cu_seqlens)
 
 
 def delta_transition(

@@ -197,7 +197,7 @@ def _kimi_delta_rule_backward(
     return grads
 
 
-register_delta_rule("kimi_delta_rule", _kimi_delta_rule, _kimi_delta_rule_backward)
+FORWARD = register_delta_rule("kimi_delta_rule", _kimi_delta_rule, _kimi_delta_rule_backward)
 
 
 def kimi_delta_rule(
@@ -239,7 +239,7 @@ def kimi_delta_rule(
     """
     check_delta_rule("kimi_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens, by_channel=True)
     inputs = q, k, v, g, beta, initial_state
-    out, state = run_delta_rule(torch.ops.liger_models.kimi_delta_rule, *inputs, cu_seqlens, scale, normalize)
+    out, state = run_delta_rule(FORWARD, *inputs, cu_seqlens, scale, normalize)
     return (out, state) if return_state else out
 
 
@@ -262,4 +262,4 @@ def kimi_delta_transition(
         ValueError, TypeError: as in `kimi_delta_rule`.
     """
     check_delta_rule("kimi_delta_transition", k, k, v, g, beta, None, cu_seqlens, by_channel=True)
-    return delta_transition(torch.ops.liger_models.kimi_delta_rule, k, v, g, beta, normalize, cu_seqlens)
+    return delta_transition(FORWARD, k, v, g, beta, normalize, cu_seqlens)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, locate, slots
 from liger_models.kernels.norm.partial_sums import sum_partials
@@ -293,12 +293,13 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, d_out):
     saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
     _, _, bias, initial_state, _ = saved
-    dx, d_weight, d_bias, d_initial = torch.ops.liger_models.short_conv_backward(d_out, *saved, ctx.silu)
+    dx, d_weight, d_bias, d_initial = BACKWARD(d_out, *saved, ctx.silu)
     d_bias = None if bias is None else d_bias.to(bias.dtype)
     return dx, d_weight, d_bias, None if initial_state is None else d_initial, None, None
 
 
-register_autograd("short_conv", _backward, _setup)
+FORWARD = register_autograd("short_conv", _backward, _setup, _short_conv)
+BACKWARD = without_dispatcher(torch.ops.liger_models.short_conv_backward.default, _short_conv_backward)
 
 
 def short_conv(
@@ -351,7 +352,7 @@ def short_conv(
         )
     if use_triton(x):
         # The final state is a copy of inputs, which is computed in plain PyTorch, so its gradient needs no kernel.
-        out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
+        out = FORWARD(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
     out, state = short_conv_reference(
         x, weight, bias, activation=activation, initial_state=initial_state, cu_seqlens=cu_seqlens

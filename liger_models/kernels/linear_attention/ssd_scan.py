@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.in_chunks import in_chunks
@@ -338,11 +338,12 @@ def _backward(ctx, dy, d_final):
         return (None,) * 8
     saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
     dy = torch.zeros_like(saved[0]) if dy is None else dy
-    grads = torch.ops.liger_models.ssd_scan_backward(dy, d_final, *saved)
+    grads = BACKWARD(dy, d_final, *saved)
     return *(None if tensor is None else grad for tensor, grad in zip(saved, grads, strict=False)), None
 
 
-register_autograd("ssd_scan", _backward, _setup)
+FORWARD = register_autograd("ssd_scan", _backward, _setup, _ssd_scan)
+BACKWARD = without_dispatcher(torch.ops.liger_models.ssd_scan_backward.default, _ssd_scan_backward)
 
 
 def _check(
@@ -443,7 +444,7 @@ def ssd_scan(
     elif cu_seqlens is None and x.shape[1] <= STEP_TOKENS and not _differentiable(*inputs):
         out, state = torch.ops.liger_models.ssd_step(*inputs)
     else:
-        out, state = torch.ops.liger_models.ssd_scan(*inputs, cu_seqlens)
+        out, state = FORWARD(*inputs, cu_seqlens)
     return (out, state) if return_state else out
 
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating, check_values
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import await_previous, overlap
@@ -432,14 +432,15 @@ def _route_autograd(ctx, d_weights, _d_experts):
     if d_weights is None:
         return None, *others
     routing = ctx.routing
-    d_logits = torch.ops.liger_models.route_backward(
+    d_logits = BACKWARD(
         d_weights, *ctx.saved_tensors, routing.normalize, routing.score, routing.scale, routing.epsilon,
         routing.tolerance,
     )  # fmt: skip
     return d_logits, *others
 
 
-register_autograd("route", _route_autograd, _route_setup)
+FORWARD = register_autograd("route", _route_autograd, _route_setup, _route)
+BACKWARD = without_dispatcher(torch.ops.liger_models.route_backward.default, _route_backward)
 
 
 def route(
@@ -477,5 +478,5 @@ def route(
         return route_reference(logits, routing, bias, given)
     if given is not None:
         _check_given(given, logits, routing.top_k)
-    weights, experts = torch.ops.liger_models.route(logits, bias, given, *routing)
+    weights, experts = FORWARD(logits, bias, given, *routing)
     return weights, experts

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, next_power_of_2
@@ -232,10 +232,11 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy):
     options = ctx.eps, ctx.silu, ctx.gate_first
-    return *torch.ops.liger_models.gated_norm_backward(dy, *ctx.saved_tensors, *options), None, None, None
+    return *BACKWARD(dy, *ctx.saved_tensors, *options), None, None, None
 
 
-register_autograd("gated_norm", _backward, _setup)
+FORWARD = register_autograd("gated_norm", _backward, _setup, _gated_norm)
+BACKWARD = without_dispatcher(torch.ops.liger_models.gated_norm_backward.default, _gated_norm_backward)
 
 
 def gated_norm(
@@ -271,5 +272,5 @@ def gated_norm(
         )
     if not use_triton(x):
         return gated_norm_reference(x, gate, weight, eps, act=act, gate_first=gate_first)
-    y: Tensor = torch.ops.liger_models.gated_norm(x, gate, weight, eps, act == "silu", gate_first)
+    y: Tensor = FORWARD(x, gate, weight, eps, act == "silu", gate_first)
     return y

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.norm.row_norm import MAX_WIDTH
+from liger_models.kernels.norm.row_norm import ADD_NORM, MAX_WIDTH, NORM
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -71,7 +71,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     _check("layer_norm", x, weight, bias)
     if not use_triton(x):
         return layer_norm_reference(x, weight, bias, eps)
-    y: Tensor = torch.ops.liger_models.norm(x, weight, bias, "layer_norm", eps, 0.0, True)[0]
+    y: Tensor = NORM(x, weight, bias, "layer_norm", eps, 0.0, True)[0]
     return y
 
 
@@ -101,5 +101,5 @@ def add_layer_norm(
         )
     if not use_triton(x):
         return add_layer_norm_reference(x, residual, weight, bias, eps)
-    y, h, _ = torch.ops.liger_models.add_norm(x, residual, weight, bias, "layer_norm", eps, 0.0, True)
+    y, h, _ = ADD_NORM(x, residual, weight, bias, "layer_norm", eps, 0.0, True)
     return y, h

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_models.common.errors import check_floating
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.norm import row_norm  # noqa: F401  (registers the ops)
+from liger_models.kernels.norm.row_norm import ADD_NORM, NORM
 
 
 def rms_norm_reference(
@@ -90,7 +90,7 @@ def rms_norm(
     _check("rms_norm", x, weight)
     if not use_triton(x):
         return rms_norm_reference(x, weight, eps, weight_offset, scale_in_fp32)
-    y: Tensor = torch.ops.liger_models.norm(x, weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)[0]
+    y: Tensor = NORM(x, weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)[0]
     return y
 
 
@@ -125,5 +125,5 @@ def add_rms_norm(
         )
     if not use_triton(x):
         return add_rms_norm_reference(x, residual, weight, eps, weight_offset, scale_in_fp32)
-    y, h, _ = torch.ops.liger_models.add_norm(x, residual, weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)
+    y, h, _ = ADD_NORM(x, residual, weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)
     return y, h

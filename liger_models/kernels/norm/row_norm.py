@@ -16,7 +16,7 @@ LayerNorm ignores the last two.
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.overlap import await_previous, overlap
@@ -485,9 +485,7 @@ def _gradients(ctx, dy, dh) -> tuple[Tensor | None, ...]:
     if dy is None:  # the loss depends only on the residual stream
         return dh, *(None,) * 6
     need_weight, need_bias = ctx.needs_input_grad[-6:-4]
-    dx, dw, db = torch.ops.liger_models.norm_backward(
-        dy, dh, *ctx.saved_tensors, None, *ctx.constants, need_weight, need_bias
-    )
+    dx, dw, db = BACKWARD(dy, dh, *ctx.saved_tensors, None, *ctx.constants, need_weight, need_bias)
     return dx, dw if need_weight else None, db.to(ctx.bias_dtype) if need_bias else None, *(None,) * 4
 
 
@@ -500,5 +498,6 @@ def _add_backward(ctx, dy, dh, _d_statistics):
     return None if d_residual is None else d_residual.to(ctx.x_dtype), d_residual, *others
 
 
-register_autograd("norm", _backward, _setup)
-register_autograd("add_norm", _add_backward, _add_setup)
+NORM = register_autograd("norm", _backward, _setup, _norm)
+ADD_NORM = register_autograd("add_norm", _add_backward, _add_setup, _add_norm)
+BACKWARD = without_dispatcher(torch.ops.liger_models.norm_backward.default, _norm_backward)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
@@ -334,13 +334,12 @@ def _backward(ctx, dq, dk, dv):
         return (None,) * 12
     qkv, cos, sin, *weights = ctx.saved_tensors
     need_dwq, need_dwk = ctx.needs_input_grad[6:8]
-    dqkv, dwq, dwk = torch.ops.liger_models.qk_norm_rope_backward(
-        dq, dk, dv, qkv, cos, sin, *ctx.sizes, *weights, *ctx.options, need_dwq or need_dwk
-    )
+    dqkv, dwq, dwk = BACKWARD(dq, dk, dv, qkv, cos, sin, *ctx.sizes, *weights, *ctx.options, need_dwq or need_dwk)
     return dqkv, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, *(None,) * 4
 
 
-register_autograd("qk_norm_rope", _backward, _setup)
+FORWARD = register_autograd("qk_norm_rope", _backward, _setup, _qk_norm_rope)
+BACKWARD = without_dispatcher(torch.ops.liger_models.qk_norm_rope_backward.default, _qk_norm_rope_backward)
 
 
 def qk_norm_rope(
@@ -397,7 +396,5 @@ def qk_norm_rope(
             qkv, cos, sin, *sizes, *weights,
             eps=eps, weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, interleaved=interleaved,
         )  # fmt: skip
-    q, k, v = torch.ops.liger_models.qk_norm_rope(
-        qkv, cos, sin, *sizes, *weights, eps, weight_offset, scale_in_fp32, interleaved
-    )
+    q, k, v = FORWARD(qkv, cos, sin, *sizes, *weights, eps, weight_offset, scale_in_fp32, interleaved)
     return q, k, v

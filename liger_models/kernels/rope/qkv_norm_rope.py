@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
@@ -302,13 +302,12 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dq, dk, dv):
     packed, cos, sin, *weights = ctx.saved_tensors
     need_dwq, need_dwk = ctx.needs_input_grad[6:8]
-    d_packed, dwq, dwk = torch.ops.liger_models.qkv_norm_rope_backward(
-        dq, dk, dv, packed, cos, sin, *ctx.sizes, *weights, ctx.eps, need_dwq or need_dwk
-    )
+    d_packed, dwq, dwk = BACKWARD(dq, dk, dv, packed, cos, sin, *ctx.sizes, *weights, ctx.eps, need_dwq or need_dwk)
     return d_packed, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, None
 
 
-register_autograd("qkv_norm_rope", _backward, _setup)
+FORWARD = register_autograd("qkv_norm_rope", _backward, _setup, _qkv_norm_rope)
+BACKWARD = without_dispatcher(torch.ops.liger_models.qkv_norm_rope_backward.default, _qkv_norm_rope_backward)
 
 
 def qkv_norm_rope(
@@ -368,5 +367,5 @@ def qkv_norm_rope(
     sizes, weights = (num_heads, num_kv_heads, head_dim), (q_norm_weight, k_norm_weight)
     if not use_triton(packed):
         return qkv_norm_rope_reference(packed, cos, sin, *sizes, *weights, eps=eps)
-    q, k, v = torch.ops.liger_models.qkv_norm_rope(packed, cos, sin, *sizes, *weights, eps)
+    q, k, v = FORWARD(packed, cos, sin, *sizes, *weights, eps)
     return q, k, v

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
@@ -373,7 +373,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy):
     cos, sin = ctx.saved_tensors
-    return torch.ops.liger_models.rope(dy, cos, sin, not ctx.inverse, ctx.interleaved), None, None, None, None
+    return ROPE(dy, cos, sin, not ctx.inverse, ctx.interleaved), None, None, None, None
 
 
 def _qkv_setup(ctx, inputs, output):
@@ -386,11 +386,12 @@ def _qkv_backward(ctx, dq, dk, dv):
     if dq is None and dk is None and dv is None:
         return (None,) * 7
     cos, sin = ctx.saved_tensors
-    return torch.ops.liger_models.rope_qkv_backward(dq, dk, dv, cos, sin, *ctx.sizes), *(None,) * 6
+    return ROPE_QKV_BACKWARD(dq, dk, dv, cos, sin, *ctx.sizes), *(None,) * 6
 
 
-register_autograd("rope", _backward, _setup)
-register_autograd("rope_qkv", _qkv_backward, _qkv_setup)
+ROPE = register_autograd("rope", _backward, _setup, _rope)
+ROPE_QKV = register_autograd("rope_qkv", _qkv_backward, _qkv_setup, _rope_qkv)
+ROPE_QKV_BACKWARD = without_dispatcher(torch.ops.liger_models.rope_qkv_backward.default, _rope_qkv_backward)
 
 
 # The checks below format a message only when they raise an error, because Dynamo cannot format symbolic sizes.
@@ -468,7 +469,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     check_tables("rope", x, cos, sin, x.shape[-1])
     if not use_triton(x):
         return rope_reference(x, cos, sin, interleaved)
-    y: Tensor = torch.ops.liger_models.rope(x, cos, sin, False, interleaved)
+    y: Tensor = ROPE(x, cos, sin, False, interleaved)
     return y
 
 
@@ -502,7 +503,7 @@ def rope_qkv(
     check_qkv("rope_qkv", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
     if not use_triton(qkv):
         return rope_qkv_reference(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved=interleaved)
-    q, k, v = torch.ops.liger_models.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
+    q, k, v = ROPE_QKV(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
     return q, k, v
 
 

@@ -1,0 +1,111 @@
+"""Launches of Triton kernels that take the host less time than Triton's own.
+
+For each launch, Triton looks for the compiled kernel that fits the arguments. This takes the host as long as the rest
+of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the blocks of
+descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps each kernel that
+Triton has chosen under a key that determines all of this: the dtypes of the tensors, the blocks of descriptors, all
+integers and constants, and the device. The key does not hold alignments. Instead, only launches in which all tensors
+begin at multiples of 16 bytes use the kept kernels.
+
+All other launches are Triton's own: those of new kernels, on other devices than NVIDIA GPUs, of tensor subclasses, and
+while hooks observe launches.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MOST_KEPT = 4096
+"""Number of kept kernels of a function from which on all of them are forgotten. With each new integer, such as a number
+of tokens, one more is kept."""
+
+ALIGNMENT = 16
+"""Triton compiles another kernel if a pointer is not a multiple of this number of bytes."""
+
+NO_GPU = -1
+"""The index of the device of a tensor on the CPU."""
+
+_run, _get = JITFunction.run, JITFunction.__getitem__
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Kernel(JITFunction):  # type: ignore[misc]
+    """A `triton.JITFunction` whose repeated launches take less time."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self.kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        """Maps the key of a launch to what launches the compiled kernel, and the values of its remaining arguments."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **options: Any) -> Any:
+        key: list[Any] = []
+        values: list[Any] = []
+        device, addresses = None, 0
+        for value in args:
+            kind, tensor = type(value), value
+            if kind is TensorDescriptor:
+                tensor = value.base
+                kind = type(tensor)
+                key += value.padding, *value.block_shape
+            if kind is Tensor or kind is nn.Parameter:
+                if device is None:
+                    device = tensor.get_device()
+                elif tensor.get_device() != device:
+                    break
+                address = tensor.data_ptr()
+                addresses |= address
+                key.append(tensor.dtype)
+                values.append(address if tensor is value else value)
+                continue
+            values.append(value)
+            if kind is int or value is None:
+                key.append(value)
+            elif kind is float:
+                key.append(float)
+            else:
+                break
+        else:
+            if (
+                device is not None
+                and device != NO_GPU
+                and device == current_device()
+                and addresses % ALIGNMENT == 0
+                and JITFunction.run is _run
+                and JITFunction.__getitem__ is _get
+                and not (_observes(knobs.runtime.launch_enter_hook) or _observes(knobs.runtime.launch_exit_hook))
+            ):
+                constants = options.values()
+                whole = (device, *key, *options, *constants, *map(type, constants))
+                kept = self.kept.get(whole)
+                if kept is not None:
+                    run, function, metadata, rest = kept
+                    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+                    run(x, y, z, current_stream(device), function, metadata, None, None, None, *values, *rest)
+                    return None
+                return self._keep(whole, _get(self, grid)(*args, **options), len(args), options)
+        return _get(self, grid)(*args, **options)
+
+    def _keep(self, key: tuple[Any, ...], kernel: Any, given: int, options: dict[str, Any]) -> Any:
+        """Keep a kernel that Triton has just launched with ``given`` arguments by position, and return it."""
+        if type(kernel) is CompiledKernel and not any(isinstance(value, Tensor) for value in options.values()):
+            defaults = {name: parameter.default for name, parameter in self.signature.parameters.items()}
+            rest = tuple(options.get(name, defaults[name]) for name in self.arg_names[given:])
+            if len(self.kept) >= MOST_KEPT:
+                self.kept.clear()
+            self.kept[key] = kernel.run, kernel.function, kernel.packed_metadata, rest
+        return kernel
+
+
+def _observes(hook: Any) -> bool:
+    """Return whether a hook of launches does something."""
+    return hook is not None and bool(getattr(hook, "calls", True))
