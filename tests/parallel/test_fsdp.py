@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from liger_models import AutoLigerModel, LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
 from liger_models.adapters import convert_to_float8
 from liger_models.layers import offload
-from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state
+from liger_models.parallel import apply_fsdp, compile_blocks, fsdp, load_state, reshard, save_state
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 from liger_models.train import optimizer as optimizer_module
 
@@ -205,6 +205,21 @@ def exchange(op) -> torch.Tensor:
     sent = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * (1 + dist.get_rank())
     ReduceScatter(BackwardPasses(), torch.bfloat16)(part, sent, dist.group.WORLD, op)
     return part
+
+
+def annotations() -> list[bool]:
+    """Whether FSDP2 annotates a step, without and with a profiler."""
+    model, inputs, annotated = apply_fsdp(tiny()), batch(0), []
+    for profile in (nullcontext(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])):
+        with mock.patch.object(fsdp, "record_function", wraps=fsdp.record_function) as annotate, profile:
+            model(**inputs).loss.backward()
+        annotated.append(annotate.called)
+    assert any(event.key.startswith("FSDP::all_gather") for event in profile.key_averages())
+    return annotated
+
+
+def test_annotations_are_made_for_profilers_alone(two):
+    assert two(annotations) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize("op", ["AVG", "SUM", "MAX"])
