@@ -32,8 +32,8 @@ DEVICE = "cuda"
 WHOLE = 12e9
 """Largest number of parameters for which every GPU builds the whole model in fp32 before sharding."""
 IN_SHARDS = {
-    "8bit", "ac", "adamw", "bf16", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments", "offload",
-    "selective", "tp",
+    "8bit", "ac", "adamw", "balanced", "bf16", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments",
+    "offload", "selective", "tp",
 }  # fmt: skip
 """Words of modes that do not change the weights that are drawn."""
 

@@ -29,6 +29,7 @@
 | ``blocks`` | ours | each block is compiled by itself |
 | ``fp8``, ``fp8rowwise`` | ours | float8 products, with one scale for a tensor or one for a row |
 | ``warm`` | ours | `warm_up` before the first step |
+| ``balanced`` | ours | each expert of a mixture gets the same number of tokens, whatever the router prefers |
 | ``cp`` | ours | context parallel: the GPUs share one sequence |
 | ``bf16`` | hf, ours | in ``fsdp``: weights, gradients and moments in bf16 instead of fp32 |
 | ``tpK`` | ours | in ``fsdp``: tensor parallel over K GPUs, which share the rows of K |
@@ -52,7 +53,8 @@ MODES = (
 
 MODE = (
     r"hf(\+(ac|bf16|compile|graph|liger|medusa|lora(\+nf4)?))*"
-    r"|ours(\+(8bit|adamw|bf16|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+(float8|fp8blocks|int4|mxfp4|nf4|nvfp4|peft))?|medusa|noexperts|warm"
+    r"|ours(\+(8bit|adamw|balanced|bf16|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|medusa|noexperts|warm"
+    r"|lora(\+(float8|fp8blocks|int4|mxfp4|nf4|nvfp4|peft))?"
     r"|(full|moments|offload|selective)\d*|(ep|hsdp|plan|tp)\d+))*"
     r"|unsloth\+lora(\+nf4)?(\+ac)?"
     r"|titan(\+compile)?(\+selective|\+full)?"
@@ -69,7 +71,7 @@ TITLES = {
     "graph": ", CUDA graphs", "static": ", static cache, compiled",
     "adamw": ", LigerAdamW", "inbackward": ", optimizer step in the backward", "offload": ", all activations offloaded",
     "bf16": ", weights, gradients and moments in bf16", "8bit": ", 8-bit moments", "moments": ", all moments offloaded",
-    "warm": ", after warm_up",
+    "warm": ", after warm_up", "balanced": ", balanced routing",
     "fp8": ", float8", "fp8rowwise": ", float8 with a scale per row", "blocks": ", each block compiled",
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4-bit weights",
     "float8": " on float8 weights", "mxfp4": " on MXFP4 weights", "nvfp4": " on NVFP4 weights",

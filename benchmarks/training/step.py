@@ -24,8 +24,12 @@ class Step:
     captured: bool = False
     """Whether forward and backward are one `CapturedStep`."""
     replay: Any = None
+    balanced: bool = False
+    """Whether `balanced_experts` replace the choice of the routers."""
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.balanced:
+            batch = batch | {"routed_experts": balanced_experts(self.model, batch["input_ids"])}
         if self.captured:
             self.replay = self.replay or self.model.capture(batch)
             loss: Tensor = self.replay(batch)
@@ -54,7 +58,23 @@ def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape:
     forward = torch.compile(model, fullgraph=ours) if whole else model
     optimizer = make_optimizer(model, mode, lr, plan)
     captured = "graph" in mode and ours and not whole
-    return Step(model, graphed(forward) if "graph" in mode and not captured else forward, optimizer, plan, captured)
+    forward = graphed(forward) if "graph" in mode and not captured else forward
+    return Step(model, forward, optimizer, plan, captured, balanced="balanced" in mode)
+
+
+def balanced_experts(model: Any, ids: Tensor) -> Tensor:
+    """The experts [B, T, L, K] of tokens [B, T] in each of L layers. All experts have the same number of tokens.
+
+    This holds if the number of tokens is a multiple of the number of experts. The K experts of a token are evenly
+    spread over all experts, and so over the ranks of expert parallelism.
+    """
+    routers = model.routers
+    if not routers:
+        raise ValueError(f"balanced: is for models with routed experts, got {type(model).__name__} without any.")
+    K, X = routers[0].top_k, routers[0].shape_of("down_weight")[0]
+    first = torch.arange(ids.numel(), device=ids.device).view(*ids.shape, 1, 1)
+    experts = (first + torch.arange(K, device=ids.device) * (X // K)) % X
+    return experts.to(torch.int16).expand(-1, -1, len(routers), -1)
 
 
 def build_peer(config: dict, mode: Mode, sharded: bool, tokens: int) -> nn.Module:

@@ -16,9 +16,14 @@ from benchmarks.training.modes import MODE, Mode, title
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.adapters.medusa import LigerMedusa
+from liger_models.arch.qwen3_moe import LigerQwen3MoE, Qwen3MoeConfig
 from liger_models.base import CapturedStep
 
 from ..late import transformers
+
+LLAMA = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["hf+graph", "ours+compile+graph"])
@@ -32,15 +37,32 @@ def test_graphs_are_of_what_the_mode_names(monkeypatch, mode):
 
 
 def test_graphs_of_our_models_are_captured_steps(monkeypatch):
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
-    )
-    monkeypatch.setattr(step, "build", lambda *_: LigerLlama.from_config(config))
+    monkeypatch.setattr(step, "build", lambda *_: LigerLlama.from_config(LlamaConfig(**LLAMA)))
     train = step.make_step(Mode.parse("ours+graph"), {}, lr=0.1)
     ids = torch.arange(20)[None]
     losses = [train({"input_ids": ids, "labels": ids}).item() for _ in range(3)]
     assert isinstance(train.replay, CapturedStep)
     assert losses[2] < losses[1] < losses[0]
+
+
+def test_balanced_experts_have_the_same_number_of_tokens(monkeypatch):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 2}
+    config = Qwen3MoeConfig(**sizes, num_key_value_heads=1, num_hidden_layers=2, num_experts=8, num_experts_per_tok=3)
+    monkeypatch.setattr(step, "build", lambda *_: LigerQwen3MoE.from_config(config))
+    train, ids = step.make_step(Mode.parse("ours+balanced"), {}, lr=3e-3), torch.arange(48).view(2, 24)
+    given, chosen = [], []
+    for router in train.model.routers:
+        router.register_forward_pre_hook(lambda router, args: given.append(args[1]))
+        router.gate.register_forward_hook(lambda gate, args, logits: chosen.append(logits.topk(3).indices))
+    losses = [train({"input_ids": ids, "labels": ids}).item() for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    for experts, preferred in zip(given, chosen, strict=True):
+        assert torch.bincount(experts.flatten().long()).tolist() == [48 * 3 // 8] * 8
+        assert len({*experts[0, 0].tolist()}) == 3
+        assert torch.bincount(preferred.flatten()).tolist() != [48 * 3 // 8] * 8
+    monkeypatch.setattr(step, "build", lambda *_: LigerLlama.from_config(LlamaConfig(**LLAMA)))
+    with pytest.raises(ValueError, match="balanced: is for models with routed experts"):
+        step.make_step(Mode.parse("ours+balanced"), {}, lr=0.1)({"input_ids": ids, "labels": ids})
 
 
 def test_blocks_of_transformers_are_compiled_before_they_are_sharded(monkeypatch):
@@ -94,6 +116,8 @@ def test_modes_have_names():
     assert title("unsloth+lora+nf4+ac") == "Unsloth, LoRA on 4-bit weights, activation checkpointing"
     assert title("titan+compile+selective") == 'torchtitan, torch.compile, policy "selective"'
     assert title("ours+fp8+blocks") == "liger_models, float8, each block compiled"
+    assert re.fullmatch(MODE, "ours+adamw+bf16+ep2+balanced")
+    assert title("ours+ep2+balanced") == "liger_models, expert parallel over 2 GPUs, balanced routing"
     assert title("ours+full9") == 'liger_models, policy "full" for 9 blocks'
     assert title("ours+offload") == "liger_models, all activations offloaded"
 
