@@ -38,7 +38,15 @@ __all__ = ["TensorDescriptor", "tl", "triton"]  # modules with kernels import th
 HAS_TRITON = type(triton).__name__ != "_Absent"
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
-if HAS_TRITON and not INTERPRET and torch.version.cuda is not None:
+SHORT_LAUNCHES = ("3.6", "3.7")
+"""Versions of Triton whose compiled kernels take the arguments that `launch.Kernel` gives them."""
+
+if (
+    HAS_TRITON
+    and not INTERPRET
+    and torch.version.cuda is not None
+    and triton.__version__.rpartition(".")[0] in SHORT_LAUNCHES
+):
     from liger_models.kernels.launch import Kernel
 
     class _Triton:
