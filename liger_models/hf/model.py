@@ -428,6 +428,16 @@ class LigerModel(Loading, LigerPreTrainedModel):
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text_positions, position_ids = position_ids[0], position_ids[1:]
 
+        # prime-rl passes the lengths of packed documents.
+        lengths = inputs.pop("seq_lens", None)
+        if inputs.pop("seq_lens_are_pre_shard", False):
+            raise ValueError(
+                "forward: seq_lens_are_pre_shard must be False, got True, with which prime-rl splits rows over ranks. "
+                "Set model.cp to 1."
+            )
+        if lengths is not None:
+            inputs["cu_seqlens"] = nn.functional.pad(lengths.cumsum(0), (1, 0))
+
         # Trainers pass the experts of all blocks, and rows of zeros for padding.
         if "routed_experts" in inputs:
             inputs["routed_experts"] = select_routing(self.decoder, inputs["routed_experts"])
