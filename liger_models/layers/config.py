@@ -35,18 +35,20 @@ _POSITIVE = """
     output_multiplier short_mscale long_mscale
 """
 _NOT_NEGATIVE = """
-    rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
-    embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
+    rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range
+    mscale mscale_all_dim num_global_layers num_experts num_local_experts
     hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
     n_routed_experts layer_norm_epsilon moe_num_experts moe_num_shared_experts moe_layer_start_index
     router_jitter_noise input_jitter_noise
     time_step_limit
 """
+_SHARES = "attention_dropout residual_dropout embedding_dropout"
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),
     **dict.fromkeys(_LENGTHS.split(), (1, 2**31 - 1)),
     **dict.fromkeys(_POSITIVE.split(), (math.ulp(0.0), math.inf)),
     **dict.fromkeys(_NOT_NEGATIVE.split(), (0, math.inf)),
+    **dict.fromkeys(_SHARES.split(), (0, 1)),
 }
 """Maps the name of a config field to the smallest and largest value that is allowed for the field or its elements."""
 

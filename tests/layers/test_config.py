@@ -22,6 +22,7 @@ NAN, INF = float("nan"), float("inf")
         ({"head_dim": 2**40}, f"head_dim must be at most {2**24}, got {2**40}"),
         ({"vocab_size": 10**400}, f"vocab_size must be at most {2**31 - 1}, got 1000"),
         ({"max_position_embeddings": -4}, "max_position_embeddings must be at least 1, got -4"),
+        ({"attention_dropout": 3.0}, r"attention_dropout must be at most 1, got 3\.0"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1, got 0"),
         ({"rope_scaling": LinearScaling(factor=0.0)}, r"factor must be positive, got 0\.0"),
         (
