@@ -22,7 +22,8 @@ _SIZES = """
     mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand ssm_state_size mamba_num_heads mamba_head_dim
     moe_shared_expert_intermediate_size moe_latent_size n_group topk_group intermediate_size_mlp
     interleave_moe_layer_step projector_input_dim projector_output_dim vision_output_dim moe_k moe_topk
-    moe_layer_interval
+    moe_layer_interval linear_head_dim linear_num_heads num_expert_group num_experts_per_token laurel_rank
+    altup_num_inputs mm_embed_dim mm_posemb_size position_embedding_size pooling_kernel_size output_proj_dims
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
@@ -32,21 +33,24 @@ _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
     swiglu_limit attention_multiplier alpha time_step_min time_step_max time_step_floor qk_scale_factor
-    output_multiplier short_mscale long_mscale
+    output_multiplier short_mscale long_mscale block_ffn_dim_multiplier
 """
 _NOT_NEGATIVE = """
-    rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range attention_dropout residual_dropout
-    embedding_dropout mscale mscale_all_dim num_global_layers num_experts num_local_experts
+    rms_norm_eps post_norm_eps layer_norm_eps norm_eps norm_epsilon initializer_range
+    mscale mscale_all_dim num_global_layers num_experts num_local_experts
     hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace routed_scaling_factor n_shared_experts
     n_routed_experts layer_norm_epsilon moe_num_experts moe_num_shared_experts moe_layer_start_index
-    router_jitter_noise input_jitter_noise
+    router_jitter_noise input_jitter_noise shared_intermediate_size num_shared_experts num_dense_layers
+    num_nextn_predict_layers
     time_step_limit
 """
+_SHARES = "attention_dropout residual_dropout embedding_dropout resid_pdrop projector_dropout projection_dropout"
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),
     **dict.fromkeys(_LENGTHS.split(), (1, 2**31 - 1)),
     **dict.fromkeys(_POSITIVE.split(), (math.ulp(0.0), math.inf)),
     **dict.fromkeys(_NOT_NEGATIVE.split(), (0, math.inf)),
+    **dict.fromkeys(_SHARES.split(), (0, 1)),
 }
 """Maps the name of a config field to the smallest and largest value that is allowed for the field or its elements."""
 

@@ -150,7 +150,8 @@ class LigerMamba2(LinearAttention):
         kernel: False for plain torch.
 
     Raises:
-        ValueError: H is not a multiple of G, or K is below 2 or more than the kernel supports.
+        ValueError: H is not a multiple of G, K is below 2 or more than the kernel supports, or the smallest initial
+            step size exceeds the largest one.
 
     Source: https://arxiv.org/abs/2405.21060.
     """
@@ -181,6 +182,11 @@ class LigerMamba2(LinearAttention):
             raise ValueError(
                 f"LigerMamba2: the number of heads ({num_heads}) must be a multiple of the number of groups "
                 f"({num_groups}). Check config.json."
+            )
+        if not initial_steps[0] <= initial_steps[1]:
+            raise ValueError(
+                f"LigerMamba2: time_step_min ({initial_steps[0]}) must be at most time_step_max ({initial_steps[1]}). "
+                "Check config.json."
             )
         units, sizes = self.units_of(num_heads, head_dim, num_groups, state_size)
         super().__init__(

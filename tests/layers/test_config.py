@@ -1,10 +1,16 @@
+import re
+import typing
+from dataclasses import is_dataclass
+
 import pytest
 
+from liger_models.arch import built_in, get_arch
 from liger_models.arch.gemma import GemmaConfig
 from liger_models.arch.gemma2 import Gemma2Config
 from liger_models.arch.llama import LlamaConfig
 from liger_models.arch.qwen2_vl import Qwen2VLConfig
 from liger_models.convert.config_map import read_config
+from liger_models.layers.config import LIMITS
 from liger_models.layers.rope import LinearScaling, LongRopeScaling
 
 NAN, INF = float("nan"), float("inf")
@@ -22,6 +28,7 @@ NAN, INF = float("nan"), float("inf")
         ({"head_dim": 2**40}, f"head_dim must be at most {2**24}, got {2**40}"),
         ({"vocab_size": 10**400}, f"vocab_size must be at most {2**31 - 1}, got 1000"),
         ({"max_position_embeddings": -4}, "max_position_embeddings must be at least 1, got -4"),
+        ({"attention_dropout": 3.0}, r"attention_dropout must be at most 1, got 3\.0"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1, got 0"),
         ({"rope_scaling": LinearScaling(factor=0.0)}, r"factor must be positive, got 0\.0"),
         (
@@ -46,6 +53,17 @@ def test_numbers_of_nested_objects_are_checked_before_they_are_computed_with():
         read_config(Qwen2VLConfig, {"vision_config": {"depth": 100_000}})
     with pytest.raises(ValueError, match=r"times the number of experts must be at most 100000, got 819200"):
         read_config(Qwen2VLConfig, {"num_hidden_layers": 200, "num_experts": 4096})
+
+
+def test_every_size_has_limits():
+    """Without them, a negative size would be an error of torch, which does not name the field."""
+    classes = [get_arch(arch).config_class for arch in built_in()]
+    for config_class in classes:
+        hints = typing.get_type_hints(config_class)
+        classes += [hint for hint in hints.values() if is_dataclass(hint)]
+        numbers = {name for name, hint in hints.items() if hint is not bool}
+        sizes = {name for name in numbers if re.search("_(size|dims?|rank|heads|experts|per_token?|dropout)$", name)}
+        assert sizes - LIMITS.keys() == set(), config_class
 
 
 def test_values_that_are_not_computed_are_refused():

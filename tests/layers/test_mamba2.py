@@ -95,6 +95,8 @@ def test_bad_sizes():
         LigerMamba2(32, 4, 16, 3, 16, 4, layer=0)
     with pytest.raises(ValueError, match=r"conv_size \(conv_kernel\) must be 2 to 4, got 5"):
         LigerMamba2(32, 4, 16, 2, 16, 5, layer=0)
+    with pytest.raises(ValueError, match=r"time_step_min \(0\.5\) must be at most time_step_max \(0\.1\)"):
+        LigerMamba2(32, 4, 16, 2, 16, 4, layer=0, initial_steps=(0.5, 0.1, 1e-4))
     with pytest.raises(ValueError, match=r"hidden_size times expand \(64\) must equal num_heads times head_dim \(80\)"):
         Mamba2Config(**{**SIZES, "num_heads": 5})
     mixer = LigerMamba2(32, 12, 16, 4, 16, 4, layer=0)
