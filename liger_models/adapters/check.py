@@ -75,5 +75,9 @@ def adapter_line(model: CausalLM, before: dict[str, Tensor], steps: int) -> str:
     """Return one line about `check_trained` for the log of a run."""
     findings = check_trained(model, before, steps)
     if not findings:
+        after = adapter_sums(model)
+        moved = sum(not after[name].equal(sums) for name, sums in before.items())
+        if moved < len(before):
+            return f"adapter     {moved} of {len(before)} tensors moved, after too few steps to judge the others"
         return f"adapter     all {len(before)} tensors moved"
     return f"adapter     PROBLEM: {len(findings)} of {len(before)} tensors: {findings[0]}"

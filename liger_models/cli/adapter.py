@@ -16,8 +16,10 @@ from liger_models.adapters.lora import adaptable_experts, adaptable_layers, expe
 from liger_models.adapters.peft_files import load_adapter
 from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
-from liger_models.cli.compare import LIMIT, random_text, relative_error
+from liger_models.cli.compare import LIMIT, random_text, relative_error, unknown_to
 from liger_models.cli.served import SERVERS, check_served
+from liger_models.convert.encodings import quantization_of
+from liger_models.convert.files import read_quantization
 from liger_models.convert.format import format_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -162,12 +164,16 @@ def _compare_with_peft(name: str, model: CausalLM, adapter: Path, ids: Tensor, l
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         return f"{error.name} is not installed"
-    if format_of(type(model)).model_type not in transformers.CONFIG_MAPPING:
-        return f"transformers does not know {format_of(type(model)).model_type}"
+    quantization = read_quantization(Path(name)) if Path(name).is_dir() else quantization_of(model.hf_config) or {}
+    if unknown := unknown_to(transformers, format_of(type(model)).model_type, quantization):
+        return unknown
     auto = transformers.AutoModelForCausalLM if model.visual is None else transformers.AutoModelForImageTextToText
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # about features that no adapter of this package uses
-        theirs = auto.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").to(ids.device)
+        try:
+            theirs = auto.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").to(ids.device)
+        except ImportError as error:  # the library of a quantized format
+            return f"transformers can't load the checkpoint: {error}"
         try:
             theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
         except ValueError as error:  # such as output projections of state-space layers

@@ -349,14 +349,10 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
         result.not_compared = "the checkpoint has no language-model head"
         return result
 
-    # transformers may be missing, or older than the model, and reads the codes of an unknown format as numbers.
-    quantization = read_quantization(folder)
+    # transformers may be missing, or older than the model.
     try:
         transformers: Any = importlib.import_module("transformers")
-        if name not in transformers.CONFIG_MAPPING:
-            result.not_compared = f"transformers does not know {name}"
-        elif quantization and not _reads(transformers, str(quantization.get("quant_method"))):
-            result.not_compared = f"transformers does not know quant_method {quantization.get('quant_method')!r}"
+        result.not_compared = unknown_to(transformers, name, read_quantization(folder))
     except ImportError:
         result.not_compared = "transformers is not installed"
     if result.differences or result.not_compared:
@@ -383,10 +379,18 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     return result
 
 
-def _reads(transformers: Any, method: str) -> bool:
-    """Return whether transformers has code for a ``quant_method``."""
-    known = importlib.import_module(f"{transformers.__name__}.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
-    return any(name == method or name.startswith(f"{method}_") for name in known)  # such as bitsandbytes_4bit
+def unknown_to(transformers: Any, model_type: str, quantization: Mapping[str, Any]) -> str:
+    """Return what of a checkpoint transformers does not know, as a sentence; "" if it knows all.
+
+    It reads the codes of a format that it does not know as if they were weights.
+    """
+    if model_type not in transformers.CONFIG_MAPPING:
+        return f"transformers does not know {model_type}"
+    method = str(quantization.get("quant_method"))
+    formats = importlib.import_module(f"{transformers.__name__}.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
+    if quantization and not any(known == method or known.startswith(f"{method}_") for known in formats):
+        return f"transformers does not know quant_method {method!r}"
+    return ""
 
 
 def empty_model(folder: Path) -> CausalLM:

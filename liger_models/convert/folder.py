@@ -49,12 +49,12 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
     missing = [parent for parent in folder.parents if not parent.exists()]
     workplace = folder if _must_stay(folder) else folder.parent
     try:
-        with _reporting(folder):
+        with reporting(folder):
             workplace.mkdir(parents=True, exist_ok=True)
 
         # Write to a folder on the same file system that only this writer uses.
         with _reserved(workplace / f".{folder.name}.saving", folder) as new:
-            with _reporting(folder):
+            with reporting(folder):
                 write(new)
             names = {path.name for path in new.iterdir()}
             for name in names:
@@ -86,12 +86,12 @@ def check_complete(folder: Path, last: str) -> None:
 
 
 @contextlib.contextmanager
-def _reporting(folder: Path) -> Iterator[None]:
-    """Context manager that adds the name of the folder to errors that occur in writing."""
+def reporting(target: Path) -> Iterator[None]:
+    """Context manager that adds the name of the folder or file to errors that occur in writing."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        message = f"{folder}: must be writable and have room for the files, got: {error}. Nothing was changed."
+        message = f"{target}: must be writable and have room for the files, got: {error}. Nothing was changed."
         number = getattr(error, "errno", None)
         raise OSError(message) if number is None else OSError(number, message) from error
 
@@ -116,7 +116,7 @@ def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
     while True:
         # The lock is a file in `staging` that its owner finally removes. While this process waited, the file may have
         # been removed and created again, so the lock is valid only if it is still the file with that name.
-        with _reporting(folder):
+        with reporting(folder):
             with contextlib.suppress(FileExistsError):
                 staging.mkdir()
             try:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from liger_models.convert.config_map import write_config
 from liger_models.convert.files import CONFIG, write_json
+from liger_models.convert.folder import reporting
 from liger_models.convert.format import format_of
 from liger_models.convert.tensors import CheckpointTensors, as_stored
 from liger_models.distributed.ranks import run_on_rank_zero
@@ -147,6 +148,7 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
     _check_weights(model, stored)
     _check_config(family, stored.config)
 
+    @reporting(path)
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as place:

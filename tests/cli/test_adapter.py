@@ -1,6 +1,7 @@
 """`liger-models verify --adapter`: a trained adapter passes, and what is wrong with others is named."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from liger_models.cli.adapter import module_names
 from liger_models.cli.served import SERVERS, SGLANG, VLLM, check_served
 
 from ..arch.families import FIRST_CASES, load, make_folder, of_each_kind, tiny
+from ..convert.quantized_folders import make_quantized
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 STEM = "base_model.model.model.layers.1"
@@ -107,6 +109,24 @@ def test_layers_that_text_does_not_reach_and_layers_that_peft_refuses(arch, told
     done = CliRunner().invoke(commands.app, ["verify", str(folder), "--adapter", str(tmp_path / "adapter")])
     assert done.exit_code == 0, done.output
     assert f"ok: {told}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ("mo_tensors", "transformers does not know quant_method 'modelopt'"),
+        ("bnb", "transformers can't load the checkpoint: a package is required"),
+    ],
+)
+def test_a_base_that_transformers_cannot_read(form, told, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    codes, dense = make_quantized(form, "qwen3", tmp_path)
+    write(AutoLigerModel.from_pretrained(dense, progress=False), tmp_path / "adapter")
+    missing = mock.Mock(side_effect=ImportError("a package is required"))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", missing)
+    done = CliRunner().invoke(commands.app, ["verify", str(codes), "--adapter", str(tmp_path / "adapter")])
+    assert done.exit_code == 0, done.output
+    assert f"ok: logits not compared with PEFT: {told}" in done.stdout
 
 
 def test_tensors_that_did_not_move(adapter):
@@ -199,6 +219,7 @@ def test_training_tells_which_tensors_did_not_move():
     model = apply_lora(LigerLlama.from_config(LlamaConfig(**SIZES)), LoRAConfig(r=2))
     before = adapter_sums(model)
     assert check_trained(model, before, 1) == []  # a first step may move nothing
+    assert adapter_line(model, before, 1).startswith("adapter     0 of 28 tensors moved, after too few steps")
     names = list(adapter_parameters(model))
     assert [finding.name for finding in check_trained(model, before, 3)] == names
     assert [finding.name for finding in check_trained(model, before, 2)] == [n for n in names if ".lora_B" in n]

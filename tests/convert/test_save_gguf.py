@@ -295,6 +295,8 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
         save_gguf(model, tmp_path / "out.gguf", "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
     assert (tmp_path / "out.gguf").read_bytes() == b"old"
+    with pytest.raises(OSError, match=r"out.gguf: must be writable and have room for the files, got: .*Nothing was"):
+        save_gguf(model, tmp_path / "out.gguf" / "below.out.gguf", "bf16")
     save_gguf(model, tmp_path / "out.gguf", "bf16")
     assert read(tmp_path / "out.gguf")[0]["general.architecture"] == "llama"
 

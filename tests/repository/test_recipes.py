@@ -136,6 +136,10 @@ def test_the_command(llama, tmp_path):
     written = json.loads(runner.invoke(cli.app, arguments).stdout)
     assert (written["method"], written["memory"], written["output"]) == ("lora", 10**9, str(file))
     assert read_options(TrainOptions, [str(file)]).lora_r == written["options"]["lora_r"] == 16
+    assert [path.name for path in file.parent.iterdir()] == ["recipe.yaml"]
+    refused = runner.invoke(cli.app, ["recipe", model, "--memory", "1GB", "--output", str(file / "below.yaml")])
+    assert refused.exit_code == 1
+    assert "below.yaml: must be writable and have room for the files" in " ".join(refused.output.split())
     refused = runner.invoke(cli.app, ["recipe", model, "--memory", "24"], env={"COLUMNS": "200"})
     assert refused.exit_code == 0
     refused = runner.invoke(cli.app, ["recipe", model, "--memory", "many"], env={"COLUMNS": "200"})
