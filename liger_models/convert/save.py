@@ -311,7 +311,9 @@ _CODE = '''"""Loads the checkpoint with liger_models (pip install "liger-models[
 
 try:
     from liger_models.hf import {name}
-except ImportError:
+except ModuleNotFoundError as error:
+    if error.name != "liger_models":
+        raise
     import transformers
 
     class {name}(transformers.{name}):
