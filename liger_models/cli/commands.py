@@ -364,6 +364,11 @@ def convert(
         check_target(output, gguf)
     elif output.is_file():
         raise typer.BadParameter(f"OUTPUT must be a folder, but '{output}' is a file. Choose another place.")
+    if adapter is not None and output.resolve() == Path(model).resolve():
+        raise typer.BadParameter(
+            f"OUTPUT must be another folder than MODEL with an adapter, got '{output}' for both. Merging replaces the "
+            "weights for which the adapter was made, and a second time would add it again."
+        )
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     # Models of embeddings may have no head.
@@ -541,7 +546,13 @@ def generate(
 
         settings["draft_model"] = LigerMTP(loaded)
     elif draft_model is not None:
-        settings["draft_model"] = _load(draft_model, None, dtype, _device(device), None, progress=not as_json)
+        draft = _load(draft_model, None, dtype, _device(device), None, progress=not as_json)
+        if draft.tokenizer.backend.get_vocab() != loaded.tokenizer.backend.get_vocab():
+            raise typer.BadParameter(
+                f"--draft-model must have the tokenizer of {model}, got another vocabulary in {draft_model}. Choose a "
+                "smaller model of the same family."
+            )
+        settings["draft_model"] = draft
         settings["seed"] = torch.initial_seed() % 2**62
     conversation = Conversation(loaded, settings, media, chat or bool(media), system)
 

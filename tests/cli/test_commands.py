@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -288,6 +289,9 @@ def test_convert_merges_adapters(folder):
     assert read("merge", "model", "adapter", "again", "--dtype", "float32")["folder"] == "again"
     again = LigerLlama.from_pretrained("again", progress=False)
     assert all(map(torch.equal, again.parameters(), merged.parameters()))
+    before = Path("model/model.safetensors").read_bytes()
+    assert "OUTPUT must be another folder than MODEL" in run("merge", "model", "adapter", "./model", code=2)
+    assert Path("model/model.safetensors").read_bytes() == before
 
 
 def test_merge_writes_experts_in_mxfp4_again(tmp_path, monkeypatch):
@@ -322,6 +326,11 @@ def test_generate(folder):
     drawn = [run("generate", "model", "Hello", "--sample", "--seed", seed, "--device", "cpu") for seed in "778"]
     assert drawn[0] == drawn[1] != drawn[2]
     assert run("generate", "model", "Hello", *options, "--draft-model", "model") == want + "\n"
+    shutil.copytree("model", "other")
+    words = models.WordLevel({"Hello": 0, "<unk>": 1}, unk_token="<unk>")
+    Tokenizer(words).save("other/tokenizer.json")
+    message = run("generate", "model", "Hello", *options, "--draft-model", "other", code=2)
+    assert "--draft-model must have the tokenizer of model, got another vocabulary in other" in message
     sampled = run("generate", "model", "Hello", "--sample", "--seed", "7", "--draft-model", "model", "--device", "cpu")
     assert sampled != drawn[0]  # from `seed`, which drafts need
     ids = model.generate("Hello", max_new_tokens=256, do_sample=True, seed=7)
