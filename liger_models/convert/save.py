@@ -312,7 +312,7 @@ _CODE = '''"""Loads the checkpoint with liger_models (pip install "liger-models[
 try:
     from liger_models.hf import {name}
 except ModuleNotFoundError as error:
-    if error.name != "liger_models":
+    if error.name not in ("liger_models", "liger_models.hf"):
         raise
     import transformers
 

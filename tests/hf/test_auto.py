@@ -104,13 +104,18 @@ def test_code_in_the_checkpoint(folder, tmp_path):
         assert type(load(tmp_path / "again", trust_remote_code=True)) is liger_models.hf.LlamaForCausalLM
         ids = torch.arange(9)[None]
         torch.testing.assert_close(trusted(ids).logits, model(ids).logits)
-    (tmp_path / "run.py").write_text(
-        "import sys; sys.modules['liger_models'] = None; import transformers\n"
-        "model = transformers.AutoModelForCausalLM.from_pretrained('one', trust_remote_code=True)\n"
-        "print(type(model).__mro__[1])"
-    )
-    done = run("run.py", cwd=tmp_path)
-    assert "transformers.models.llama.modeling_llama.LlamaForCausalLM" in done.stdout, done.stderr
+    # Without liger_models, the class is that of transformers. A liger_models that fails to import is an error.
+    for stand_in, expected in (
+        ("sys.modules['liger_models'] = None", "transformers.models.llama.modeling_llama.LlamaForCausalLM"),
+        ("sys.modules['liger_models.hf'] = sys", "cannot import name 'LlamaForCausalLM'"),
+    ):
+        (tmp_path / "run.py").write_text(
+            f"import sys; {stand_in}; import transformers\n"
+            "model = transformers.AutoModelForCausalLM.from_pretrained('one', trust_remote_code=True)\n"
+            "print(type(model).__mro__[1])"
+        )
+        done = run("run.py", cwd=tmp_path, check=False)
+        assert expected in done.stdout + done.stderr, done.stderr
 
 
 def test_arguments_of_from_pretrained(folder):
