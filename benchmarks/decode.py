@@ -2,7 +2,6 @@
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from .clock import seconds
 from .ops.measure import ceilings
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import measure_all, on_gpus, plan_batch
@@ -41,14 +41,6 @@ def run(options: argparse.Namespace) -> Rows:
     plans = plan_batch("decode", options)
     gpus = [Mode.parse(plan.row["mode"]).extras.get("tp") for plan in plans]
     return measure_all([on_gpus(plan, number) if number else plan for plan, number in zip(plans, gpus, strict=True)])
-
-
-def seconds(function: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:

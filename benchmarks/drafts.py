@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import ROOT
-from .grpo import now
+from .clock import now
 from .rows import Row, Rows
 from .tables import markdown, ratio
 from .training.job import Job

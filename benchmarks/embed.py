@@ -7,7 +7,6 @@ sentence-transformers pads the texts of a batch, as its own collator does, and t
 
 import argparse
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .clock import now, peak_gib
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import measure_all, plan_batch
 from .rows import Row, Rows
@@ -66,22 +66,17 @@ def measure(job: Job, device: str = "cuda") -> Row:
 
     generator = torch.Generator().manual_seed(0)
     batches = [draw_texts(examples, longest, config["vocab_size"], generator) for _ in range(WARM_UP + job.steps)]
-    losses = []
-    for number, texts in enumerate(batches):
-        if number == WARM_UP and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        if number == WARM_UP:
-            start = time.perf_counter()
-        losses.append(step(texts))
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    losses = [step(texts) for texts in batches[:WARM_UP]]
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = now()
+    losses += [step(texts) for texts in batches[WARM_UP:]]
+    took = now() - start
     timed = sum(len(text) for texts in batches[WARM_UP:] for text in texts)
     return {
-        "examples_per_s": round(job.steps * examples / seconds, 1),
-        "tokens_per_s": round(timed / seconds),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0,
+        "examples_per_s": round(job.steps * examples / took, 1),
+        "tokens_per_s": round(timed / took),
+        "peak_gib": peak_gib(),
         "losses": [round(loss.item(), 4) for loss in losses],
     }
 
@@ -91,39 +86,33 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def our_step(model: Any, parts: int) -> Step:
-    from liger_models.losses.contrastive import LigerContrastiveLoss
-    from liger_models.retrieval.embedder import EmbedderSettings, embed
+    """A step of ``liger-models train --objective embed``, which caches gradients if a step has several batches."""
     from liger_models.retrieval.texts import pack_texts
+    from liger_models.train import TrainOptions
+    from liger_models.train.objective_options import make_objective
 
     model.has_head = False
     model.train()
     model.lm_head.requires_grad_(model.config.tie_word_embeddings)
-    optimizer, contrastive = optimizer_of(model), LigerContrastiveLoss(TEMPERATURE)
-
-    def vectors_of(texts: list[Tensor]) -> Tensor:
-        batch = {name: tensor.to(model.device, non_blocking=True) for name, tensor in pack_texts(texts, 0).items()}
-        return embed(model, batch, EmbedderSettings())
-
-    def loss_of(vectors: Tensor) -> Tensor:
-        examples = len(vectors) // ROLES
-        return contrastive(vectors[:examples], vectors[examples:])
+    optimizer = optimizer_of(model)
+    names = {"model": "random weights", "data": "random tokens", "output": "nowhere"}  # they are not read
+    objective = make_objective(TrainOptions(**names, objective="embed", temperature=TEMPERATURE))
 
     def step(texts: list[Tensor]) -> Tensor:
-        if parts == 1:
-            loss = loss_of(vectors_of(texts))
-            loss.backward()
-        else:  # embed without a graph, and again with one for the gradient of each part
-            size = len(texts) // parts
-            pieces = [texts[first : first + size] for first in range(0, len(texts), size)]
-            with torch.no_grad():
-                vectors = torch.cat([vectors_of(piece) for piece in pieces])
-            loss = loss_of(vectors.requires_grad_())
-            (gradient,) = torch.autograd.grad(loss, vectors)
-            for piece, part in zip(pieces, gradient.split(size), strict=True):
-                (vectors_of(piece) * part).sum().backward()
+        examples = len(texts) // ROLES
+        size = examples // parts
+        batches = []
+        for first in range(0, examples, size):
+            of_part = [text for role in range(ROLES) for text in texts[role * examples + first :][:size]]
+            batch = pack_texts(of_part, 0) | {
+                "counted": torch.ones(size, dtype=torch.bool),
+                "keys": torch.arange(ROLES * size) + ROLES * first,  # all texts are different
+            }
+            batches.append({name: tensor.to(model.device, non_blocking=True) for name, tensor in batch.items()})
+        loss, _ = objective.step(model, batches, lambda part: part.backward())
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     return step
 

@@ -6,7 +6,6 @@ All answers have the same length, so both libraries train on the same number of 
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .clock import now, peak_gib
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import measure_all, plan_batch
 from .rows import Row, Rows
@@ -71,14 +71,8 @@ def measure(job: Job) -> Row:
         "step_s": round(sampling + training, 2),
         "sampling_s": round(sampling, 2),
         "training_s": round(training, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": peak_gib(),
     }
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def even(answer: Any) -> float:

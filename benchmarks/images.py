@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .clock import peak_gib
 from .options import add_batch, add_modes, add_steps
 from .processes import measure_all, plan_batch
 from .rows import Row, Rows
@@ -171,7 +172,7 @@ def measure(job: Job) -> Row:
         "loader": loaders,
         "model_alone": alone,
         "together": together,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": peak_gib(),
     }
 
 

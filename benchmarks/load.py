@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .clock import peak_gib
 from .options import add_gpus, add_model, add_modes
 from .processes import common_start, measure_on_gpus, plan_modes
 from .rows import Row, Rows
@@ -90,7 +91,7 @@ def measure(job: Job) -> Row:
         "load_s": round(longest, 1),
         "host_gib": round(anonymous, 2),
         "mapped_gib": round(mapped, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": peak_gib(),
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import drafts
-from .decode import seconds
+from .clock import peak_gib, seconds
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import measure_all, plan_batch, plan_modes
 from .rows import Row, Rows
@@ -118,7 +118,7 @@ def times(work: Continue, prompts: list[Tensor], limits: list[int]) -> Row:
         "seconds": round(elapsed, 2),
         "tokens_per_s": round(sum(limits) / elapsed, 1),
         "first_call_s": round(first, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": peak_gib(),
     }
 
 

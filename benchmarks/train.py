@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from .clock import peak_gib
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import common_start, measure_all, plan_batch
 from .rows import Row, Rows, grouped, of_ours, of_transformers
@@ -91,7 +92,7 @@ def measure(job: Job) -> Row:
         "tokens_per_s": round(rate, 1),
         "step_ms": round(milliseconds, 2),
         "step_ms_range": [round(min(times), 2), round(max(times), 2)],
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": peak_gib(),
         **({"mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4)} if counted else {}),
         "first_step_s": round(first_step_s, 1),
         "trained": sum(weight.numel() for weight in train.model.parameters() if weight.requires_grad),

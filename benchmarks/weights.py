@@ -2,12 +2,12 @@
 
 import argparse
 import itertools
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from .clock import now, seconds
 from .options import add_model, add_modes
 from .processes import measure_all, plan_modes
 from .rows import Row, Rows
@@ -62,12 +62,12 @@ def times(model: nn.Module, device: torch.device) -> Row:
     }
     row: Row = {"weights_gib": round(sum(parameter.nbytes for parameter in model.parameters()) / 2**30, 2)}
     for name, task in tasks.items():
-        row |= {f"{name}_ms": measured(task, device), f"{name}_gib": extra_gib(task, device)}
-    return row | delta_times(model, device)
+        row |= {f"{name}_ms": measured(task), f"{name}_gib": extra_gib(task, device)}
+    return row | delta_times(model)
 
 
 @torch.no_grad()
-def delta_times(model: nn.Module, device: torch.device) -> Row:
+def delta_times(model: nn.Module) -> Row:
     """Milliseconds of the fastest `hf_delta` and `apply_delta`, and the share of the bytes that is sent.
 
     Before each repetition, one in `UNCHANGED` elements changes its sign. All tensors are on the model's device.
@@ -80,11 +80,11 @@ def delta_times(model: nn.Module, device: torch.device) -> Row:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.view(-1)[::UNCHANGED].neg_()
-        marks = [synchronized(device)]
+        marks = [now()]
         delta = hf_delta(model, base)
-        marks.append(synchronized(device))
+        marks.append(now())
         apply_delta(receiver, delta)
-        marks.append(synchronized(device))
+        marks.append(now())
         times.append([1000 * (end - begin) for begin, end in itertools.pairwise(marks)])
     sent = sum(tensor.nbytes for tensor in delta.tensors.values())
     delta_ms, apply_ms = (round(min(column), 2) for column in zip(*times, strict=True))
@@ -92,19 +92,8 @@ def delta_times(model: nn.Module, device: torch.device) -> Row:
     return {"delta_ms": delta_ms, "apply_ms": apply_ms, "delta_share": round(share, 4)}
 
 
-def measured(task: Callable[[], object], device: torch.device) -> float:
-    times = []
-    for _ in range(REPEATS):
-        start = synchronized(device)
-        task()
-        times.append((synchronized(device) - start) * 1000)
-    return round(min(times), 2)
-
-
-def synchronized(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def measured(task: Callable[[], object]) -> float:
+    return round(1000 * min(seconds(task) for _ in range(REPEATS)), 2)
 
 
 def extra_gib(task: Callable[[], object], device: torch.device) -> float:

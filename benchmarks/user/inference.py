@@ -3,31 +3,23 @@
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..clock import peak_gib, seconds
 from ..rows import Row
 from ..training import build
 from ..training.job import Job
 from ..training.modes import Mode
 from .path import shape_of
-from .trainers import load_model, peak_gib, synchronize
+from .trainers import load_model
 
 REPEATS = 5
 FIRST = ((1, 16), (8, 256), (1, 512))
 """Prompts and their tokens, of whose first token the times are measured."""
 LMEVAL_BATCH = 16
-
-
-def seconds(function: Callable[[], Any]) -> float:
-    synchronize()
-    begun = time.perf_counter()
-    function()
-    synchronize()
-    return time.perf_counter() - begun
 
 
 def median(function: Callable[[], Any]) -> float:

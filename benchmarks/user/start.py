@@ -13,11 +13,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..clock import now
 from ..rows import Row
 from ..training.job import Job
 from ..training.modes import Mode
 from . import command
-from .trainers import synchronize, train
+from .trainers import train
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "HF_HOME", "XDG_CACHE_HOME")
 """Variables with the folders of what a first step leaves for the next one."""
@@ -66,7 +67,7 @@ def main(mode: str, model: str, batch: str, file: str) -> None:
     job = Job(Mode.parse(mode), model, batch, 1, sharded=False, imported_s=0.0)
 
     def after_step() -> None:
-        synchronize()
+        now()  # the step has ended
         Path(file).write_text(json.dumps({"step": 1}) + "\n")
 
     train(job, after_step)

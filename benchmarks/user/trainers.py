@@ -5,7 +5,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import grpo
+from ..clock import now, peak_gib
 from ..rows import Row
 from ..training import build
 from ..training.job import Job
@@ -23,15 +23,6 @@ WARM_UP = 8
 """Number of steps before the timed ones, in which kernels compile."""
 WORKERS = 4
 """Number of processes that decode images, for TRL as for the training command."""
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def peak_gib() -> float:
-    return round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0
 
 
 def load_model(mode: Mode) -> Any:
@@ -143,8 +134,7 @@ def measure_trainer(job: Job) -> Row:
     ends: list[float] = []
 
     def after_step() -> None:
-        synchronize()
-        ends.append(time.perf_counter())
+        ends.append(now())
 
     batches = train(job, after_step)
     step = statistics.median(end - begin for begin, end in itertools.pairwise(ends[WARM_UP:]))
