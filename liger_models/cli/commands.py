@@ -445,6 +445,7 @@ def recipe(
     """
     import torch
 
+    from liger_models.common.replacing import replacing
     from liger_models.convert.folder import reporting
     from liger_models.memory.plan import parse_memory
     from liger_models.train.recipe import Planner
@@ -462,11 +463,10 @@ def recipe(
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     text = chosen.yaml(model, f"{name.lower()}-{chosen.method}")
     if output is not None:
-        new = output.with_name(f".{output.name}.new")
         with reporting(output):
             output.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(text, encoding="utf-8")
-            new.replace(output)
+            with replacing(output) as new:
+                new.write_text(text, encoding="utf-8")
     if as_json:
         return _print_json({**chosen._asdict(), "output": None if output is None else str(output)})
     print(text if output is None else output, end="" if output is None else "\n")

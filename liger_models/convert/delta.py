@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from liger_models.common.replacing import replacing
 from liger_models.convert.files import open_safetensors, read_headers, read_tensor, some
 from liger_models.convert.folder import write_folder
 from liger_models.convert.tensors import get_hf_state_dict, hf_tensors
@@ -49,13 +50,8 @@ class WeightDelta(NamedTuple):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, which appears under its name when it is complete."""
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-        try:
-            save_file(self.tensors, beside, self.metadata)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(Path(path)) as new:
+            save_file(self.tensors, new, self.metadata)
 
 
 def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, rank: int | None = None) -> WeightDelta:

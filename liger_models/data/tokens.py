@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import time
-import uuid
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.base.processor import MediaSize
+from liger_models.common.replacing import replacing
 from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.media import BrokenMediaError, FileState, Medium
 from liger_models.data.sources import Record, read_records, to_plain
@@ -112,10 +112,11 @@ class TokenFile:
                     checksum = zlib.crc32(block, checksum)
             if checksum != expected:
                 raise self._damaged(f"{name} with other bytes")
-        with contextlib.suppress(OSError):  # a cache that is only read is verified each time
-            temporary = verified.with_suffix(f".{uuid.uuid4().hex[:8]}")
-            temporary.write_text(stamp)
-            temporary.replace(verified)
+        with (
+            contextlib.suppress(OSError),
+            replacing(verified) as new,
+        ):  # a cache that is only read is verified each time
+            new.write_text(stamp)
 
     def _stamp(self, name: str) -> list[int]:
         status = (self.folder / name).stat()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import huggingface_hub
 from huggingface_hub.errors import RevisionNotFoundError
 
+from liger_models.common.replacing import replacing
 from liger_models.convert.hub import naming
 from liger_models.data.sources import SUFFIXES
 from liger_models.data.tokens import default_cache
@@ -158,10 +159,8 @@ def _list(name: Name, revision: str) -> tuple[str, list[str]]:
             card = _read_card(_of_hub(repo, "README.md", str(info.sha)))
     commit, files = str(info.sha), select_files(name, files, card)
     record.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=record.parent)) / record.name
-    temporary.write_text(json.dumps([commit, files]))
-    temporary.replace(record)
-    temporary.parent.rmdir()
+    with replacing(record) as new:
+        new.write_text(json.dumps([commit, files]))
     return commit, files
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from liger_models.common.replacing import replacing
 from liger_models.distributed.ranks import rank
 
 REQUEST = ".out-of-memory"
@@ -41,9 +42,8 @@ def new_store() -> dict[str, Any]:
 
 def request(folder: Path, message: str) -> None:
     """Ask all processes of the run in a folder to start again."""
-    temporary = folder / f"{REQUEST}.{rank()}"
-    temporary.write_text(message)
-    temporary.replace(folder / REQUEST)
+    with replacing(folder / REQUEST) as new:
+        new.write_text(message)
 
 
 def take_request(folder: Path) -> str | None:

@@ -1,0 +1,21 @@
+"""Atomic writing of a file."""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context with the path of a new file beside ``path``, which replaces ``path`` when the block ends.
+
+    If the block fails, the new file is removed and the old file stays. A killed process leaves both. The new file has a
+    unique name, so several processes, also on different machines, may write ``path``; one of their files remains.
+    """
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
