@@ -55,6 +55,11 @@ def check_trained(model: CausalLM, before: dict[str, Tensor], steps: int) -> lis
         steps: number of steps between the two. B may stay at 0 in the first step of a warm-up, and A has no gradient
             while B is 0, so B is checked after 2 steps and A after 3.
     """
+    return _judge(model, before, steps)[0]
+
+
+def _judge(model: CausalLM, before: dict[str, Tensor], steps: int) -> tuple[list[Finding], int]:
+    """Return the result of `check_trained`, and the number of tensors that have changed."""
     after = adapter_sums(model)
     findings = []
     for name, parameter in adapter_parameters(model).items():
@@ -68,15 +73,13 @@ def check_trained(model: CausalLM, before: dict[str, Tensor], steps: int) -> lis
                     name, "did not move, so no gradient reached it. Check that the data use its layer, and the loss."
                 )
             )
-    return findings
+    return findings, sum(not after[name].equal(sums) for name, sums in before.items())
 
 
 def adapter_line(model: CausalLM, before: dict[str, Tensor], steps: int) -> str:
     """Return one line about `check_trained` for the log of a run."""
-    findings = check_trained(model, before, steps)
+    findings, moved = _judge(model, before, steps)
     if not findings:
-        after = adapter_sums(model)
-        moved = sum(not after[name].equal(sums) for name, sums in before.items())
         if moved < len(before):
             return f"adapter     {moved} of {len(before)} tensors moved, after too few steps to judge the others"
         return f"adapter     all {len(before)} tensors moved"

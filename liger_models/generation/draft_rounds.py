@@ -18,14 +18,13 @@ of the model.
 Sources: https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2412.19437.
 """
 
-import warnings
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_models.generation.deterministic import head_outputs
-from liger_models.generation.graphs import record
+from liger_models.generation.graphs import try_record
 from liger_models.generation.options import is_draft_block
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler, draw
@@ -141,20 +140,13 @@ class DraftRound:
     def __call__(self, model: Decoder) -> Round:
         """Run a round. The next call may overwrite the result."""
         if self.captured and self._called and self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            try:
-                generator = self.sampler.settings.generator
-                self._result = record(graph, lambda: self._run(model), model.device, generator=generator)
-            except RuntimeError as error:
+            step = f"rollout: a round of {type(model).__name__} with drafts"
+            generator = self.sampler.settings.generator
+            recorded = try_record(step, lambda: self._run(model), model.device, generator=generator)
+            if recorded is None:
                 self.captured = False
-                reason = str(error).strip().partition("\n")[0]
-                warnings.warn(
-                    f"rollout: a round of {type(model).__name__} with drafts can't be captured as a CUDA graph, so "
-                    f"tokens take longer: {reason}",
-                    stacklevel=2,
-                )
             else:
-                self._graph = graph
+                self._graph, self._result = recorded
         if self._graph is None:
             self._called = True
             return self._run(model)

@@ -134,7 +134,7 @@ def select_routing(model: Decoder, experts: Tensor) -> Tensor:
     if experts.shape[-2] == len(model.layers):
         layers = experts.unbind(-2)
         experts = torch.stack([layers[index] for index in indices], -2)
-    X = _num_experts(model)
+    X = model.routers[0].num_experts
     check_values(
         (experts < X).all(),
         f"select_routing: experts must be below {X}, the number of experts of the model, got greater ones. Pass the "
@@ -176,7 +176,7 @@ def routing_rows(model: Decoder, experts: Tensor, *, start: int = 0) -> Tensor:
         )
     blocks = torch.zeros(len(rows), len(model.layers), K, dtype=torch.int32)
     blocks[:, indices] = rows.to(torch.int32)
-    return blocks.to(torch.uint8 if _num_experts(model) <= 256 else torch.uint16)
+    return blocks.to(torch.uint8 if model.routers[0].num_experts <= 256 else torch.uint16)
 
 
 def encode_routing(model: Decoder, experts: Tensor, engine: Literal["vllm", "sglang"], *, start: int = 0) -> str:
@@ -205,11 +205,6 @@ def _layers_of(model: Decoder, where: str) -> tuple[list[int], int]:
             f"{type(model).__name__}."
         )
     return [index for index, count in enumerate(counts) if count], model.routers[0].top_k
-
-
-def _num_experts(model: Decoder) -> int:
-    layer = model.routers[0]
-    return round(layer.top_k / layer.active_share)
 
 
 def _decode(payload: Any, blocks: int, K: int) -> Tensor:

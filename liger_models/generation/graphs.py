@@ -104,6 +104,26 @@ def record(
         raise cause or error from None
 
 
+def try_record(step: str, run: Callable[[], Any], device: torch.device, **options: Any) -> tuple[Any, Any] | None:
+    """Capture ``run()`` in a new graph. If it can't be captured, warn, and return None.
+
+    Args:
+        step: what is captured, for the warning.
+        run, device, options: as in `record`.
+
+    Returns:
+        The graph, and the tensors into which each replay writes its results.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        return graph, record(graph, run, device, **options)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        message = f"{step} can't be captured as a CUDA graph, so tokens take longer: {reason}"
+        warnings.warn(message, stacklevel=3)
+        return None
+
+
 def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
     """Return the logits of the last tokens of a forward, [B, V]."""
     logits: Tensor = model(ids, logits_to_keep=1, **options).logits
@@ -256,19 +276,12 @@ class DecodeStep:
         return result[:, -1]
 
     def _capture(self, model: Decoder) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            self._logits = record(graph, lambda: self._run(model), self._tokens.device)
-        except RuntimeError as error:
+        step = f"generate: a step of {type(model).__name__}"
+        recorded = try_record(step, lambda: self._run(model), self._tokens.device)
+        if recorded is None:
             self.captured = False
-            reason = str(error).strip().partition("\n")[0]
-            warnings.warn(
-                f"generate: a step of {type(model).__name__} can't be captured as a CUDA graph, so tokens take longer: "
-                f"{reason}",
-                stacklevel=2,
-            )
         else:
-            self.graph = graph
+            self.graph, self._logits = recorded
 
     def _capture_prompts(self, model: Decoder, batch: PromptBatch) -> None:
         """Capture the forward of prompts, or, if that is impossible, capture no prompts any more."""

@@ -7,7 +7,6 @@ reference silently: if Triton is not installed, the op raises an error.
 """
 
 import functools
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,13 +51,16 @@ if (
     class _Triton:
         """The module `triton`, whose decorator ``jit`` makes kernels with shorter launches if it has no options."""
 
+        def __init__(self, module: Any) -> None:
+            self.module = module
+
         def jit(self, function: Any = None, **options: Any) -> Any:
-            return importlib.import_module("triton").jit(**options) if function is None else Kernel(function)
+            return self.module.jit(**options) if function is None else Kernel(function)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("triton"), name)
+            return getattr(self.module, name)
 
-    triton = _Triton()
+    triton = _Triton(triton)
 ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

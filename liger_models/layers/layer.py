@@ -84,6 +84,8 @@ class Layer(nn.Module):
     """The module that routes tokens to experts, or None. It may be just a linear layer."""
     top_k: int = 0
     """Number of experts that a token passes through, for a layer with a router."""
+    num_experts: int = 0
+    """Number of experts, for a layer with a router."""
     switch_length: int | None = None
     """Length beyond which a rotary embedding changes all frequencies, even for cached tokens; None if never.
     """

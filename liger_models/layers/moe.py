@@ -209,9 +209,14 @@ class LigerMoE(Layer):
         return self.routing.top_k
 
     @property
+    def num_experts(self) -> int:  # type: ignore[override]
+        """Number of experts, of all ranks together."""
+        return len(self.down_weight)
+
+    @property
     def active_share(self) -> float:  # type: ignore[override]
         """Fraction of the experts that a token passes through."""
-        return self.top_k / len(self.down_weight)
+        return self.top_k / self.num_experts
 
     @property
     def adapted(self) -> tuple[str, ...]:  # type: ignore[override]
