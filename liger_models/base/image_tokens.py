@@ -138,7 +138,7 @@ class EqualImageModel(ImageTokenModel):
     image_inputs = ("pixel_values",)
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
     unit: ClassVar[str] = "images"
-    """What a row of ``pixel_values`` is, for messages."""
+    """The name of the rows of ``pixel_values`` in messages."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -27,9 +27,9 @@ from liger_models.layers.lm_head import LabeledRows
 logger = logging.get_logger(__name__)
 
 SFT_OUTPUTS = ("log_probs", "entropy", "is_top1")
-"""What `SFTTrainer` asks for. Other trainers have other losses."""
+"""The numbers that `SFTTrainer` asks for. Other trainers have other losses."""
 OUTPUTS = {*SFT_OUTPUTS, "mean_logits"}
-"""What the forward of this file can return."""
+"""The numbers that the forward of this file can return."""
 
 
 class Head(NamedTuple):

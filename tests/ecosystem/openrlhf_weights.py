@@ -27,7 +27,7 @@ from openrlhf.models import Actor  # noqa: E402
 
 
 class Engine:
-    """What a vLLM engine gets: a name, a shape and a dtype, and then a tensor of the process group."""
+    """A stand-in for vLLM: it gets a name, a shape and a dtype, and then a tensor of the process group."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

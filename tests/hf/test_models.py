@@ -368,7 +368,7 @@ def test_auxiliary_loss_of_experts(hf):
 
 @pytest.mark.parametrize("hf", [("glm4_moe", "norms")], indirect=True, ids="-".join)
 def test_experts_that_an_engine_recorded(hf):
-    """Of all blocks, in uint8, with zeros for the first block, which is dense, and for the last token of each row."""
+    """The experts are those of all blocks, in uint8. The dense first block and the last token of a row have zeros."""
     arch, variant, _, ours = hf
     ids, decoder = tokens(arch, variant, 2, T), ours.model.decoder
     own = torch.rand(2, T, 1, 4, generator=torch.Generator().manual_seed(0)).topk(decoder.routers[0].top_k).indices

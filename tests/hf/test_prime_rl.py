@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "rl.md"
 
 @pytest.fixture
 def models(monkeypatch):
-    """Of prime-rl 0.8.0, ``trainer/models/__init__.py`` and ``base.py``: what its trainer calls."""
+    """The part of ``trainer/models`` in prime-rl 0.8.0 that its trainer calls."""
     from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

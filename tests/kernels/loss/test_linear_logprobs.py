@@ -26,7 +26,7 @@ OPTIONS = {
 
 @pytest.fixture
 def four_rows_a_chunk(monkeypatch):
-    """And blocks of 16 of the 37 logits of a row, of which the last block has 5."""
+    """A chunk has four rows. A row of 37 logits has blocks of 16, so the last block has 5."""
     monkeypatch.setattr(linear_logprobs, "MAX_BLOCK", 16)
     for module in ("linear_cross_entropy", "linear_logprobs"):
         monkeypatch.setattr(f"liger_models.kernels.loss.{module}.chunk_rows", lambda *_: 4)
