@@ -7,7 +7,11 @@ from ..processes import ROOT, run
 
 pytest.importorskip("triton", reason="no wheel for this platform")
 
-PTX = ["liger_models.kernels.frozen.nf4_rows._nf4_lookup_kernel"]
+PTX = [
+    "liger_models.kernels.frozen.code_rows._several_rows_kernel",
+    "liger_models.kernels.frozen.code_rows._single_row_kernel",
+    "liger_models.kernels.frozen.nf4_rows._nf4_lookup_kernel",
+]
 """Kernels that only GPUs of NVIDIA have."""
 
 

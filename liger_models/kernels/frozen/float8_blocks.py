@@ -154,7 +154,8 @@ def _block_row_kernel(
     y = tl.sum(total, 1)
     if RANKS:
         y += low_rank_row(B, low_ptr, R, RANKS, LOW)
-    store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    store_row(y, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.frozen.code_rows import code_rows, group_scale, takes_code_rows
 from liger_models.kernels.frozen.weight import Format, FrozenWeight
 from liger_models.kernels.matmul.row_linear import (
     LowRank,
@@ -88,28 +89,6 @@ def group_number(code, table_ptr, CODES: tl.constexpr):
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     else:
         return tl.load(table_ptr + code)
-
-
-@triton.jit
-def group_scale(
-    scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Return the scales in fp32 of groups, which are numbered over all rows. ``row`` has the row of each group."""
-    if SCALES == "e8m0":
-        byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
-        scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
-    elif SCALES == "e4m3":
-        # Not converted as float8, which older GPUs cannot do. The bias of the exponent differs by 120.
-        byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
-        bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
-        scale = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    else:
-        scale = tl.load(scale_ptr + group, mask=inside, other=0.0).to(tl.float32)
-    if WHOLE == "times":
-        scale *= tl.load(whole_ptr + row, mask=inside, other=1.0)
-    elif WHOLE == "over":
-        scale = tl.div_rn(scale, tl.load(whole_ptr + row, mask=inside, other=1.0))
-    return scale
 
 
 @triton.jit
@@ -187,15 +166,16 @@ def _group_rows_kernel(
         y = tl.sum(total, 1)
         if RANKS:
             y += low_rank_row(B, low_ptr, R, RANKS, LOW)
-        store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
+        first = tl.program_id(0).to(tl.int64) * ROWS
+        store_row(y, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
     else:
         store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
 @functools.lru_cache(maxsize=32)
-def table_of(codes: str, device: torch.device) -> Tensor:
-    """Return the `NUMBERS` of a kind on a device, [16] fp32."""
-    return torch.tensor(NUMBERS[codes], device=device)
+def table_of(codes: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the `NUMBERS` of a kind on a device, [16]."""
+    return torch.tensor(NUMBERS[codes], dtype=dtype, device=device)
 
 
 def _scales_reference(scales: Tensor, whole: Tensor | None, constants: GroupConstants) -> Tensor:
@@ -268,6 +248,16 @@ def takes_group(width: int) -> bool:
     return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
 
 
+def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
+    """Return the kind under which `code_rows` multiplies groups of ``pairs`` bytes; None if it does not."""
+    if constants.CODES == "nf4" or constants.HALF:  # the numbers, or the rounded products, are none of bfloat16
+        return None
+    exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
+    if exact and pairs >= 16:
+        return "one_scale"
+    return "two_scales" if constants.CODES == "e2m1" and pairs >= 8 else None
+
+
 def group_rows(
     x: Tensor, codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, bias: Tensor | None,
     act: str = "", low_rank: LowRank | None = None,
@@ -279,6 +269,12 @@ def group_rows(
     """
     (N, half), G = codes.shape, scales.shape[1]
     K, pairs = 2 * half, half // G
+    kind = kind_of(scales, pairs, constants)
+    if kind is not None and takes_code_rows(x, codes):
+        return code_rows(
+            kind, x, codes, bytes_of(scales), whole, table_of(constants.CODES, codes.device, torch.bfloat16), bias, act,
+            low_rank, SCALES=constants.SCALES, WHOLE=constants.WHOLE,
+        )  # fmt: skip
     y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     bias = None if bias is None else bias.contiguous()

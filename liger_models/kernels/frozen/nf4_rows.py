@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import has_ptx, on_device_of, tl, triton
+from liger_models.kernels.frozen.code_rows import add_warps, fill
 from liger_models.kernels.matmul.row_linear import (
     LowRank,
     are_few,
@@ -55,22 +56,6 @@ TILES = ((16, 32, 2, 2), (32, 64, 2, 2))
 program, the number of scales per result and step, and the number of warps, each of which reads its own scales."""
 
 
-def _fill() -> str:
-    """Return PTX that builds all pairs of numbers in shared memory from the table at address $1.
-
-    $0 is set to the address of the first pair in this lane's copy. Consecutive pairs of a copy are 128 bytes apart.
-    Each thread writes four copies of 16 pairs that have the same second number.
-    """
-    ptx = "{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .b16 first, second;\n"
-    ptx += "mov.u32 a, pairs; mov.u32 n, %laneid; mad.lo.u32 $0, n, 4, a;\n"
-    ptx += "mov.u32 n, %tid.x; mad.lo.u32 a, n, 16, a;\n"
-    ptx += "shr.u32 n, n, 3; mad.wide.u32 p, n, 2, $1; ld.global.nc.b16 second, [p];\n"
-    for i in range(16):
-        ptx += f"ld.global.nc.b16 first, [$1+{2 * i}]; mov.b32 v, {{first, second}};\n"
-        ptx += f"st.shared.v4.b32 [a+{2048 * i}], {{v, v, v, v}};\n"
-    return ptx + "bar.sync 0;\n}"
-
-
 def _step(kind: str, columns: int) -> str:
     """Return PTX that multiplies STEP_BLOCKS blocks of 16 rows of W by up to ``columns`` (1, 2 or 8) rows of x.
 
@@ -82,7 +67,7 @@ def _step(kind: str, columns: int) -> str:
     $0 to $3 are the new sums, and $4 to $7 are the old sums; those of row ``group`` come first. $8 and $9 are the
     addresses of the codes of both rows, and $10 is the address of x. $11 and $12 are the numbers of blocks that follow
     in the codes and in x. $13 selects the codes by which x is multiplied; -1 selects none. $14 to $17 are two scales
-    for each of the two rows, and $18 is the address from `_fill`.
+    for each of the two rows, and $18 is the address from `fill`.
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes
@@ -133,7 +118,7 @@ def _step(kind: str, columns: int) -> str:
     return ptx + "}"
 
 
-FILL = tl.constexpr(_fill())
+FILL = tl.constexpr(fill(first_is_upper=True))
 STEP1_BF16, STEP2_BF16, STEP8_BF16 = (tl.constexpr(_step("bf16", columns)) for columns in (1, 2, 8))
 STEP1_F16, STEP2_F16, STEP8_F16 = (tl.constexpr(_step("f16", columns)) for columns in (1, 2, 8))
 
@@ -245,14 +230,13 @@ def _nf4_lookup_kernel(
              blocks - 1 - at - ahead, blocks - 1 - at - slot, turn, s0, s1, s2, s3, pairs],
             (tl.float32, tl.float32, tl.float32, tl.float32), False, 1,
         )  # fmt: skip
-    low = tl.sum(tl.reshape(tl.join(t0, t1), [WARPS, 8, 8]), 0)
-    high = tl.sum(tl.reshape(tl.join(t2, t3), [WARPS, 8, 8]), 0)
-    y = tl.reshape(tl.permute(tl.join(low, high), [2, 0, 1]), [ROWS, 8])
+    y = add_warps(t0, t1, t2, t3, WARPS)  # [ROWS, 8]
     if COLUMNS == 1:
         total = tl.sum(y, 1)
         if RANKS:
             total += low_rank_row(B, low_ptr, R, RANKS, "")
-        store_row(total, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
+        first = tl.program_id(0).to(tl.int64) * ROWS
+        store_row(total, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
     else:
         if COLUMNS == 2:  # sums of the slots, which `store_rows` takes as the first of eight columns
             y = tl.sum(tl.reshape(y, [ROWS, 4, 2]), 1)

@@ -110,10 +110,13 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def store_row(
-    y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
+    y, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Add the bias to a program's ROWS sums for one row, and store the sums. With an ACT, also store act(gate) · up."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Add the bias to ROWS sums for one row of x, and store the sums. With an ACT, also store act(gate) · up.
+
+    ``first`` is the index of the first sum, which is even if there is an ACT.
+    """
+    row = first + tl.arange(0, ROWS)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
     y = y.to(y_ptr.dtype.element_ty)
@@ -121,7 +124,7 @@ def store_row(
     if ACT != "":
         gate, up = tl.split(tl.reshape(y.to(tl.float32), [ROWS // 2, 2]))
         a, _ = _activation(gate, ACT)
-        result = tl.program_id(0).to(tl.int64) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        result = first // 2 + tl.arange(0, ROWS // 2)
         product = a.to(product_ptr.dtype.element_ty).to(tl.float32) * up
         tl.store(product_ptr + result, product.to(product_ptr.dtype.element_ty), mask=2 * result < N)
 
@@ -201,7 +204,8 @@ def _row_linear_kernel(
         y *= tl.load(scale_ptr + row, mask=row < N, other=0.0)
     if RANKS:
         y += low_rank_row(B, low_ptr, R, RANKS, LOW)
-    store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    store_row(y, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton
+from liger_models.kernels.frozen.code_rows import group_scale
 from liger_models.kernels.frozen.float8_blocks import _numbers, takes_width
 from liger_models.kernels.frozen.frozen_float8_linear import converts
 from liger_models.kernels.frozen.groups import (
@@ -29,7 +30,6 @@ from liger_models.kernels.frozen.groups import (
     bytes_of,
     group_number,
     group_rounded,
-    group_scale,
     table_of,
     takes_group,
 )

@@ -164,6 +164,18 @@ def test_columns_without_a_scale_are_refused():
 
 @pytest.mark.gpu
 @KINDS
+@pytest.mark.parametrize("shape", [(100, 1088), (36, 4096), (16, 14336)], ids=str)
+def test_few_rows_have_the_weights_of_many(kind, shape):
+    """Bit for bit, on the matrix units, with scales that are no powers of 2: rows of the identity show each column."""
+    weight, eye = make(kind, shape, "cuda", torch.bfloat16), torch.eye(shape[1], device="cuda", dtype=torch.bfloat16)
+    for rows in (1, 2, 9, 16):
+        for first in (0, 15, 16, 63, 255, 512, shape[1] // 2 + 1, shape[1] - rows):
+            y, _ = weight.format.few_rows(weight, eye[first : first + rows], None)
+            assert torch.equal(y, weight.dense()[:, first : first + rows].T)
+
+
+@pytest.mark.gpu
+@KINDS
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336)], ids=str)
 def test_real_sizes(kind, shape):
     weight = make(kind, shape, "cuda", torch.bfloat16)

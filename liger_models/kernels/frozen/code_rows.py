@@ -1,0 +1,497 @@
+"""Kernels in PTX that multiply few rows x by codes of four bits.
+
+A kernel in plain Triton takes about ten instructions for each weight: it takes bytes apart, computes numbers, scales
+and rounds them, and multiplies. Reading 4-bit weights at the bandwidth of an H200 leaves time for four. The kernels in
+this file take three to five. The matrix units multiply and add, and neighboring weights are dequantized in pairs, which
+is the form in which the matrix units take them:
+
+- Shared memory holds the pair of numbers for each byte, 32 times, once in each bank, so that all
+  lanes of a warp read in one access. One instruction turns a byte into an address, and another one reads the pair.
+- "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds it.
+- "two_scales" are codes of e2m1 with a scale s that is no number of bfloat16. Each number of e2m1 is a power of 2, or
+  1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If p is
+  the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors are
+  numbers of bfloat16, and the sum is exact. A pair takes three instructions.
+
+A product of the matrix units adds A [16, 16] @ B [16, 8]. For several rows of x, a row of A is a row of W, and a column
+of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read 64 bytes of each
+of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B is x, both at the
+columns that belong to group n of four lanes. So the diagonal of the result holds what is to be added, and the other
+elements are not used. The columns of the groups can then be any, and a warp reads 512 contiguous bytes of a row of W.
+
+Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.dispatch import has_ptx, num_programs, on_device_of, tl, triton
+from liger_models.kernels.matmul.row_linear import (
+    LowRank,
+    load_B,
+    low_rank_arguments,
+    low_rank_row,
+    store_row,
+    store_rows,
+)
+from liger_models.kernels.overlap import end_previous, start_next
+from liger_models.kernels.tiles import cdiv
+
+MOST_ROWS = 16
+"""Maximum number of rows of x."""
+
+ROW_TILE = 8
+ROW_WARPS, ROW_PROGRAMS = 4, 4
+"""For a single row of x: number of rows of W that a program multiplies at a time, number of its warps, and number of
+programs per multiprocessor, which divide the tiles."""
+
+TILE, WARPS = 16, 4
+"""For several rows of x: number of rows of W per program, and number of its warps, which divide the columns of W."""
+
+VECTOR = 16
+"""The number of bytes of a row of W must be a multiple of this, and so must be addresses."""
+
+CONSTANTS = ("none", 0x80008000), ("minus", 0xBF80BF80), ("two", 0x40004000), ("minus2", 0xC000C000)
+"""Pairs of -0, -1, 2 and -2 in bfloat16. A multiplication is a multiplication with an addition of -0, because GPUs
+before Hopper have no other one for pairs."""
+
+
+def fill(*, first_is_upper: bool) -> str:
+    """Return PTX that builds all pairs of numbers in shared memory from the table of 16-bit numbers at address $1.
+
+    $0 is set to the address of the first pair in this lane's copy. Consecutive pairs of a copy are 128 bytes apart.
+    Each thread writes four copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads,
+    several write the same. The first number of a pair is that of the upper or that of the lower half of the byte.
+    """
+    ptx = "{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .b16 upper, lower;\n"
+    ptx += "mov.u32 a, pairs; mov.u32 n, %laneid; mad.lo.u32 $0, n, 4, a;\n"
+    ptx += "mov.u32 n, %tid.x; and.b32 n, n, 127; mad.lo.u32 a, n, 16, a;\n"
+    ptx += "shr.u32 n, n, 3; mad.wide.u32 p, n, 2, $1; ld.global.nc.b16 lower, [p];\n"
+    pair = "{upper, lower}" if first_is_upper else "{lower, upper}"
+    for i in range(16):
+        ptx += f"ld.global.nc.b16 upper, [$1+{2 * i}]; mov.b32 v, {pair};\n"
+        ptx += f"st.shared.v4.b32 [a+{2048 * i}], {{v, v, v, v}};\n"
+    return ptx + "bar.sync 0;\n}"
+
+
+def listed(name: str, first: int, count: int = 4) -> str:
+    """Return a vector of PTX registers with consecutive numbers."""
+    return "{" + ", ".join(f"{name}{first + i}" for i in range(count)) + "}"
+
+
+def _load(name: str, first: int, count: int, at: str, predicate: str = "", cached: str = "") -> str:
+    """Return PTX that loads consecutive registers. With a predicate, they are 0 if it is false."""
+    zeros = "".join(f"mov.b32 {name}{first + i}, 0; " for i in range(count)) if predicate else ""
+    guard = f"@{predicate} " if predicate else ""
+    return f"{zeros}{guard}ld.global{cached}.v{count}.b32 {listed(name, first, count)}, [{at}];\n"
+
+
+def _prepare(kind: str, scale: str, to: int) -> str:
+    """Return PTX that sets s and, for two scales, d to the pairs by which `_pair` multiplies."""
+    ptx = f"cvt.rn.bf16x2.f32 s{to}, {scale}, {scale};\n"
+    if kind == "two_scales":  # s is 3 t - 2 u, and d is 2 (u - t)
+        ptx += f"mul.rn.f32 e, {scale}, 0f3FC00000; cvt.rn.bf16x2.f32 m, e, e;\n"
+        ptx += f"fma.rn.bf16x2 m, s{to}, minus, m; fma.rn.bf16x2 d{to}, m, two, none;\n"
+        ptx += f"fma.rn.bf16x2 s{to}, m, minus2, s{to};\n"
+    return ptx
+
+
+def _pair(kind: str, to: str, word: str, byte: int, scale: int, table: str) -> str:
+    """Return PTX that dequantizes the codes of a byte of a word.
+
+    Args:
+        kind: see the module's docstring.
+        to: the register of the result.
+        word: the register of the codes.
+        byte: index of the byte.
+        scale: number of the registers s and d from `_prepare`.
+        table: the register with the address from `fill`.
+    """
+    ptx = f"dp4a.u32.u32 m, {word}, {128 << 8 * byte}, {table}; ld.shared.b32 m, [m];\n"
+    if kind == "one_scale":
+        return ptx + f"fma.rn.bf16x2 {to}, m, s{scale}, none;\n"
+    ptx += f"and.b32 n, m, 0xFFBFFFBF; fma.rn.bf16x2 n, n, s{scale}, none;\n"
+    return ptx + f"fma.rn.bf16x2 {to}, m, d{scale}, n;\n"
+
+
+REGISTERS = (
+    ".reg .b32 a<4>, s<8>, d<8>, m, n, none, minus, two, minus2; .reg .f32 c<16>, e; .reg .b64 at;\n"
+    ".reg .pred p<2>, odd;\n" + "".join(f"mov.b32 {name}, {bits}; " for name, bits in CONSTANTS)
+)
+PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {0}, {{a0, a1, a2, a3}}, {{x{1}, x{2}}}, {3};\n"
+
+
+def _several_step(kind: str, tiles: int) -> str:
+    """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x, for one scale or two scales.
+
+    In a warp, the lane with index 4 · group + quarter has the rows group and group + 8 of W, and 16 of every 64 bytes
+    of them, and the rows group and, with two tiles, group + 8 of x. It holds the sums of the columns 2 · quarter and
+    2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales for a chunk.
+
+    The operands are: the new sums, four for each tile, of which those of row ``group`` of W come first; the old sums;
+    the addresses of the codes in both rows of W, and of each row of x; the number of bytes of codes that are left, and
+    for each row of x the same number, or 0 for a row that x does not have; four scales for each row of W; the address
+    from `fill`.
+    """
+    per, sums = 2 if kind == "two_scales" else 1, 4 * tiles
+    chunks, codes, left, scales = 4 // per, 2 * sums, 2 * sums + tiles + 2, 2 * sums + 2 * tiles + 3
+    ptx = f"{{.reg .b32 w<{8 * chunks}>, x<{16 * chunks * tiles}>;\n{REGISTERS}\n"
+
+    # Load all codes and all numbers of x, so that the loads are in flight together.
+    for chunk in range(chunks):
+        ptx += f"setp.gt.s32 p0, ${left}, {64 * chunk};\n"
+        for row in range(2):
+            ptx += _load("w", 8 * chunk + 4 * row, 4, f"${codes + row}+{64 * chunk}", "p0", ".L1::no_allocate")
+    for tile in range(tiles):
+        for chunk in range(chunks):
+            ptx += f"setp.gt.s32 p0, ${left + 1 + tile}, {64 * chunk};\n"
+            for i in range(4):
+                ptx += _load(
+                    "x", 16 * (tile * chunks + chunk) + 4 * i, 4, f"${codes + 2 + tile}+{256 * chunk + 16 * i}", "p0"
+                )
+
+    # A product takes two neighboring bytes of both rows of W. Products alternate between two sums, to wait less.
+    ptx += "".join(_prepare(kind, f"${scales + i}", i) for i in range(8))
+    ptx += "".join(f"mov.f32 c{i}, ${sums + i}; mov.f32 c{sums + i}, 0f00000000;\n" for i in range(sums))
+    for chunk in range(chunks):
+        for product in range(8):
+            for i in range(4):
+                row, scale = i % 2, per * chunk + per * product // 8
+                word, number = f"w{8 * chunk + 4 * row + product // 2}", 4 * row + scale
+                byte = 2 * (product % 2) + i // 2
+                ptx += _pair(kind, f"a{i}", word, byte, number, f"${scales + 8}")
+            for tile in range(tiles):
+                c, x = listed("c", 4 * tile + sums * (product % 2)), 16 * (tile * chunks + chunk) + 2 * product
+                ptx += PRODUCT.format(c, x, x + 1, c)
+    return ptx + "".join(f"add.f32 ${i}, c{i}, c{sums + i};\n" for i in range(sums)) + "}"
+
+
+def _single_step(kind: str, *, whole: bool) -> str:
+    """Return PTX that multiplies 512 bytes of eight rows of W by a single row of x.
+
+    A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the 512.
+    With ``whole``, either all lanes of a warp have bytes, or none has.
+
+    The operands are: the new sums of the eight rows, which count only in the lane of each group that has the diagonal;
+    the old sums; the address of the codes in the first row; the distance of rows; the address of x; the number of bytes
+    that are left; whether the lane's group is odd; one or two scales for each row; the address from `fill`.
+    """
+    chunks, words = (2, 2) if kind == "two_scales" else (1, 4)
+    size, rows = 4 * words, ROW_TILE  # bytes of a chunk
+    codes, stride, x_at, left, odd, scales = (2 * rows + i for i in range(6))
+    table = f"${scales + rows * chunks}"
+    ptx = f"{{.reg .b32 w<{rows * chunks * words}>, x<{4 * chunks * words}>;\n{REGISTERS}\n"
+    ptx += "".join(f"mov.f32 ${row}, ${rows + row}; " for row in range(rows))
+    if whole:
+        ptx += f"setp.le.s32 p0, ${left}, 0;\n@p0 bra.uni done;\n"
+    predicates = ["", ""] if whole else ["p0", "p1"]
+    for chunk in range(0 if whole else chunks):
+        ptx += f"setp.gt.s32 p{chunk}, ${left}, {32 * size * chunk};\n"
+    ptx += f"setp.ne.s32 odd, ${odd}, 0; mov.b64 at, ${codes};\n"
+
+    # Load all codes and all numbers of x, so that the loads are in flight together.
+    for row in range(rows):
+        for chunk in range(chunks):
+            at, first = f"at+{32 * size * chunk}", (row * chunks + chunk) * words
+            ptx += _load("w", first, words, at, predicates[chunk], ".L1::no_allocate")
+        ptx += f"add.s64 at, at, ${stride};\n"
+    for chunk in range(chunks):
+        for i in range(0, 4 * words, 4):
+            at = f"${x_at}+{128 * size * chunk + 4 * i}"
+            ptx += _load("x", 4 * words * chunk + i, 4, at, predicates[chunk])
+
+    # A product takes two neighboring bytes of two rows.
+    for first in range(0, rows, 2):
+        for chunk in range(chunks):
+            ptx += "".join(_prepare(kind, f"${scales + (first + i) * chunks + chunk}", i) for i in range(2))
+            for product in range(2 * words):
+                for i in range(4):
+                    word = f"w{((first + i % 2) * chunks + chunk) * words + product // 2}"
+                    ptx += _pair(kind, f"a{i}", word, 2 * (product % 2) + i // 2, i % 2, table)
+                before = listed("c", 0) if product or chunk else "{" + ", ".join(["0f00000000"] * 4) + "}"
+                x = 4 * words * chunk + 2 * product
+                ptx += PRODUCT.format(listed("c", 0), x, x + 1, before)
+        for i in range(2):
+            ptx += f"selp.f32 e, c{2 * i + 1}, c{2 * i}, odd; add.f32 ${first + i}, ${first + i}, e;\n"
+    return ptx + ("done:\n}" if whole else "}")
+
+
+def _gather() -> str:
+    """Return PTX that adds each of eight sums over the lanes of a warp that have the diagonal.
+
+    $0 is set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. Lanes that differ
+    in one bit of their group exchange the halves of the rows that they do not keep.
+    """
+    ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
+    ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
+    ptx += "shr.u32 t, group, 1; setp.eq.u32 p, t, quarter;\n"
+    ptx += "".join(f"selp.f32 v{i}, ${1 + i}, 0f00000000, p;\n" for i in range(8))
+    for half in (4, 2, 1):
+        ptx += f"and.b32 t, group, {half}; setp.ne.u32 p, t, 0;\n"
+        for i in range(half):
+            ptx += f"selp.f32 k, v{i + half}, v{i}, p; selp.f32 s, v{i}, v{i + half}, p;\n"
+            ptx += f"shfl.sync.bfly.b32 s, s, {4 * half}, 0x1f, -1; add.f32 v{i}, k, s;\n"
+    for lane in (1, 2):
+        ptx += f"shfl.sync.bfly.b32 s, v0, {lane}, 0x1f, -1; add.f32 v0, v0, s;\n"
+    return ptx + "mov.f32 $0, v0;\n}"
+
+
+FILL = tl.constexpr(fill(first_is_upper=False))
+GATHER = tl.constexpr(_gather())
+ONE_SCALE_1, ONE_SCALE_2 = (tl.constexpr(_several_step("one_scale", tiles)) for tiles in (1, 2))
+TWO_SCALES_1, TWO_SCALES_2 = (tl.constexpr(_several_step("two_scales", tiles)) for tiles in (1, 2))
+WHOLE_ONE_SCALE, PART_ONE_SCALE = (tl.constexpr(_single_step("one_scale", whole=whole)) for whole in (True, False))
+WHOLE_TWO_SCALES, PART_TWO_SCALES = (tl.constexpr(_single_step("two_scales", whole=whole)) for whole in (True, False))
+
+
+@triton.jit
+def group_scale(
+    scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Return the scales in fp32 of groups, which are numbered over all rows. ``row`` has the row of each group."""
+    if SCALES == "e8m0":
+        byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
+        scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+    elif SCALES == "e4m3":
+        # Not converted as float8, which older GPUs cannot do. The bias of the exponent differs by 120.
+        byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
+        bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
+        scale = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        scale = tl.load(scale_ptr + group, mask=inside, other=0.0).to(tl.float32)
+    if WHOLE == "times":
+        scale *= tl.load(whole_ptr + row, mask=inside, other=1.0)
+    elif WHOLE == "over":
+        scale = tl.div_rn(scale, tl.load(whole_ptr + row, mask=inside, other=1.0))
+    return scale
+
+
+@triton.jit
+def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
+    """Add the sums of all warps, of which each thread holds four as the matrix units return them; returns [16, 8]."""
+    low = tl.sum(tl.reshape(tl.join(t0, t1), [WARPS, 8, 8]), 0)
+    high = tl.sum(tl.reshape(tl.join(t2, t3), [WARPS, 8, 8]), 0)
+    return tl.reshape(tl.permute(tl.join(low, high), [2, 0, 1]), [16, 8])
+
+
+@triton.jit
+def _scales_of_row(
+    loads, row, byte, left, KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Load a lane's scales of a row of W for `_single_step`: of its first and, if there is one, of its second chunk.
+
+    ``loads`` consists of the pointers to scales and to the scales of whole rows, and the number of scales of a row.
+    PAIRS is the number of bytes of codes that share a scale.
+    """
+    scale_ptr, whole_ptr, G = loads
+    first, rows = row * G + byte // PAIRS, row + tl.zeros_like(byte)
+    s = group_scale(scale_ptr, whole_ptr, first, rows, left > 0, SCALES, WHOLE)
+    t = s
+    if KIND == "two_scales":
+        t = group_scale(scale_ptr, whole_ptr, first + 256 // PAIRS, rows, left > 256, SCALES, WHOLE)
+    return s, t
+
+
+@triton.jit
+def _single_row_kernel(
+    x_ptr, code_ptr, scale_ptr, whole_ptr, table_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, G, R,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr, WARPS: tl.constexpr,
+    ALIKE: tl.constexpr,
+):  # fmt: skip
+    """Compute results for a single row of x. A tensor holds one element per thread; see `_single_step`.
+
+    A program computes every tile of eight results whose index is that of the program plus a multiple of the number of
+    programs. ALIKE means that a row of W consists of whole steps.
+    """
+    start_next(OVERLAPS)
+    TWO: tl.constexpr = KIND == "two_scales"  # chunks
+    thread = tl.arange(0, 32 * WARPS)
+    warp, lane = thread // 32, thread % 32
+    odd = lane // 4 % 2
+    pairs = tl.inline_asm_elementwise(FILL, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
+    if LOW != "awaited":
+        end_previous(OVERLAPS)
+    size = K // 2  # bytes of a row of W
+    loads = (scale_ptr, whole_ptr, G)
+    stride = tl.zeros([32 * WARPS], tl.int64) + size
+    tiles = tl.cdiv(N, 8)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        begin = tl.minimum(tile * 8, N - 8).to(tl.int64)  # the last tile may repeat results
+        if RANKS:
+            B = load_B(B_ptr, begin + tl.arange(0, 8), N, R, RANKS)
+        t0 = tl.zeros([32 * WARPS], tl.float32)
+        t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
+        for start in range(0, size, 512 * WARPS):
+            byte = start + warp * 512 + lane * (8 if TWO else 16)
+            left = size - byte
+            codes = (code_ptr + begin * size + byte).to(tl.uint64, bitcast=True)
+            x = (x_ptr + 2 * byte).to(tl.uint64, bitcast=True)
+            s0, r0 = _scales_of_row(loads, begin, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            s1, r1 = _scales_of_row(loads, begin + 1, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            s2, r2 = _scales_of_row(loads, begin + 2, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            s3, r3 = _scales_of_row(loads, begin + 3, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            s4, r4 = _scales_of_row(loads, begin + 4, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            s5, r5 = _scales_of_row(loads, begin + 5, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            s6, r6 = _scales_of_row(loads, begin + 6, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            s7, r7 = _scales_of_row(loads, begin + 7, byte, left, KIND, PAIRS, SCALES, WHOLE)
+            if TWO:
+                PTX2: tl.constexpr = WHOLE_TWO_SCALES if ALIKE else PART_TWO_SCALES
+                t0, t1, t2, t3, t4, t5, t6, t7 = tl.inline_asm_elementwise(
+                    PTX2, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,l,l,l,r,r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,r",
+                    [t0, t1, t2, t3, t4, t5, t6, t7, codes, stride, x, left, odd,
+                     s0, r0, s1, r1, s2, r2, s3, r3, s4, r4, s5, r5, s6, r6, s7, r7, pairs],
+                    (tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+                    False, 1,
+                )  # fmt: skip
+            else:
+                PTX1: tl.constexpr = WHOLE_ONE_SCALE if ALIKE else PART_ONE_SCALE
+                t0, t1, t2, t3, t4, t5, t6, t7 = tl.inline_asm_elementwise(
+                    PTX1, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,l,l,l,r,r,f,f,f,f,f,f,f,f,r",
+                    [t0, t1, t2, t3, t4, t5, t6, t7, codes, stride, x, left, odd,
+                     s0, s1, s2, s3, s4, s5, s6, s7, pairs],
+                    (tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+                    False, 1,
+                )  # fmt: skip
+        # The sum of row n of the tile is in the four lanes of group n of each warp.
+        sums = tl.inline_asm_elementwise(
+            GATHER, "=f,f,f,f,f,f,f,f,f", [t0, t1, t2, t3, t4, t5, t6, t7], tl.float32, True, 1
+        )
+        lanes = tl.sum(tl.reshape(sums, [WARPS, 8, 4]), 0)
+        y = tl.sum(tl.where(tl.arange(0, 4)[None, :] == 0, lanes, 0.0), 1)
+        if RANKS:
+            y += low_rank_row(B, low_ptr, R, RANKS, LOW)
+        store_row(y, begin, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, 8)
+
+
+@triton.jit
+def _scales_at(
+    scale_ptr, whole_ptr, row, G, byte, left, PAIRS: tl.constexpr, PER: tl.constexpr, SCALES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Load a lane's four scales of a row of W, of which PER belong to a chunk. PAIRS bytes of codes share a scale."""
+    # Bytes from the first one to those that the scales belong to; a chunk has 64 bytes, 16 of them for this lane.
+    a0: tl.constexpr = 0
+    a1: tl.constexpr = 8 if PER == 2 else 64
+    a2: tl.constexpr = 64 if PER == 2 else 128
+    a3: tl.constexpr = 72 if PER == 2 else 192
+    first = row * G
+    s0 = group_scale(scale_ptr, whole_ptr, first + (byte + a0) // PAIRS, row, left > a0, SCALES, WHOLE)
+    s1 = group_scale(scale_ptr, whole_ptr, first + (byte + a1) // PAIRS, row, left > a1, SCALES, WHOLE)
+    s2 = group_scale(scale_ptr, whole_ptr, first + (byte + a2) // PAIRS, row, left > a2, SCALES, WHOLE)
+    s3 = group_scale(scale_ptr, whole_ptr, first + (byte + a3) // PAIRS, row, left > a3, SCALES, WHOLE)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def _several_rows_kernel(
+    x_ptr, code_ptr, scale_ptr, whole_ptr, table_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, K, G, R,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS = 16 results for up to 8 · TILES rows of x, with codes of four bits.
+
+    A tensor holds one element per thread; see `_several_step`. PAIRS is the number of bytes that share a scale.
+    """
+    start_next(OVERLAPS)
+    PER: tl.constexpr = 2 if KIND == "two_scales" else 1
+    STEP: tl.constexpr = 256 // PER  # bytes of a row of W per warp
+    thread = tl.arange(0, 32 * WARPS)
+    warp, lane = thread // 32, thread % 32
+    group, quarter = lane // 4, lane % 4
+    row = tl.minimum(tl.program_id(0) * ROWS + group, N - 1).to(tl.int64)
+    row8 = tl.minimum(tl.program_id(0) * ROWS + group + 8, N - 1).to(tl.int64)
+    pairs = tl.inline_asm_elementwise(FILL, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
+    t0 = tl.zeros([32 * WARPS], tl.float32)
+    t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
+    size = K // 2  # bytes of a row of W
+    for start in range(0, size, STEP * WARPS):
+        byte = start + warp * STEP + quarter * 16
+        left = size - byte
+        s0, s1, s2, s3 = _scales_at(scale_ptr, whole_ptr, row, G, byte, left, PAIRS, PER, SCALES, WHOLE)
+        s4, s5, s6, s7 = _scales_at(scale_ptr, whole_ptr, row8, G, byte, left, PAIRS, PER, SCALES, WHOLE)
+        codes = (code_ptr + row * size + byte).to(tl.uint64, bitcast=True)
+        codes8 = (code_ptr + row8 * size + byte).to(tl.uint64, bitcast=True)
+        x = (x_ptr + group * K + 2 * byte).to(tl.uint64, bitcast=True)
+        x_left = tl.where(group < M, left, 0)
+        if TILES == 1:
+            PTX1: tl.constexpr = ONE_SCALE_1 if KIND == "one_scale" else TWO_SCALES_1
+            t0, t1, t2, t3 = tl.inline_asm_elementwise(
+                PTX1, "=&f,=&f,=&f,=&f,f,f,f,f,l,l,l,r,r,f,f,f,f,f,f,f,f,r",
+                [t0, t1, t2, t3, codes, codes8, x, left, x_left, s0, s1, s2, s3, s4, s5, s6, s7, pairs],
+                (tl.float32, tl.float32, tl.float32, tl.float32), False, 1,
+            )  # fmt: skip
+        else:
+            PTX2: tl.constexpr = ONE_SCALE_2 if KIND == "one_scale" else TWO_SCALES_2
+            x8 = (x_ptr + (group + 8) * K + 2 * byte).to(tl.uint64, bitcast=True)
+            x8_left = tl.where(group + 8 < M, left, 0)
+            t0, t1, t2, t3, t4, t5, t6, t7 = tl.inline_asm_elementwise(
+                PTX2,
+                "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,l,l,l,l,r,r,r,f,f,f,f,f,f,f,f,r",
+                [t0, t1, t2, t3, t4, t5, t6, t7, codes, codes8, x, x8, left, x_left, x8_left, s0, s1, s2, s3, s4, s5,
+                 s6, s7, pairs],
+                (tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+                False, 1,
+            )  # fmt: skip
+    y = add_warps(t0, t1, t2, t3, WARPS)  # [ROWS, 8]
+    if TILES == 2:
+        both = tl.join(y, add_warps(t4, t5, t6, t7, WARPS))
+        y = tl.reshape(tl.permute(both, [0, 2, 1]), [ROWS, 16])
+    store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, 8 * TILES)
+
+
+def takes_code_rows(x: Tensor, codes: Tensor) -> bool:
+    """Return whether `code_rows` can multiply few rows x [..., C] by contiguous codes [O, C / 2]."""
+    return (
+        0 < x.numel() // x.shape[-1] <= MOST_ROWS
+        and x.dtype == torch.bfloat16
+        and codes.shape[1] % VECTOR == codes.data_ptr() % VECTOR == 0
+        and codes.shape[0] >= ROW_TILE
+        and has_ptx(x)
+    )
+
+
+def code_rows(
+    kind: str, x: Tensor, codes: Tensor, scales: Tensor, whole: Tensor | None, table: Tensor, bias: Tensor | None,
+    act: str = "", low_rank: LowRank | None = None, **constants: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Multiply few rows x [..., C], for which `takes_code_rows` is True, by the weight.
+
+    Args:
+        kind: the kind of scales; see the module's docstring.
+        x: up to `MOST_ROWS` rows.
+        codes: [O, C / 2].
+        scales: [O, G], one for each C / G columns of a row: at least 32 columns, or 16 for two scales.
+        whole: [O, 1] fp32, a scale for each row, or None.
+        table: [16] bfloat16, the numbers that the codes stand for.
+        bias: [O] or None.
+        act: the activation of a packed gate and up projection, or "".
+        low_rank: a term in the dtype of x, or None.
+        constants: SCALES and WHOLE of `group_scale`.
+
+    Returns:
+        y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation.
+    """
+    (N, size), G, K = codes.shape, scales.shape[1], x.shape[-1]
+    y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
+    x = x.clone() if x.data_ptr() % VECTOR else x
+    product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
+    bias = None if bias is None else bias.contiguous()
+    (low, B, R), options = low_rank_arguments(x, low_rank)
+    constants |= {"KIND": kind, "PAIRS": size // G, "HAS_BIAS": bias is not None, "ACT": act, **options}
+    whole, ends = scales if whole is None else whole, (bias, y, product, low, B)
+    with on_device_of(x):
+        if M == 1:
+            _single_row_kernel[(min(cdiv(N, ROW_TILE), num_programs(x, ROW_PROGRAMS)),)](
+                x, codes, scales, whole, table, *ends, N, K, G, R, WARPS=ROW_WARPS, ALIKE=size % 512 == 0, **constants,
+                num_warps=ROW_WARPS,
+            )  # fmt: skip
+        else:
+            _several_rows_kernel[(cdiv(N, TILE),)](
+                x, codes, scales, whole, table, *ends, M, N, K, G, R, TILES=cdiv(M, 8), ROWS=TILE, WARPS=WARPS,
+                **constants, num_warps=WARPS,
+            )  # fmt: skip
+    return y, product
