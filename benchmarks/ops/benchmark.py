@@ -34,7 +34,7 @@ def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> l
         (name, peer)
         for name in names
         for available in [OPS[name].available()]
-        for peer in (available if peers is None else peers)
+        for peer in (peers or available)
         if peer in available
     ]
     return [
