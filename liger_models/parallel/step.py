@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from liger_models.distributed.ranks import is_distributed, rank, world_size
 from liger_models.layers.batch import BatchLayout, mark_padding, number_documents
@@ -130,6 +130,13 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradients must be finite, got {total.item()}. Find the step where the "
             "loss rose, or lower the learning rate."
         )
-    for group in groups.values():
-        clip_grads_with_norm_(group, max_norm, total)
+    # Each rank scales its own shards, because DTensor would first search for a layout of the result on each mesh.
+    shards: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        shards.setdefault((shard.device, shard.dtype), []).append(shard)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for (device, _), same in shards.items():
+            torch._foreach_mul_(same, scale.to(device))
     return total
