@@ -50,8 +50,9 @@ class PackedDataset(IterableDataset[Batch]):
 
     Args:
         source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
-            per line; .parquet), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any
-            other iterable.
+            per line; .csv or .tsv with the names of the columns in the first line; each of these also as .gz; .parquet;
+            .arrow), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any other
+            iterable.
         tokenizer: the tokenizer of the model; or its processor (``model.processor``), which also takes images and, for
             Qwen-VL, videos.
         length: number of tokens in a row.
@@ -94,7 +95,7 @@ class PackedDataset(IterableDataset[Batch]):
         ValueError: an example is malformed (the message names its file and line), the source is empty or has not a
             single target (of a stream, among the first `WINDOW` examples), or the cached tokens are damaged.
         FileNotFoundError: a file does not exist.
-        ImportError: a Parquet file, and pyarrow is not installed.
+        ImportError: a Parquet or Arrow file, and pyarrow is not installed.
     """
 
     per_example: ClassVar[int] = 1
