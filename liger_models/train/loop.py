@@ -38,6 +38,7 @@ from liger_models.common.printable import printable
 from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
+from liger_models.data.formats import DOCUMENTS
 from liger_models.data.loader import PackedLoader
 from liger_models.data.sources import find_files
 from liger_models.layers.compile_ahead import compile_early
@@ -81,6 +82,7 @@ from liger_models.train.resume import changed_options, fixed_settings
 from liger_models.train.seed import seed_all
 from liger_models.train.step_plan import StepPlan, estimate_step
 from liger_models.train.stopping import Stop, keep_signal_handlers
+from liger_models.train.targets import TargetChecks
 from liger_models.train.train_options import STORED, TrainOptions
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -185,6 +187,7 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
     # Signals and checks of finite numbers begin with the first step.
     checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
     finite = FiniteChecks(updates.trained, updates.scaler, options.data, checkpoints.newest)
+    targets = TargetChecks(options.length)
     loaded, batches = endless(loader), list[Batch]()
     adapters = adapter_sums(model)
     for step in range(start + 1, steps + 1):
@@ -193,6 +196,8 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
             objective.accumulate = progress.next_batches()
             batches = [objective.batch(model, next(loaded)) for _ in range(objective.accumulate)]
             operations = flops(model, batches)
+            if {*objective.formats} <= {*DOCUMENTS}:
+                targets.watch(batches)
             batches = [to_device(batch, device, model) for batch in batches]
         log.count(batches, operations)
 
@@ -211,6 +216,8 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
             if updates.scaler.is_enabled():
                 values["loss_scale"] = updates.scaler.get_scale()
             log.write(step, epochs=progress.epochs_read(), **values, **log.rates())
+            if warning := targets.check(step, device):
+                say(warning)
             finite.check()
             if norm is None:  # the loss may be finite although gradients that no check has seen are not
                 finite.check_weights(step)
