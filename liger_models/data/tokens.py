@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import time
 import zlib
 from array import array
@@ -276,10 +277,23 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
             elif TokenFile(folder).is_outdated():
                 folder = _following(folder)
         if writes and not folder.is_dir():
-            cache.mkdir(parents=True, exist_ok=True)
+            _make_cache(cache)
             _remove_leftovers(cache)
             _build(folder, source, encoder, progress)
     return TokenFile(_newest(first))
+
+
+def _make_cache(cache: Path) -> None:
+    """Create the folder of the token cache. Raises OSError if no file can be written there."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"PackedDataset: the token cache {cache} must be a folder that can be written, got: {error}. Name another "
+            "folder by cache_dir= or $XDG_CACHE_HOME."
+        ) from error
 
 
 def _newest(first: Path) -> Path:
