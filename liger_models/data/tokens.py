@@ -340,8 +340,12 @@ def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> 
     """Tokenize a source into the folder ``parts``, starting after the finished parts in this folder."""
     bar: Any = tqdm  # not typed
     records = itertools.islice(read_records(source, encoder.fields), encoder.max_samples)
-    records = bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0))
+    # The bar ends with its line, so that an error begins on a line of its own.
+    with bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0)) as shown:
+        _write_records(parts, iter(shown), encoder)
 
+
+def _write_records(parts: Path, records: Iterator[Record], encoder: Encoder) -> None:
     # The records of finished parts are read but not tokenized. Their first one may decide on the format of a file.
     start = 0
     for part in _finished_parts(parts):

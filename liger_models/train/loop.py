@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -119,8 +120,8 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
     started_group = start_group(device)
     options = choose_folder(options)
     output = Path(str(options.output))
-    with lock_folder(output):
-        stop = run(options, output, device, restarts=restarts)
+    with lock_folder(output), ExitStack() as cleanup:
+        stop = run(options, output, device, cleanup, restarts=restarts)
 
     # A group that the caller has made stays. Signals take effect after all cleanup.
     if started_group:
@@ -130,8 +131,13 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
     stop.leave()
 
 
-def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: bool = False) -> Stop:
-    """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals."""
+def run(
+    options: TrainOptions, output: Path, device: torch.device, cleanup: ExitStack, *, restarts: bool = False
+) -> Stop:
+    """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals.
+
+    After an error, ``cleanup`` ends the line of the progress bar.
+    """
     # Budget, mesh and seed: whatever can fail before a large model is loaded.
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     mesh = make_mesh(options, device)
@@ -180,6 +186,7 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
         )
     announce(options, model, data, step_plan, progress, start)
     log = Log(output, start, steps, device, data_ranks, report_to=options.report_to, options=asdict(options))
+    cleanup.callback(log.bar.close)
 
     if accepted is not None and start == 0:
         log.write(0, draft_acceptance=accepted)
@@ -265,9 +272,14 @@ def prepare_paths(options: TrainOptions) -> None:
     """Check the paths of the data, and create the folder of the run if the options name it.
 
     Raises:
-        ValueError: a path of the data does not exist, or the output is a file.
+        ValueError: the model is a file, a path of the data does not exist, or the output is a file.
         OSError: the folder cannot be created.
     """
+    if Path(options.model).is_file():
+        raise ValueError(
+            f"train: model must be a folder or a name on the hub, got the file {options.model}. MODEL comes before "
+            "DATA."
+        )
     for path in (*options.data, *options.eval_data):
         if is_remote(path):
             Name.parse(path)  # refuses a malformed name

@@ -254,6 +254,15 @@ def test_a_full_disk_is_named(make, tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_an_error_begins_below_the_progress_bar(make, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\nno JSON\n')
+    with pytest.raises(ValueError, match="line 2") as error:
+        make(tmp_path / "a.jsonl", progress=True)
+    shown = capsys.readouterr().err
+    assert "Tokenizing" in shown
+    assert shown.endswith("\n"), error
+
+
 def test_a_cache_that_cannot_be_written_is_named(make, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(
