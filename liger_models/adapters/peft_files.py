@@ -165,7 +165,9 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     check_complete(folder, CONFIG)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder}: must hold {name}, got no such file. Give the folder of PEFT adapters.")
+            inner = [path.name for path in sorted(folder.glob("*")) if (path / name).is_file()]
+            advice = f"Give its folder {inner[0]}." if inner else "Give the folder of PEFT adapters."
+            raise FileNotFoundError(f"{folder}: must hold {name}, got no such file. {advice}")
     with open_safetensors(folder / WEIGHTS) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = _read_config(folder / CONFIG, model, tensors)

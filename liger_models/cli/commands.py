@@ -581,8 +581,11 @@ def generate(
         elif re.fullmatch(r"/\w+", command):  # a path has another slash
             unknown = "" if command == "/help" else f"{command} is no command. "
             messages.print(f"{unknown}{CHAT_COMMANDS}", soft_wrap=True)
-        else:
-            _print_pieces(conversation.answer(line))
+        elif line.strip() or conversation.media:
+            try:
+                _print_pieces(conversation.answer(line))
+            except ValueError as error:  # such as one of the chat template
+                messages.print(str(error), soft_wrap=True)
 
 
 def _print_pieces(pieces: Iterable[str]) -> None:

@@ -48,7 +48,21 @@ class Conversation:
         self.media.append(open_medium(medium, source))
 
     def answer(self, prompt: str) -> Iterator[str]:
-        """Yield the answer to a prompt in pieces of whole characters. In a chat, the history gets prompt and answer."""
+        """Yield the answer to a prompt in pieces of whole characters. In a chat, the history gets prompt and answer.
+
+        If an error is raised, the history stays as it was.
+
+        Raises:
+            ValueError: the prompt has no tokens, or the chat template does not accept it.
+        """
+        turns = len(self.history)
+        try:
+            yield from self._answer(prompt)
+        except ValueError:
+            del self.history[turns:]
+            raise
+
+    def _answer(self, prompt: str) -> Iterator[str]:
         # A chat sends the whole conversation with all of its media. Otherwise the prompt alone is continued.
         inputs: dict[str, Any] = {}
         if self.chat:
@@ -59,6 +73,8 @@ class Conversation:
             inputs, self.media = make_pixels(media, self.processor), []
         else:
             ids = self.model.tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError(f"generate: the prompt must have at least one token, got {prompt!r}. Write a text.")
 
         # The answer becomes a turn only when it is complete.
         text = ""

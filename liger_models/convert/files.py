@@ -86,10 +86,16 @@ def read_json_config(folder: Path) -> dict[str, Any]:
         )
     check_complete(folder, CONFIG)
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(
-            f"{folder}: must hold {CONFIG}, got {list_files(folder)}. Pass the folder of a Hugging Face checkpoint."
-        )
+        raise FileNotFoundError(f"{folder}: must hold {CONFIG}, got {list_files(folder)}. {_advice(folder)}")
     return read_json(folder / CONFIG)
+
+
+def _advice(folder: Path) -> str:
+    """Return what to pass instead of a folder without a config.json, such as that of adapters or of a training run."""
+    if (folder / "adapter_config.json").is_file():
+        return "These are adapters: pass the model under them as the model, and this folder as the adapter."
+    inner = [path.name for path in sorted(folder.iterdir()) if (path / CONFIG).is_file()]
+    return f"Pass its folder {inner[0]}." if inner else "Pass the folder of a Hugging Face checkpoint."
 
 
 def asset_patterns(hf_config: Mapping[str, Any]) -> list[str]:

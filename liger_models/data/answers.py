@@ -12,11 +12,11 @@ from torch import Tensor
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import Document, Encoder
-from liger_models.data.formats import mark_learned
+from liger_models.data.formats import ANSWERS, mark_learned
 from liger_models.data.media import BrokenMediaError, Medium, keep_whole
 from liger_models.data.packing import PackedRows, seeded_generator
 from liger_models.data.pixels import RowMaker, make_pixels
-from liger_models.data.preference import ANSWERS, encode_pair
+from liger_models.data.preference import encode_pair
 from liger_models.data.sources import Record
 from liger_models.data.tokens import TokenFile, tokenize
 
@@ -36,7 +36,10 @@ class AnswerEncoder(Encoder):
         for where, record in self._limited(records):
             # A label must be a truth value: other numbers may be scores.
             has_label = self.formats.name(where, record) == "kto"
-            label = record.get("label")
+            record = self.formats.convert(where, record, self.tokenizer)
+            label: Any = record.get("label")
+            if isinstance(label, str):
+                label = {"true": True, "false": False}.get(label.lower(), label)
             if has_label and label not in (0, 1):
                 raise ValueError(
                     f"{where}: label must be true for a good answer and false for a bad one, got {label!r}. Correct it."
@@ -116,6 +119,13 @@ class AnswerRows(PackedRows):
         first, second = self.tokens.ids[start:middle], self.tokens.ids[middle:end]
         return first[:length], second[:length], [medium for medium in media if medium.end <= length]
 
+    def count_equal(self) -> int:
+        """Return the number of pairs whose answers are equal, perhaps because they were cut."""
+        sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2).clamp(max=self.length)
+        alike = (sizes[:, 0] == sizes[:, 1]).tolist()
+        pairs = (self._documents(number)[:2] for number in self.kept if alike[number])
+        return sum(torch.equal(first, second) for first, second in pairs)
+
     def __getitem__(self, index: int) -> Any:
         # The next example replaces a broken one, so that every epoch has the same number of batches.
         first = self._place(index)
@@ -177,13 +187,14 @@ class AnswerDataset(PackedDataset):
         if self._rows is None:
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
-    def describe(self) -> str:
-        """Return the text of `PackedDataset.describe`, with the numbers of examples left out and of sequences cut."""
+    def _notes(self) -> list[str]:
+        """Return the numbers of examples that are left out, of sequences that are cut, and of pairs that are equal."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
         cut = sum(int((size[part.kept] > self.length).sum()) for part, size in zip(parts, sizes, strict=True))
-        notes = [super().describe()]
+        equal = sum(part.count_equal() for part in parts) if self.formats != ("kto",) else 0
+        notes = []
         if left_out:
             notes.append(
                 f"{left_out:,} examples are left out: their prompts have {self.length} tokens (length) or more, which "
@@ -191,7 +202,9 @@ class AnswerDataset(PackedDataset):
             )
         if cut:
             notes.append(f"{cut:,} sequences are longer than {self.length} tokens and are cut.")
-        return "\n".join(notes)
+        if equal:
+            notes.append(f"{equal:,} pairs have equal answers{' once cut' * bool(cut)}, from which nothing is learned.")
+        return notes
 
     def _make_encoder(self, tokenizer: Any, *options: Any) -> Encoder:
         return AnswerEncoder(tokenizer, *options)

@@ -50,8 +50,9 @@ class PackedDataset(IterableDataset[Batch]):
 
     Args:
         source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
-            per line; .parquet), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any
-            other iterable.
+            per line; .csv or .tsv with the names of the columns in the first line; each of these also as .gz; .parquet;
+            .arrow), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any other
+            iterable.
         tokenizer: the tokenizer of the model; or its processor (``model.processor``), which also takes images and, for
             Qwen-VL, videos.
         length: number of tokens in a row.
@@ -94,7 +95,7 @@ class PackedDataset(IterableDataset[Batch]):
         ValueError: an example is malformed (the message names its file and line), the source is empty or has not a
             single target (of a stream, among the first `WINDOW` examples), or the cached tokens are damaged.
         FileNotFoundError: a file does not exist.
-        ImportError: a Parquet file, and pyarrow is not installed.
+        ImportError: a Parquet or Arrow file, and pyarrow is not installed.
     """
 
     per_example: ClassVar[int] = 1
@@ -255,7 +256,28 @@ class PackedDataset(IterableDataset[Batch]):
 
         ends = [0, *tokens.ends[: self._first_size()].tolist()]
         shown = self._show([tokens.ids[start:end].tolist() for start, end in itertools.pairwise(ends)])
-        return f"{self._count():,} examples, {listed}\n{shown}"
+        return "\n".join([f"{self._count():,} examples, {listed}", shown, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """Return what `describe` says of examples that are not used as they are."""
+        parts: Any = getattr(self.rows, "parts", [self.rows])
+        longer, total = sum(part.longer for part in parts), sum(int(part.tokens.documents) for part in parts)
+        counts = [part.count_without_targets() for part in parts]
+        without, counted = (sum(column) for column in zip(*counts, strict=True))
+        notes = []
+        if longer:
+            done = "split into several" if self.overflow == "split" else "cut"
+            notes.append(
+                f"{longer:,} of {total:,} documents are longer than a row ({self.length} tokens) and are {done}."
+            )
+        if without:
+            remedy = "raise length, or " if longer else ""
+            pieces = "pieces" if longer else "documents"
+            notes.append(
+                f"{without:,} of the first {counted:,} {pieces} have no token with a label, so "
+                f"nothing is learned from them: {remedy}leave such documents out."
+            )
+        return notes
 
     def _count(self) -> int:
         """Return the number of examples, for `describe`."""

@@ -226,7 +226,15 @@ class Encoder:
         messages = read_messages(where, messages, self.media.kinds)
         answers = [number >= len(prompt) and message["role"] == "assistant" for number, message in enumerate(messages)]
         if not any(answers):
-            raise ValueError(f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
+            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages[len(prompt) :]))
+            raise ValueError(
+                f"{where}: a chat must have a message of the assistant, got "
+                + (
+                    f"only the roles {roles}. Name them as the template does, or leave it out."
+                    if roles
+                    else "none. Leave it out."
+                )
+            )
         learned = [is_answer and is_learned(message) for is_answer, message in zip(answers, messages, strict=True)]
         examples = render_examples(
             where, self.tokenizer, messages, learned, example, self.multi_turn, self.on_unrendered

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from liger_models.data.sources import TOKEN_COLUMNS, read_records
+from liger_models.text.chat import shared_prefix
 from liger_models.text.tokenizer import Tokenizer
 
 ROLES = {
@@ -100,9 +101,10 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
     instruction = _first(record, "instruction|question")
     context = _first(record, "input|context")
     output = _first(record, "output|response|answer")
-    for name, value in (("instruction", instruction), ("input", context or ""), ("output", output)):
-        if not isinstance(value, str):
-            raise ValueError(f"{where}: {name} must be a text, got {str(value)[:60]!r}. Correct it.")
+    for names in ("instruction|question", "input|context", "output|response|answer"):
+        name = next((name for name in names.split("|") if record.get(name) is not None), None)
+        if name is not None and not isinstance(record[name], str):
+            raise ValueError(f"{where}: {name} must be a text, got {str(record[name])[:60]!r}. Correct it.")
     history = record.get("history") or ()
     if not isinstance(history, list | tuple) or not all(
         isinstance(turn, list | tuple) and len(turn) == 2 for turn in history
@@ -128,6 +130,48 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
     return {"prompt": "\n\n".join([*parts, "### Response:\n"]), "completion": output}
 
 
+def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
+    """Return a pair as TRL has it: ``prompt``, ``chosen`` and ``rejected`` are all texts or all messages."""
+    pair = _only(record, "prompt", *ANSWERS, *_TEMPLATE)
+    for name in ANSWERS:
+        answer = pair[name]
+        if isinstance(answer, Mapping) and {"role", "from"} & answer.keys():
+            answer = [answer]
+        if _are_turns(answer):
+            answer = _from_sharegpt(where, {"conversations": answer}, chat)["messages"]
+        pair[name] = answer
+    have_texts = all(isinstance(pair[name], str) for name in ANSWERS)
+
+    # The prompt may have the columns of ShareGPT or Alpaca.
+    if "prompt" not in pair and _first(record, "conversations|conversation") is not None:
+        pair["prompt"] = _from_sharegpt(where, record, chat)["messages"]
+    elif "prompt" not in pair and have_texts and _first(record, "instruction|question") is not None:
+        for name in ANSWERS:
+            example = _from_alpaca(where, {**record, "output": pair[name]}, chat)
+            pair |= {"prompt": example["prompt"], name: example["completion"]}
+        return pair
+
+    # A prompt as a text, and answers as messages that may begin with this prompt.
+    prompt, answers = pair.get("prompt"), [pair[name] for name in ANSWERS]
+    have_messages = all(isinstance(answer, list) and answer and isinstance(answer[0], Mapping) for answer in answers)
+    if isinstance(prompt, str) and have_messages:
+        if all(answer[0].get("role") == "assistant" for answer in answers):
+            pair["prompt"] = _with_system(record, [{"role": "user", "content": prompt}])
+        elif any(message.get("content") == prompt for message in answers[0][: shared_prefix(*answers)]):
+            del pair["prompt"]
+    # Messages as a prompt, and answers as texts, or as messages that begin with all of the prompt.
+    elif isinstance(prompt, list) and have_texts:
+        pair |= {name: [{"role": "assistant", "content": pair[name]}] for name in ANSWERS}
+    elif isinstance(prompt, list) and have_messages and all(answer[: len(prompt)] == prompt for answer in answers):
+        pair |= {name: pair[name][len(prompt) :] for name in ANSWERS}
+    return pair
+
+
+def _are_turns(value: Any) -> bool:
+    """Return whether a value is a list of turns as in ShareGPT data, and not of messages."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "from" in value[0]
+
+
 def _with_system(record: Columns, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     system = record.get("system")
     return [{"role": "system", "content": system}, *messages] if system else messages
@@ -141,6 +185,7 @@ def _only(columns: Columns, *names: str) -> dict[str, Any]:
     return {name: columns[name] for name in names if columns.get(name) is not None}
 
 
+ANSWERS = ("chosen", "rejected")
 _TEMPLATE = ("tools", "chat_template_kwargs")
 _PAIRS = "Pairs train with objective dpo, orpo, cpo or simpo."
 _TEXTS = "Queries with documents train with objective embed or rerank."
@@ -149,7 +194,12 @@ NEGATIVES = ("negative", "negatives", "neg", *(f"negative_{number}" for number i
 FORMATS = {
     "chat": Format(("messages",), _TEMPLATE),
     "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
-    "preference": Format(("chosen", "rejected"), ("prompt", *_TEMPLATE), todo=_PAIRS),
+    "preference": Format(
+        ANSWERS,
+        ("prompt", "conversations|conversation", "instruction|question", "input|context", "system", *_TEMPLATE),
+        _from_preference,
+        _PAIRS,
+    ),
     "kto": Format(("prompt", "completion", "label"), _TEMPLATE, todo="Labeled answers train with objective kto."),
     "prompt-completion": Format(("prompt", "completion"), _TEMPLATE),
     "alpaca": Format(("instruction", "output|response"), ("input", "context", "system", "history"), _from_alpaca),
@@ -208,11 +258,14 @@ class Formats:
         if isinstance(record, str):
             return "text"
         names = sorted(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
+        # A column without a value does not count, which its error must say.
+        nulls = [str(name) for name, value in record.items() if value is None] if isinstance(record, Mapping) else []
+        without = f" without a value for {', '.join(nulls)}" if {*nulls} & _COLUMNS else ""
         if self.format is not None:
             if not isinstance(record, Mapping) or not FORMATS[self.format].fits(record):
                 raise ValueError(
                     f"{where}: an example of format {self.format} must have {', '.join(FORMATS[self.format].columns)}, "
-                    f"got {names}. Correct it, or name another format by format=."
+                    f"got {names}{without}. Correct it, or name another format by format=."
                 )
             return self.format
 
@@ -223,14 +276,14 @@ class Formats:
         usable = [name for name in fitting if name in self.allowed and not (is_labeled and name == "prompt-completion")]
         if not usable and fitting:
             raise ValueError(
-                f"{where}: an example must be of format {', '.join(self.allowed)}, got format {fitting[0]}. "
+                f"{where}: an example must be of format {', '.join(self.allowed)}, got format {fitting[0]}{without}. "
                 f"{FORMATS[fitting[0]].todo}"
             )
         if not usable:
             columns = "; ".join(f"{name}: {', '.join(FORMATS[name].columns)}" for name in self.allowed)
             raise ValueError(
-                f"{where}: an example must have the columns of a format ({columns}), got {names}. Rename its columns, "
-                "or name the column of a text by field=."
+                f"{where}: an example must have the columns of a format ({columns}), got {names}{without}. Rename "
+                "its columns, or name the column of a text by field=."
             )
 
         # All records of a file have the format of its first one.
@@ -239,8 +292,8 @@ class Formats:
         first = self.of_file.setdefault(file[1], usable[0]) if file else usable[0]
         if first != usable[0]:
             raise ValueError(
-                f"{where}: all examples of a file must have one format, got {usable[0]} after {first}. Write them into "
-                "several files, or name the format by format=."
+                f"{where}: all examples of a file must have one format, got {usable[0]}{without} after {first}. "
+                "Write them into several files, or name the format by format=."
             )
         return first
 

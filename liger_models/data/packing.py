@@ -1,8 +1,10 @@
 """Packing of pieces of documents into rows, and the rows of an epoch."""
 
 import hashlib
+import itertools
 import json
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -131,6 +133,7 @@ class PackedRows(Dataset[Batch]):
 
     Attributes:
         truncated: the number of documents with images that are longer than a row.
+        longer: the number of all documents that are longer than a row.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class PackedRows(Dataset[Batch]):
         self.tokens, self.make_row, self.shuffle, self.seed = tokens, make_row, shuffle, seed
         self.epoch, self.length = 0, make_row.length
         sizes = tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        self.longer = int((sizes > self.length).sum())
         kept = self._keep_whole(sizes)
         self.truncated = int((kept < sizes).sum())
         self._starts, piece_sizes = split_documents(sizes, self.length, overflow, kept)
@@ -177,10 +181,19 @@ class PackedRows(Dataset[Batch]):
 
         The first token of a piece cannot be predicted.
         """
-        # Nearly always the first piece has one, so pieces are read block by block.
+        return any(self._have_targets())  # nearly always the first piece has one
+
+    def count_without_targets(self) -> tuple[int, int]:
+        """Return how many of the first `WINDOW` pieces have no target, and the number of these pieces."""
+        have = list(itertools.islice(self._have_targets(), WINDOW))
+        return have.count(False), len(have)
+
+    def _have_targets(self) -> Iterator[bool]:
+        """Yield of each piece whether it has a target. Pieces are read block by block."""
         blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)
-        spans = (span for starts, sizes in blocks for span in zip(starts.tolist(), sizes.tolist(), strict=True))
-        return any(has_target(self.tokens.ids[start : start + size]) for start, size in spans)
+        for starts, sizes in blocks:
+            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+                yield has_target(self.tokens.ids[start : start + size])
 
     def plan(self, epoch: int) -> None:
         """Select ``epoch``: indexing then returns the rows of this epoch.

@@ -243,6 +243,9 @@ class PairDataset(PackedDataset):
     def _first_size(self) -> int:
         return 1 + int(self.rows.tokens.ids[0])
 
+    def _notes(self) -> list[str]:
+        return []  # no example has labels
+
     def _show(self, documents: list[list[int]]) -> str:
         head, *texts = documents
         scores = array("f", array("i", head[HEAD:]).tobytes())

@@ -18,6 +18,7 @@ from liger_models.data.encoding import (
     read_messages,
     render_examples,
 )
+from liger_models.data.formats import ANSWERS
 from liger_models.data.media import Columns, MediaReader, Medium
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import MEDIA_COLUMNS
@@ -25,7 +26,6 @@ from liger_models.generation.options import PromptInputs
 from liger_models.text.chat import answer_mask, shared_prefix
 from liger_models.text.tokenizer import Tokenizer
 
-ANSWERS = ("chosen", "rejected")
 IMAGE_INPUTS = frozenset(PromptInputs.__annotations__)
 """The arguments of a model's forward besides text."""
 
@@ -208,12 +208,16 @@ def _check_pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None
     are_texts = [isinstance(value, str) for value in parts.values()]
     if not ({*answers} <= parts.keys() and ("prompt" in parts or not any(are_texts))):
         raise ValueError(
-            f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}."
+            f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}. Split "
+            "texts into prompt and answer; messages may hold the prompt."
         )
     if tokenizer is None:
         raise ValueError(f"{where}: texts and messages need a tokenizer. Pass it.")
     if not all(are_texts) and any(are_texts):
-        raise ValueError(f"{where}: must be all texts or all messages, got both. Convert them.")
+        kinds = ", ".join(
+            f"{name} as {'a text' if isinstance(value, str) else 'messages'}" for name, value in parts.items()
+        )
+        raise ValueError(f"{where}: must be all texts or all messages, got {kinds}. Convert them.")
     for name, value in parts.items():
         if not isinstance(value, str) and not is_messages(value):
             raise ValueError(f"{where}: {name} must be a text or messages, got {str(value)[:60]!r}. Correct it.")

@@ -136,6 +136,9 @@ class PromptDataset(PackedDataset):
             )
         return ids, media
 
+    def _notes(self) -> list[str]:
+        return []  # no example has labels
+
     def _show(self, documents: list[list[int]]) -> str:
         return mark_learned(self.encoder.tokenizer, documents[0])
 

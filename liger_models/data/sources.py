@@ -1,15 +1,26 @@
-"""Sources of records: files of JSON, text or Parquet, data sets of `datasets` and PyTorch, and other iterables."""
+"""Sources of records: files of JSON, text or tables, data sets of `datasets` and PyTorch, and other iterables."""
 
+import csv
+import gzip
+import io
 import itertools
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+"""The endings of files of text, which may be followed by `GZIP`."""
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
+GZIP = ".gz"
+OTHERS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "requirements.txt")
+"""Files that have such an ending and hold no data."""
+NUMBERS = ("label", "score", "similarity_score")
+"""Columns whose texts in a CSV file are numbers or truth values."""
 PARQUET_ROWS = 1024
 """The number of rows of a Parquet file that are decoded at a time."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
@@ -61,18 +72,41 @@ def find_files(source: Any) -> Any:
 
     files: list[Path] = []
     for path in map(Path, source):
-        files_of_path = [path]
-        if path.is_dir():
-            files_of_path = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        files_of_path = _files_in(path) if path.is_dir() else [path]
         if not path.exists() or not files_of_path:
+            # Data sets in folders have a folder for their files, or one for each split.
+            inner = [inner.name for inner in sorted(path.iterdir()) if inner.is_dir()] if path.is_dir() else []
             raise FileNotFoundError(
-                f"PackedDataset: {path} must be a file or a folder of files ({', '.join(SUFFIXES)}), got nothing there."
+                f"PackedDataset: {path} must be a file or a folder of files ({', '.join(SUFFIXES)}), got "
+                + (f"only the folders {', '.join(inner[:5])}. Name one of them." if inner else "nothing there.")
             )
         files += files_of_path
     for file in files:
-        if file.suffix not in SUFFIXES:
-            raise ValueError(f"PackedDataset: {file} must end in one of {', '.join(SUFFIXES)}. Convert it.")
+        if not _is_data(file):
+            raise ValueError(
+                f"PackedDataset: {file} must end in one of {', '.join(SUFFIXES)}, or be compressed as one of "
+                f"{', '.join(suffix + GZIP for suffix in TEXT_SUFFIXES)}. Convert it."
+            )
     return tuple(file.absolute() for file in files)
+
+
+def _kind(path: PurePath) -> str:
+    """Return the ending of a file that tells how to read it, without that of its compression."""
+    return PurePath(path.name.lower().removesuffix(GZIP)).suffix
+
+
+def _is_data(path: PurePath) -> bool:
+    """Return whether a file can be read, by its name. Tables compress their content themselves."""
+    return _kind(path) in (TEXT_SUFFIXES if path.name.lower().endswith(GZIP) else SUFFIXES)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of data in a folder, sorted by name, without what `datasets` writes beside its data."""
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and _is_data(file) and file.name not in OTHERS and not file.name.startswith(("cache-", "."))
+    )
 
 
 def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator[Record]:
@@ -80,20 +114,24 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
 
     Args:
         source: as `find_files` returns it.
-        fields: the columns to read from a Parquet file, besides ``tools``, `TOKEN_COLUMNS` and `MEDIA_COLUMNS`.
+        fields: the columns to read from a Parquet or Arrow file, besides ``tools``, `TOKEN_COLUMNS` and
+            `MEDIA_COLUMNS`.
         start: the number of records that were read before ``source`` begins, for error messages.
 
     Raises:
         ValueError: a line or a file cannot be parsed.
-        ImportError: a file is a Parquet file, and pyarrow is not installed.
+        ImportError: a file is a Parquet or Arrow file, and pyarrow is not installed.
     """
     # Files, one after another.
     if isinstance(source, tuple):
         for path in source:
-            if path.suffix == ".parquet":
-                yield from _read_parquet(path, fields)
-            else:
-                yield from _read_array(path) if path.suffix == ".json" and _is_array(path) else _read_lines(path)
+            if _kind(path) in (".parquet", ".arrow"):
+                yield from _read_table(path, fields)
+                continue
+            try:
+                yield from _read_text(path)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{path}: must be a whole gzip file, got: {error}. Compress it again.") from error
         return
 
     # Data sets and other iterables hold records. A DataLoader yields collated batches, which are taken apart.
@@ -130,15 +168,29 @@ def _unbatch(batch: Any) -> Iterator[Any]:
         yield from batch
 
 
+def _open(path: Path) -> Any:
+    """Open a file of text, which may be compressed."""
+    return gzip.open(path, "rb") if path.name.lower().endswith(GZIP) else path.open("rb")
+
+
+def _read_text(path: Path) -> Iterator[Record]:
+    kind = _kind(path)
+    if kind in (".csv", ".tsv"):
+        return _read_csv(path)
+    return _read_array(path) if kind == ".json" and _is_array(path) else _read_lines(path)
+
+
 def _is_array(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(1024).decode("utf-8-sig", "replace").lstrip().startswith("[")
+    with _open(path) as file:
+        start: str = file.read(1024).decode("utf-8-sig", "replace")
+        return start.lstrip().startswith("[")
 
 
 def _read_array(path: Path) -> Iterator[Record]:
     """Yield the objects of a JSON array, the form in which Alpaca and ShareGPT are published."""
     try:
-        records = json.loads(path.read_text(encoding="utf-8-sig"))
+        with _open(path) as file:
+            records = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: must be a JSON array of objects, got: {error}. Correct the file.") from error
     for number, record in enumerate(records, 1):
@@ -148,44 +200,93 @@ def _read_array(path: Path) -> Iterator[Record]:
         yield where, record
 
 
+def _read_csv(path: Path) -> Iterator[Record]:
+    """Yield the rows of a table whose first line has the names of the columns, as spreadsheets and pandas write it."""
+    csv.field_size_limit(1 << 30)  # the default is 128 KiB, which is less than a long document
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
+        number = 0
+        try:
+            # Spreadsheets of many countries write semicolons.
+            header = file.readline()
+            delimiter = max(",;\t", key=header.count)
+            names = next(csv.reader([header], delimiter=delimiter), [])
+            for number, row in enumerate(csv.reader(file, delimiter=delimiter, strict=True), 1):
+                if not row:
+                    continue
+                if len(row) != len(names):
+                    raise ValueError(f"{len(row)} cells under {len(names)} names of columns")
+                record = dict(zip(names, row, strict=True))
+                yield Location.of(path, f"row {number}"), record | _numbers(record)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: must be UTF-8 text, got: {error}. Convert the file.") from error
+        except (ValueError, csv.Error) as error:
+            raise ValueError(
+                f"{path}, row {number}: must be a row of a CSV file, got: {error}. Write the file again, with quotes "
+                "around texts."
+            ) from error
+
+
+def _numbers(record: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the columns of a CSV file that hold numbers or truth values."""
+    values = {}
+    for name in {*NUMBERS} & record.keys():
+        try:
+            values[name] = json.loads(record[name].lower())
+        except ValueError:
+            continue
+    return values
+
+
 def _read_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
+    kind = _kind(path)
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             where = Location.of(path, f"line {number}")
             try:
                 text = line.decode("utf-8-sig").rstrip("\r\n")
                 if not text.strip():
                     continue
-                record = text if path.suffix == ".txt" else json.loads(text)
+                record = text if kind == ".txt" else json.loads(text)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: must be UTF-8 text, got: {error}. Convert the file.") from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{where}: must be a JSON object, got: {error}. Write each example as one line."
                 ) from error
-            if path.suffix != ".txt" and not isinstance(record, dict):
+            if kind != ".txt" and not isinstance(record, dict):
                 raise ValueError(f"{where}: must be a JSON object, got: {text[:60]}. Write one example per line.")
             yield where, record
 
 
-def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Record]:
+def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of a Parquet file, or of an Arrow file as `datasets` saves it."""
     try:
-        from pyarrow import ArrowException, parquet
+        import pyarrow
+        from pyarrow import parquet
     except ImportError as error:
         raise ImportError(f"{path}: needs pyarrow, got no such package. pip install 'liger_models[data]'.") from error
+    is_parquet = _kind(path) == ".parquet"
     try:
-        with parquet.ParquetFile(path) as file:
+        with (
+            parquet.ParquetFile(path) if is_parquet else pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as file
+        ):
             # Only the columns that may be read are decoded.
-            names = file.schema_arrow.names
+            names = (file.schema_arrow if is_parquet else file.schema).names
             # With none of the fields all columns are read, so that the error can name them.
             columns = {*fields, "tools", *TOKEN_COLUMNS, *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}
+            columns_read = [name for name in names if name in columns]
             count = PARQUET_ROWS // 16 if {*MEDIA_COLUMNS} & {*names} else PARQUET_ROWS  # images are large
-            batches = file.iter_batches(count, columns=[name for name in names if name in columns])
+            if is_parquet:
+                batches = file.iter_batches(count, columns=columns_read)
+            else:
+                whole = (batch.select(columns_read) for batch in file)
+                batches = (batch.slice(i, count) for batch in whole for i in range(0, len(batch), count))
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
                 yield Location.of(path, f"row {number}"), _drop_nulls(row)
-    except (ArrowException, OSError) as error:
-        raise ValueError(f"{path}: must be a Parquet file, got: {error}. Write it again.") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        kind = "a Parquet" if is_parquet else "an Arrow"
+        raise ValueError(f"{path}: must be {kind} file, got: {error}. Write it again.") from error
 
 
 def _drop_nulls(value: Any) -> Any:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import time
 import zlib
 from array import array
@@ -276,10 +277,23 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
             elif TokenFile(folder).is_outdated():
                 folder = _following(folder)
         if writes and not folder.is_dir():
-            cache.mkdir(parents=True, exist_ok=True)
+            _make_cache(cache)
             _remove_leftovers(cache)
             _build(folder, source, encoder, progress)
     return TokenFile(_newest(first))
+
+
+def _make_cache(cache: Path) -> None:
+    """Create the folder of the token cache. Raises OSError if no file can be written there."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"PackedDataset: the token cache {cache} must be a folder that can be written, got: {error}. Name another "
+            "folder by cache_dir= or $XDG_CACHE_HOME."
+        ) from error
 
 
 def _newest(first: Path) -> Path:
@@ -326,8 +340,12 @@ def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> 
     """Tokenize a source into the folder ``parts``, starting after the finished parts in this folder."""
     bar: Any = tqdm  # not typed
     records = itertools.islice(read_records(source, encoder.fields), encoder.max_samples)
-    records = bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0))
+    # The bar ends with its line, so that an error begins on a line of its own.
+    with bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0)) as shown:
+        _write_records(parts, iter(shown), encoder)
 
+
+def _write_records(parts: Path, records: Iterator[Record], encoder: Encoder) -> None:
     # The records of finished parts are read but not tokenized. Their first one may decide on the format of a file.
     start = 0
     for part in _finished_parts(parts):

@@ -119,8 +119,15 @@ class Loading:
 
         Raises:
             FileNotFoundError: the folder or a file in it is missing.
-            ValueError: the content of a file does not match the model, or an argument is not supported.
+            ValueError: the class is a base class, the content of a file does not match the model, or an argument is not
+                supported.
         """
+        # The base classes have no configuration class, and the models of families are derived from them.
+        if not hasattr(cls.config_class, "from_pretrained"):
+            raise ValueError(
+                f"from_pretrained: {cls.__name__} must be a class of a family, such as LlamaForCausalLM, got the base "
+                "class. Call liger_models.hf.register(), then AutoModelForCausalLM.from_pretrained, which chooses it."
+            )
         # Without a folder: a configuration and tensors.
         dtype = torch_dtype if dtype is None else dtype
         if pretrained_model_name_or_path is None:

@@ -115,6 +115,12 @@ class EngineGenerationMixin(GenerationMixin):
                 "multi-token prediction. Load the checkpoint by liger_models.AutoLigerModel, and pass "
                 "draft_model=LigerMTP(model) to its generate."
             )
+        if getattr(given.get("generation_config"), "assistant_early_exit", None):
+            # transformers would shorten the configuration for the draft, and leave it so if an error is raised.
+            raise ValueError(
+                "generate: assistant_early_exit must be left out, got it: a model of liger_models always runs all of "
+                "its layers. Pass a smaller model as assistant_model, or prompt_lookup_num_tokens."
+            )
         _report("drafts of an assistant")
         return super()._assisted_decoding(*args, **options)
 

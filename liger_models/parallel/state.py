@@ -459,6 +459,8 @@ def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, s
     saved = now if saved is None else saved
     skipped = {FROZEN, FORMER} if FORMER in saved else set()
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name) and name not in skipped]
+    # If two dataclasses are of different classes, their fields say no more.
+    names = [name for name in names if "." not in name or name.partition(".")[0] not in names]
     if names:
         changes = "; ".join(f"{name} {now.get(name)} instead of {saved.get(name)}" for name in names)
         raise ValueError(f"load_state: the model must be that of {checkpoint}, got {changes}. {_ANOTHER}")

@@ -45,6 +45,11 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
                 folder.mkdir(parents=True)
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise OSError(
+                    f"train: output must be a folder that can be written, got {folder.absolute()}: {error}. Name "
+                    "another by --output."
+                ) from error
             break
         return str(folder)
 

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from liger_models.common.printable import printable
 from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
+from liger_models.data.formats import DOCUMENTS
 from liger_models.data.loader import PackedLoader
 from liger_models.data.sources import find_files
 from liger_models.layers.compile_ahead import compile_early
@@ -81,6 +83,7 @@ from liger_models.train.resume import changed_options, fixed_settings
 from liger_models.train.seed import seed_all
 from liger_models.train.step_plan import StepPlan, estimate_step
 from liger_models.train.stopping import Stop, keep_signal_handlers
+from liger_models.train.targets import TargetChecks
 from liger_models.train.train_options import STORED, TrainOptions
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -117,8 +120,8 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
     started_group = start_group(device)
     options = choose_folder(options)
     output = Path(str(options.output))
-    with lock_folder(output):
-        stop = run(options, output, device, restarts=restarts)
+    with lock_folder(output), ExitStack() as cleanup:
+        stop = run(options, output, device, cleanup, restarts=restarts)
 
     # A group that the caller has made stays. Signals take effect after all cleanup.
     if started_group:
@@ -128,8 +131,13 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
     stop.leave()
 
 
-def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: bool = False) -> Stop:
-    """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals."""
+def run(
+    options: TrainOptions, output: Path, device: torch.device, cleanup: ExitStack, *, restarts: bool = False
+) -> Stop:
+    """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals.
+
+    After an error, ``cleanup`` ends the line of the progress bar.
+    """
     # Budget, mesh and seed: whatever can fail before a large model is loaded.
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     mesh = make_mesh(options, device)
@@ -178,6 +186,7 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
         )
     announce(options, model, data, step_plan, progress, start)
     log = Log(output, start, steps, device, data_ranks, report_to=options.report_to, options=asdict(options))
+    cleanup.callback(log.bar.close)
 
     if accepted is not None and start == 0:
         log.write(0, draft_acceptance=accepted)
@@ -185,6 +194,7 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
     # Signals and checks of finite numbers begin with the first step.
     checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
     finite = FiniteChecks(updates.trained, updates.scaler, options.data, checkpoints.newest)
+    targets = TargetChecks(options.length)
     loaded, batches = endless(loader), list[Batch]()
     adapters = adapter_sums(model)
     for step in range(start + 1, steps + 1):
@@ -193,6 +203,8 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
             objective.accumulate = progress.next_batches()
             batches = [objective.batch(model, next(loaded)) for _ in range(objective.accumulate)]
             operations = flops(model, batches)
+            if {*objective.formats} <= {*DOCUMENTS}:
+                targets.watch(batches)
             batches = [to_device(batch, device, model) for batch in batches]
         log.count(batches, operations)
 
@@ -211,6 +223,8 @@ def run(options: TrainOptions, output: Path, device: torch.device, *, restarts: 
             if updates.scaler.is_enabled():
                 values["loss_scale"] = updates.scaler.get_scale()
             log.write(step, epochs=progress.epochs_read(), **values, **log.rates())
+            if warning := targets.check(step, device):
+                say(warning)
             finite.check()
             if norm is None:  # the loss may be finite although gradients that no check has seen are not
                 finite.check_weights(step)
@@ -258,9 +272,14 @@ def prepare_paths(options: TrainOptions) -> None:
     """Check the paths of the data, and create the folder of the run if the options name it.
 
     Raises:
-        ValueError: a path of the data does not exist, or the output is a file.
+        ValueError: the model is a file, a path of the data does not exist, or the output is a file.
         OSError: the folder cannot be created.
     """
+    if Path(options.model).is_file():
+        raise ValueError(
+            f"train: model must be a folder or a name on the hub, got the file {options.model}. MODEL comes before "
+            "DATA."
+        )
     for path in (*options.data, *options.eval_data):
         if is_remote(path):
             Name.parse(path)  # refuses a malformed name

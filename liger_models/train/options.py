@@ -228,6 +228,31 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
     return cls(**converted)
 
 
+OF_TRAINERS = {
+    "epochs": ("num_train_epochs", "num_epochs"),
+    "batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "accumulate": ("gradient_accumulation_steps",),
+    "steps": ("max_steps",),
+    "length": ("max_seq_length", "max_length", "sequence_len", "cutoff_len", "max_seq_len"),
+    "model": ("model_name_or_path", "base_model"),
+    "data": ("dataset", "datasets", "dataset_name", "train_file"),
+    "output": ("output_dir",),
+    "log_every": ("logging_steps",),
+    "save_every": ("save_steps",),
+    "eval_every": ("eval_steps",),
+    "warmup": ("warmup_ratio", "warmup_steps"),
+    "max_norm": ("max_grad_norm",),
+    "keep": ("save_total_limit",),
+    "lora_r": ("lora_rank", "lora"),
+    "lora_targets": ("lora_target_modules", "lora_target"),
+    "optimizer": ("optim",),
+    "checkpointing": ("gradient_checkpointing",),
+    "lora_4bit": ("load_in_4bit",),
+    "dtype": ("bf16", "fp16"),
+}
+"""Maps options to the names that other trainers have for them, for errors."""
+
+
 def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
     """Return the error for an unknown option. It suggests a similar name, or an option whose help contains its words.
 
@@ -236,6 +261,10 @@ def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
         name: the unknown option.
         names: the name of each field, spelled in the style of ``name``.
     """
+    # The option that other trainers call so.
+    for option in names:
+        if name.lstrip("-").replace("-", "_").lower() in OF_TRAINERS.get(option.lstrip("-").replace("-", "_"), ()):
+            return f"{cls.__name__}: an option must be known, got {name}. Did you mean {option}?"
     # A close spelling, then words of the help, then any similar spelling, and finally all names.
     words = re.findall("[a-z]+", name.lower())
     helps = {option: field.metadata["help"].lower() for option, field in zip(names, _fields(cls), strict=True)}

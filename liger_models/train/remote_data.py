@@ -19,7 +19,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from liger_models.common.replacing import replacing
 from liger_models.convert.hub import naming
-from liger_models.data.sources import SUFFIXES
+from liger_models.data.sources import OTHERS
 from liger_models.data.tokens import default_cache
 from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank, run_on_rank_zero
 from liger_models.train import modelscope
@@ -40,8 +40,6 @@ SPLITS = {
 """Maps splits to the words by which the hub recognizes them in the names of files and folders."""
 PREFERRED = (".parquet", ".jsonl", ".ndjson", ".json", ".txt")
 """The endings of data files. If a split has files of several kinds, those of the first kind are read."""
-OTHERS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "requirements.txt")
-"""Files that have such an ending and hold no data."""
 
 Splits = dict[str, list[str]]
 """Maps splits to the files that they consist of."""
@@ -221,7 +219,7 @@ def select_files(name: Name, files: Iterable[str], card: Mapping[str, Any]) -> l
     files = [file for file in files if _is_data(file)]
     if not files:
         raise FileNotFoundError(
-            f"{name.repo}: must hold files that end in one of {', '.join(SUFFIXES)}, got none. Load it with "
+            f"{name.repo}: must hold files that end in one of {', '.join(PREFERRED)}, got none. Load it with "
             "`datasets`, write it with to_json, and train on the file."
         )
     configs = _of_card(files, card) or {"": _of_names(files)}

@@ -29,6 +29,8 @@ LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
 """Maps each method to its peak learning rate. Adapters start at zero and need a larger one."""
 COMPARING_RATES = {"full": 1e-6, "lora": 1e-5}
 """The same for objectives that compare or sample answers."""
+BATCH_SIZES = {"embed": 32, "rerank": 32, "kto": 2}
+"""Maps objectives that compare the examples of a batch to their default number of examples. For others it is 1."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_quantized"
 """Options with which the weights under adapters are quantized."""
 
@@ -67,8 +69,8 @@ class DataOptions:
     )
     max_pixels: int | None = option("most pixels of an image (Qwen-VL); default: the checkpoint's", None, at_least=1)
     batch_size: int = option(
-        "rows, or examples of what is compared, per GPU in one forward pass; default: 1, and 32 for objectives embed "
-        "and rerank",
+        "rows, or examples of what is compared, per GPU in one forward pass; default: 1; 2 for objective kto, and 32 "
+        "for embed and rerank",
         None,
         at_least=1,
     )
@@ -182,7 +184,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
         # Options whose default depends on others, as the user has given them.
         self.given = {name: getattr(self, name) for name in ("objective", "lr", "dtype", "output")}
         self.objective = self.objective or "sft"
-        self.batch_size = self.batch_size or (32 if self.objective in ("embed", "rerank") else 1)
+        self.batch_size = self.batch_size or BATCH_SIZES.get(self.objective, 1)
         if self.dtype is None and not self.lora_r:
             self.dtype = "float32"
 

@@ -380,6 +380,23 @@ def test_commands_of_a_chat(folder):
     assert "Commands" not in done.stderr
 
 
+def test_errors_do_not_end_a_chat(folder):
+    """A template that refuses a message, and an empty line. The refused message does not stay in the history."""
+    options = ["generate", "model", "--chat", "--max-new-tokens", "4", "--device", "cpu"]
+    template = "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('refused') }}{% endif %}"
+    path = folder / "tokenizer_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"chat_template": template + "{{ m.content }}{% endfor %}"})
+    )
+    done = CliRunner().invoke(commands.app, options, input="bad\n\nHi\n", env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert done.stderr.count("the chat template must accept the messages, got: refused") == 1
+    assert done.stdout.count("> ") == 4
+    done = CliRunner().invoke(commands.app, ["generate", "model", "", "--device", "cpu"])
+    assert done.exit_code == 1
+    assert "must have at least one token, got ''" in done.stderr
+
+
 @pytest.fixture
 def seeing(tmp_path, monkeypatch):
     """A tiny Qwen2-VL and an image, in the working directory."""

@@ -403,6 +403,16 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         FileNotFoundError,
         r"must hold config.json, got .*model.safetensors",
     ),
+    "a run in place of its model": (
+        lambda f: (shutil.copytree(f, f / "model"), (f / "config.json").unlink()),
+        FileNotFoundError,
+        r"must hold config.json, got .* Pass its folder model\.",
+    ),
+    "adapters in place of a model": (
+        lambda f: (f / "config.json").rename(f / "adapter_config.json"),
+        FileNotFoundError,
+        r"must hold config.json, got .* These are adapters: pass the model under them as the model",
+    ),
     "config cut off": (lambda f: (f / "config.json").write_text("{"), ValueError, r"config.json: must be JSON"),
     "config a list": (lambda f: (f / "config.json").write_text("[]"), ValueError, r"must be a JSON object, got list"),
     "other model": (

@@ -137,6 +137,21 @@ def test_batches_without_a_target_among_others(make):
         assert sorted(int((batch["labels"] != -100).sum()) for batch in batches) == [0] * 5 + [30]
 
 
+def test_long_and_unlearned_documents_are_described(make):
+    """A prompt that is longer than a row fills rows of its own, from which nothing is learned."""
+    examples = [{"prompt": "p" * 70, "completion": "c"}, {"prompt": "p", "completion": "c"}]
+    *_, longer, without = make(examples).describe().splitlines()
+    assert longer == "1 of 2 documents are longer than a row (32 tokens) and are split into several."
+    assert without.startswith(
+        "2 of the first 4 pieces have no token with a label, so nothing is learned from them: raise"
+    )
+    text = make(examples, overflow="truncate").describe()
+    assert "1 of 2 documents are longer than a row (32 tokens) and are cut.\n1 of the first 2 pieces have" in text
+    unlearned = [{"input_ids": [5, 6], "labels": [-100, -100]}, {"input_ids": [5, 6]}]
+    assert "\n1 of the first 2 documents have no token with a label" in make(unlearned).describe()
+    assert "document" not in make([{"text": "a"}]).describe()
+
+
 def test_shares_of_several_sources(make, tmp_path):
     """An epoch has so much of each; the longer source goes on in the next, and all of it is seen before any again."""
     long = write(tmp_path / "a.jsonl", [{"input_ids": [10 + n] * 32} for n in range(40)])

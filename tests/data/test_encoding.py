@@ -99,7 +99,16 @@ def test_a_prompt_whose_answers_the_template_changes(make, tokenizer):
             ['{"instruction": "a", "output": "b", "history": [5]}'],
             r"line 1: history must be a list of pairs of question and answer, got '\[5\]'",
         ),
-        (['{"messages": [{"role": "user", "content": "x"}]}'], "line 1: a chat must have a message of the assistant"),
+        (
+            ['{"messages": [{"role": "user", "content": "x"}, {"role": "Assistant", "content": "y"}]}'],
+            "line 1: a chat must have a message of the assistant, got only the roles 'user', 'Assistant'. Name them",
+        ),
+        (
+            ['{"prompt": "a", "completion": "b"}', '{"prompt": "a", "completion": null}'],
+            r"line 2: an example must be of format .*, got format prompt without a value for completion\.",
+        ),
+        (['{"text": null, "x": 1}'], r"got \['text', 'x'\] without a value for text\. Rename its columns"),
+        (['{"question": "a", "answer": 4}'], "line 1: answer must be a text, got '4'"),
         (
             ['{"messages": [{"role": "assistant", "content": ""}, {"role": "x", "content": {}}]}', ""],
             None,

@@ -132,7 +132,10 @@ def test_preference_batch_of_texts_that_share_a_token_with_their_prompt(tokenize
             [{"prompt": "a", "chosen": "b"}],
             r"pair 1: must have prompt, chosen and rejected.*got \['chosen', 'prompt'\]",
         ),
-        ([{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}], "got both"),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}],
+            "got chosen as a text, rejected as messages, prompt as a text",
+        ),
         ([{f"{name}_input_ids": [1] * (name != "chosen") for name in ("prompt", "chosen", "rejected")}], "chosen must"),
         ({"input_ids": torch.ones(2, 2), "completion_mask": torch.ones(2, 2)}, "attention_mask"),
         ({f"{name}_input_ids": torch.ones(1, 2) for name in ("prompt", "chosen", "rejected")}, "prompt_attention_mask"),
@@ -211,6 +214,48 @@ def test_malformed_answers_and_prompts_are_named_by_file_and_line(kind, example,
     with pytest.raises(ValueError, match=message) as error:
         make(path, tokenizer, **options)
     assert str(error.value).startswith(f"{path}, line 1")
+
+
+def test_pairs_as_data_sets_have_them(tokenizer, tmp_path):
+    """Prompts in other columns, of other kinds than the answers, or repeated in them: the pair is the same one."""
+    user, system = {"role": "user", "content": "q"}, {"role": "system", "content": "s"}
+    yes, no = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+
+    def documents(pair):
+        path = write(tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl", [pair])
+        data = AnswerDataset(path, tokenizer, length=64, formats=["preference"], cache_dir=tmp_path, progress=False)
+        return [data.rows[0][name].tolist() for name in ("first", "second")]
+
+    want = documents({"prompt": [user], "chosen": [yes], "rejected": [no]})
+    turns = [{"from": "human", "value": "q"}]
+    for pair in [
+        {"prompt": "q", "chosen": [user, yes], "rejected": [user, no]},
+        {"prompt": "q", "chosen": [yes], "rejected": [no]},
+        {"prompt": [user], "chosen": [user, yes], "rejected": [user, no]},
+        {"prompt": [user], "chosen": "yes", "rejected": "no"},
+        {"prompt": [user], "chosen": yes, "rejected": no},
+        {"question": "q", "chosen": "yes", "rejected": "no"},
+        {"instruction": "q", "input": "", "chosen": "yes", "rejected": "no"},
+        {"conversations": turns, "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}},
+        {name: [*turns, {"from": "gpt", "value": text}] for name, text in (("chosen", "yes"), ("rejected", "no"))},
+    ]:
+        assert documents(pair) == want, pair
+    with_system = documents({"prompt": [system, user], "chosen": [yes], "rejected": [no]})
+    assert documents({"system": "s", "question": "q", "chosen": "yes", "rejected": "no"}) == with_system
+    assert documents({"prompt": "q", "chosen": [system, user, yes], "rejected": [system, user, no]}) == with_system
+    with pytest.raises(ValueError, match="line 1: must be all texts or all messages, got chosen as messages"):
+        documents({"prompt": "another", "chosen": [user, yes], "rejected": [user, no]})
+    with pytest.raises(ValueError, match=r"got \['chosen', 'rejected'\]\. Split texts into prompt and answer"):
+        documents({"chosen": "q yes", "rejected": "q no"})
+
+    pairs = [{"prompt": "q", "chosen": "yes", "rejected": answer} for answer in ("no", "yes", "yes")]
+    data = AnswerDataset(pairs, tokenizer, length=64, formats=["preference"], cache_dir=tmp_path, progress=False)
+    assert data.describe().endswith("\n2 pairs have equal answers, from which nothing is learned.")
+    labeled = [{"prompt": "q", "completion": "yes", "label": label} for label in ("true", "False", True)]
+    data = AnswerDataset(
+        labeled, tokenizer, length=64, formats=["kto"], cache_dir=tmp_path, progress=False, shuffle=False
+    )
+    assert [int(row["second"]) for row in (data.rows[number] for number in range(3))] == [1, 0, 1]
 
 
 def test_pairs_whose_prompt_leaves_no_answer_are_left_out(tokenizer, tmp_path):

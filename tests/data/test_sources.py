@@ -1,5 +1,6 @@
 """Files and data sets of all kinds give the same examples."""
 
+import gzip
 import json
 import sys
 from itertools import islice
@@ -9,6 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from liger_models import PackedDataset, Tokenizer
+from liger_models.data.sources import read_records
 
 from .examples import Stream, counted, signature, texts, write
 
@@ -28,6 +30,56 @@ def test_files_of_all_kinds(make, tmp_path):
     assert counted(make([tmp_path / "folder", tmp_path / "c.txt"])).total() == 6
     (tmp_path / "array.json").write_text(json.dumps(examples, indent=2), encoding="utf-8")
     assert counted(make(tmp_path / "array.json")) == expected
+
+
+def test_tables_of_text_and_compressed_files(make, tmp_path):
+    """CSV as spreadsheets and pandas export it, and every kind of text compressed."""
+    examples = [{"prompt": 'a, "b"\n', "completion": "Grüße; 🙂"}, {"prompt": "c", "completion": "4"}]
+    expected = counted(make(examples))
+    comma = '\ufeffprompt,completion,label\r\n"a, ""b""\n",Grüße; 🙂,True\r\nc,4,0\r\n'
+    semicolon = 'prompt;completion\n"a, ""b""\n";"Grüße; 🙂"\nc;4\n'
+    tab = 'prompt\tcompletion\n"a, ""b""\n"\tGrüße; 🙂\nc\t4\n'
+    for name, text in {"a.csv": comma, "b.csv": semicolon, "c.tsv": tab}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    for name in ("b.csv", "c.tsv"):
+        assert counted(make(tmp_path / name)) == expected
+    labels = [record["label"] for _, record in read_records((tmp_path / "a.csv",), ["label"])]
+    assert labels == [True, 0]
+    assert counted(make(tmp_path / "a.csv", format="prompt-completion")) == expected
+
+    write(tmp_path / "d.JSONL", examples)
+    for name in ("b.csv", "d.JSONL"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        assert counted(make(tmp_path / f"{name}.gz")) == expected
+    (tmp_path / "e.json.gz").write_bytes(gzip.compress(json.dumps(examples).encode()))
+    assert counted(make(tmp_path / "e.json.gz")) == expected
+
+    for name, content, message in [
+        ("f.csv", b"prompt,completion\na,b\nc,d,e\n", "row 2: must be a row of a CSV file, got: 3 cells under 2 names"),
+        ("g.csv", "text\né".encode("latin-1"), "must be UTF-8 text"),
+        ("h.jsonl.gz", gzip.compress(bytes(999))[:-9], "must be a whole gzip file, got: Compressed file ended"),
+        ("i.jsonl.gz", b"{}", "must be a whole gzip file, got: Not a gzipped file"),
+        ("j.jsonl.zst", b"", r"must end in one of .*\.csv.* or be compressed as one of \.jsonl\.gz"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            make(tmp_path / name)
+
+
+def test_folders_of_datasets(make, tmp_path):
+    """What `save_to_disk` writes is a source. A folder of splits is none, and its error names them."""
+    datasets = pytest.importorskip("datasets")
+    examples = texts(9)
+    datasets.DatasetDict(train=datasets.Dataset.from_list(examples)).save_to_disk(
+        tmp_path / "all", num_shards={"train": 2}
+    )
+    (tmp_path / "all" / "train" / "cache-1.arrow").touch()  # of a later `map`
+    assert counted(make(tmp_path / "all" / "train")) == counted(make(examples))
+    with pytest.raises(FileNotFoundError, match=r"got only the folders train\. Name one"):
+        make(tmp_path / "all")
+    (tmp_path / "a.arrow").write_bytes(b"no Arrow file")
+    with pytest.raises(ValueError, match=r"a\.arrow: must be an Arrow file"):
+        make(tmp_path / "a.arrow")
 
 
 def test_parquet(make, tmp_path):
@@ -146,9 +198,9 @@ def test_bad_sources(make, tmp_path):
         (tmp_path / f"{name}.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             make(tmp_path / f"{name}.json")
-    (tmp_path / "a.csv").touch()
-    with pytest.raises(ValueError, match=r"a\.csv must end in one of \.jsonl"):
-        make(tmp_path / "a.csv")
+    (tmp_path / "a.xlsx").touch()
+    with pytest.raises(ValueError, match=r"a\.xlsx must end in one of \.jsonl"):
+        make(tmp_path / "a.xlsx")
     with pytest.raises(ValueError, match="Stream, example 2: an example must have"):
         list(make(Stream([{"text": "a"}, {}])))
     with pytest.raises(ValueError, match="source must be files, a data set or other examples, got dict of train, test"):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -251,6 +252,28 @@ def test_a_full_disk_is_named(make, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"the token cache .*cache must have room for the tokens, got: .*No space left"):
         make(write(tmp_path / "a.jsonl", texts(3)))
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_an_error_begins_below_the_progress_bar(make, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\nno JSON\n')
+    with pytest.raises(ValueError, match="line 2") as error:
+        make(tmp_path / "a.jsonl", progress=True)
+    shown = capsys.readouterr().err
+    assert "Tokenizing" in shown
+    assert shown.endswith("\n"), error
+
+
+def test_a_cache_that_cannot_be_written_is_named(make, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        OSError, match=r"the token cache .*file/cache must be a folder that can be written, got: .*Not a"
+    ):
+        make(texts(3), cache_dir=tmp_path / "file" / "cache")
+    monkeypatch.setattr(tokens.tempfile, "TemporaryFile", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only")))
+    with pytest.raises(
+        OSError, match=r"the token cache .*cache must be a folder that can be written, got: .*Read-only"
+    ):
+        make(texts(3))
 
 
 def test_unchanged_tokens_are_verified_once(make, tmp_path, monkeypatch):

@@ -153,6 +153,12 @@ def test_arguments_that_are_refused(folder, options, message):
         load(folder, **options)
 
 
+def test_base_classes_say_which_class_loads(folder):
+    for name in ("LigerForCausalLM", "LigerForSequenceClassification"):
+        with pytest.raises(ValueError, match=rf"{name} must be a class of a family, .* liger_models\.hf\.register\(\)"):
+            getattr(liger_models.hf, name).from_pretrained(folder)
+
+
 def test_quantization_of_transformers_is_refused(folder):
     config = transformers.BitsAndBytesConfig(load_in_4bit=True)
     message = r"\(load_in_4bit\) call liger_models\.adapters\.apply_lora and then quantize_base on"

@@ -608,3 +608,9 @@ def test_errors_of_generate(hf):
         ours.generate(ids, max_new_tokens=2, no_such_option=1)
     with pytest.raises(ValueError, match="tokenizer"):
         ours.generate(ids, max_new_tokens=2, stop_strings=["a"])
+    # transformers would shorten the configuration for its draft.
+    layers = ours.config.num_hidden_layers
+    with pytest.raises(ValueError, match="assistant_early_exit must be left out"):
+        ours.generate(ids[:1], max_new_tokens=2, do_sample=False, assistant_early_exit=1)
+    assert ours.config.num_hidden_layers == layers
+    assert ours.generate(ids[:1], max_new_tokens=2, do_sample=False).shape == (1, T + 2)

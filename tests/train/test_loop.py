@@ -655,6 +655,8 @@ def test_options_that_cannot_be(capsys):
         ("--optimizer=muon --lora-r=4", "optimizer=muon can't be combined with LoRA or moments_8bit, got"),
         ("--optimizer=muon --moments-8bit", "got lora_r=0 and moments_8bit=True"),
         ("--tensor-parallel=2 --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_paral"),
+        ("--num-train-epochs=3", "an option must be known, got --num-train-epochs. Did you mean --epochs?"),
+        ("--max_seq_length=3", "got --max_seq_length. Did you mean --length?"),
         ("--format=csv", "format must be one of chat, sharegpt, .*, got 'csv'"),
         ("--objective=dpo --format=text", "format must be one of preference, got 'text'"),
         ("--output=", "output must have a name, got ''"),
@@ -678,6 +680,8 @@ def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"the number of ranks \(1\) must be a multiple of the 2 that share a batch"):
         train(TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[str(tmp_path)], context_parallel=2))
     (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"model must be a folder or a name on the hub, got the file .*file\."):
+        train(TrainOptions(model=str(tmp_path / "file"), data=[str(tmp_path)]))
     (tmp_path / "empty").mkdir()
     for name, error in (("file", "must end in one of .jsonl"), ("empty", "must be a file or a folder of files")):
         with pytest.raises((OSError, ValueError), match=error):

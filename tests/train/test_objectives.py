@@ -354,7 +354,7 @@ def test_options_that_an_objective_does_not_read(folder):
             {"objective": "dpo", "tensor_parallel": 2},
             "tensor_parallel and context_parallel must be 1 with objective dpo",
         ),
-        ({"objective": "kto"}, "batch_size must be at least 2 with objective kto"),
+        ({"objective": "kto", "batch_size": 1}, "batch_size must be at least 2 with objective kto"),
         ({"objective": "distill"}, "objective distill needs a teacher, got none"),
         ({"objective": "distill", "teacher": "t", "divergence": "x"}, "divergence must be one of jsd, .*, got 'x'"),
         ({"max_samples": 0}, "max_samples must be at least 1, got 0"),

@@ -1,0 +1,44 @@
+"""A warning of steps in which no token has a label."""
+
+from collections.abc import Iterable
+
+import torch
+
+from liger_models.data.batch import Batch
+from liger_models.parallel.step import mean_over_ranks
+
+
+class TargetChecks:
+    """Records which steps have a token with a label, on the host, and returns a warning of the first step without any.
+
+    Args:
+        length: the number of tokens of a row, for the warning.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._learned: list[bool] = []
+        self._has_warned = False
+
+    def watch(self, batches: Iterable[Batch]) -> None:
+        """Record whether a step has a label on this rank, before its batches are copied to the device."""
+        labels = [batch["labels"] for batch in batches if "labels" in batch]
+        if labels and not self._has_warned:
+            self._learned.append(any(bool((rows != -100).any()) for rows in labels))
+
+    def check(self, step: int, device: torch.device) -> str | None:
+        """Return the warning after ``step``, once in a run. Every rank must call this method."""
+        if not self._learned:
+            return None
+        learned = mean_over_ranks(torch.tensor(self._learned, dtype=torch.float32, device=device)).tolist()
+        self._learned = []
+        if 0.0 not in learned:
+            return None
+        self._has_warned = True
+        first = step - len(learned) + 1 + learned.index(0.0)
+        return (
+            f"warning: no token of step {first} has a label, so the loss of this step is 0 and nothing is learned from "
+            f"it. The tokens of prompts have no labels, and a row has no more than length ({self._length}) tokens of a "
+            "document: raise length, or leave out long prompts and chats without a learned answer. Later steps without "
+            "labels are not reported."
+        )
