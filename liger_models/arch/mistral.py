@@ -11,14 +11,12 @@ Source: https://arxiv.org/abs/2310.06825, transformers ``models/mistral``.
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -43,7 +41,7 @@ class MistralConfig(RMSNormDecoderConfig):
         return self.sliding_window if is_sliding(layer, self.layer_types, default=True) else None
 
 
-class MistralBlock(nn.Module):
+class MistralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> None:
@@ -53,11 +51,6 @@ class MistralBlock(nn.Module):
         self.self_attn = LigerAttention.from_config(config, layer, kernels, window=config.window(layer))
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerMistral(CausalLM):

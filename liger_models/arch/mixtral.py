@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
@@ -43,7 +41,7 @@ class MixtralConfig(RMSNormDecoderConfig):
     router_jitter_noise: float = 0.0
 
 
-class MixtralBlock(nn.Module):
+class MixtralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> None:
@@ -60,11 +58,6 @@ class MixtralBlock(nn.Module):
             router_jitter=config.router_jitter_noise,
             kernel=kernels.swiglu,
         )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerMixtral(CausalLM):

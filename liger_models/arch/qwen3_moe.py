@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import (
@@ -26,7 +24,7 @@ from liger_models.convert.weight_map import (
 )
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
@@ -64,7 +62,7 @@ class Qwen3MoeConfig(RMSNormDecoderConfig):
         return step and layer not in (self.mlp_only_layers or ())
 
 
-class Qwen3MoeBlock(nn.Module):
+class Qwen3MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> None:
@@ -93,11 +91,6 @@ class Qwen3MoeBlock(nn.Module):
                 Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
                 kernel=kernels.swiglu,
             )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerQwen3MoE(CausalLM):

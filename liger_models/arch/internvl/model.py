@@ -12,7 +12,7 @@ Source: https://arxiv.org/abs/2504.10479, https://arxiv.org/abs/2508.18265, tran
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch._tiles.model import TileModel
 from liger_models.arch.internvl import names
@@ -23,7 +23,7 @@ from liger_models.arch.registry import add_family
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.decoder import CausalLMOutput
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
@@ -31,7 +31,7 @@ from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
-class InternVLBlock(nn.Module):
+class InternVLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: InternVLConfig, layer: int, kernels: KernelOptions) -> None:
@@ -56,11 +56,6 @@ class InternVLBlock(nn.Module):
                 Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
                 kernel=kernels.swiglu,
             )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerInternVL(TileModel):
