@@ -51,17 +51,6 @@ class ImageSizesModel(ImageTokenModel):
         side: int = self.visual.patch * self.visual.merge
         return side
 
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_index
-        return token
-
-    @property
-    def images_are_bidirectional(self) -> bool:
-        """False: the text model is causal for image tokens as well."""
-        return False
-
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return the arguments of the tower, or None without images.
 

@@ -10,9 +10,6 @@ Source: https://arxiv.org/abs/2504.10479, https://arxiv.org/abs/2508.18265, tran
 """
 
 from functools import partial
-from typing import Any
-
-from torch import Tensor
 
 from liger_models.arch._tiles.model import TileModel
 from liger_models.arch.internvl import names
@@ -24,7 +21,6 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.decoder import CausalLMOutput
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
@@ -66,25 +62,6 @@ class LigerInternVL(TileModel):
     tower_class = InternVLTower
     processor_class = InternVLProcessor
     replays_routing = True
-
-    def forward(
-        self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
-    ) -> CausalLMOutput:
-        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
-
-        Args:
-            input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [tiles, channels, height, width]; the tiles are in the order of their placeholders.
-            options: as in `Decoder.forward`; images need ``input_ids``.
-
-        Returns:
-            `CausalLMOutput`.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
-                `Decoder.forward`.
-        """
-        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
 
 
 add_family(

@@ -153,17 +153,6 @@ class LigerPaliGemma(EqualImageModel):
             return inputs
         return {**inputs, "token_type_ids": torch.zeros_like(prompts)}
 
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_index
-        return token
-
-    @property
-    def images_are_bidirectional(self) -> bool:
-        """False: which tokens attend to later tokens depends on the prefix alone."""
-        return False
-
     def tokens_of(self, pixels: Tensor | None) -> int:
         """See `EqualImageModel.tokens_of`."""
         tokens: int = self.config.tokens_per_image
