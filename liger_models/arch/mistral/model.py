@@ -1,11 +1,13 @@
-"""Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral: model_type ``mistral``.
+"""Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral (``mistral``), and Ministral (``ministral``).
 
 Differs from Llama: all layers attend only to the last ``sliding_window`` tokens, and there are no biases.
 ``sliding_window`` is 4096 in v0.1 and if the key is missing; it is null in later releases, which means no window. If
-config.json has ``layer_types``, only layers of type ``sliding_attention`` have the window, because transformers treats
-such a checkpoint as Ministral.
+config.json has ``layer_types``, only layers of type ``sliding_attention`` have the window. Both model types are read
+alike. The released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different architecture
+(``ministral3``).
 
-Source: https://arxiv.org/abs/2310.06825, transformers ``models/mistral``.
+Source: https://arxiv.org/abs/2310.06825, https://mistral.ai/news/ministraux, transformers ``models/mistral``,
+``models/ministral``.
 """
 
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ class MistralConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("MistralConfig", self.layer_types, self.num_hidden_layers)
+        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""
@@ -60,9 +62,21 @@ class LigerMistral(CausalLM):
     block_class = MistralBlock
 
 
+@dataclass(frozen=True, kw_only=True)
+class MinistralConfig(MistralConfig):
+    """Sizes and constants of a Ministral model, as in `MistralConfig`."""
+
+
+class LigerMinistral(LigerMistral):
+    """Ministral with its language-model head."""
+
+    config_class = MinistralConfig
+
+
 def weight_map(config: MistralConfig) -> WeightMap:
     """Maps the parameters of Mistral to the tensors of a Hugging Face checkpoint."""
     return decoder_map(config)
 
 
 add_family(LigerMistral, model_type="mistral", hf_class="MistralForCausalLM", weight_map=weight_map)
+add_family(LigerMinistral, model_type="ministral", hf_class="MinistralForCausalLM", weight_map=weight_map)
