@@ -51,6 +51,12 @@ class ImageSizesModel(ImageTokenModel):
         side: int = self.visual.patch * self.visual.merge
         return side
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image of a tower with images of one size."""
+        vision = self.config.vision_config
+        return vision.num_channels, vision.image_size, vision.image_size
+
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return the arguments of the tower, or None without images.
 
