@@ -28,13 +28,7 @@ from liger_models.arch._mamba import (
 )
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    fused_expert_rows,
-    fused_gate_up_rows,
-    qkv_rows,
-)
+from liger_models.convert.weight_map import Expression, WeightMap, fused_expert_rows, fused_gate_up_rows, qkv_rows
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention

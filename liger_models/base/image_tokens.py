@@ -10,12 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.base.vision_language import (
-    VisionLanguageModel,
-    check_input_ids,
-    check_placeholders,
-    repeated_images,
-)
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_images
 from liger_models.common.errors import check_tensors, is_traced
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache

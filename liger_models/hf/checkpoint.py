@@ -16,15 +16,7 @@ from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
 from liger_models.convert.encodings import FLOATS, StoredTensor
-from liger_models.convert.files import (
-    CONFIG,
-    as_dtype,
-    open_files,
-    read_headers,
-    read_json_config,
-    read_whole,
-    some,
-)
+from liger_models.convert.files import CONFIG, as_dtype, open_files, read_headers, read_json_config, read_whole, some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, of_whole_model, pick_map, read_assets

@@ -5,12 +5,7 @@ from typing import Any
 
 from liger_models.arch._gemma.names import PER_LAYER, attention_entries
 from liger_models.arch.gemma4.config import Gemma4TextConfig
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    decoder_map,
-    fused_expert_rows,
-)
+from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, fused_expert_rows
 from liger_models.layers.config import LAYER_TYPES
 
 IGNORED_KEYS = (
