@@ -84,8 +84,8 @@ from liger_models.arch.nemotron import LigerNemotron as LigerNemotron
 from liger_models.arch.nemotron import NemotronConfig as NemotronConfig
 from liger_models.arch.nemotron_h import LigerNemotronH as LigerNemotronH
 from liger_models.arch.nemotron_h import NemotronHConfig as NemotronHConfig
-from liger_models.arch.olmo2 import LigerOlmo2 as LigerOlmo2
-from liger_models.arch.olmo3 import LigerOlmo3 as LigerOlmo3
+from liger_models.arch.olmo2.olmo2 import LigerOlmo2 as LigerOlmo2
+from liger_models.arch.olmo2.olmo3 import LigerOlmo3 as LigerOlmo3
 from liger_models.arch.olmoe import LigerOlmoe as LigerOlmoe
 from liger_models.arch.paligemma.model import LigerPaliGemma as LigerPaliGemma
 from liger_models.arch.phi3 import LigerPhi3 as LigerPhi3
