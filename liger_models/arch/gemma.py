@@ -9,16 +9,15 @@ Source: https://arxiv.org/abs/2403.08295, transformers ``models/gemma``.
 
 from dataclasses import dataclass
 
+from liger_models.arch._gemma.base import GemmaModel
 from liger_models.arch.registry import add_family
-from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
-from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+from liger_models.layers.norm import zero_centered_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +65,11 @@ class GemmaBlock(PreNormBlock):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
 
 
-class LigerGemma(CausalLM):
+class LigerGemma(GemmaModel):
     """Gemma with its language-model head."""
 
     config_class = GemmaConfig
     block_class = GemmaBlock
-
-    def build_embedding(self, config: GemmaConfig) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
-
-    def build_norm(self, config: GemmaConfig) -> LigerRMSNorm:
-        """A norm that scales by 1 + weight."""
-        return zero_centered_norm(config, self.kernels)(config.hidden_size)
 
 
 def weight_map(config: GemmaConfig) -> WeightMap:
