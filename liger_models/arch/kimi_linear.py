@@ -30,10 +30,9 @@ from liger_models.convert.weight_map import (
     Split,
     WeightMap,
     decoder_map,
-    expert_rows,
-    fused_expert_rows,
     gate_up_rows,
     latent_attention_entries,
+    stacked_experts,
 )
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -194,11 +193,7 @@ def weight_map(
     """
     layers = range(config.num_hidden_layers)
     experts, mlp = f"model.layers.{{sparse}}.{moe}", f"model.layers.{{dense}}.{dense}"
-    if fused:
-        stacked = fused_expert_rows(f"{experts}.experts.gate_up_proj", f"{experts}.experts.down_proj")
-    else:
-        gate, up, down = (f"{experts}.experts.{{x}}.{name}.weight" for name in ("w1", "w3", "w2"))
-        stacked = expert_rows(gate, up, down, config.num_experts)
+    stacked = stacked_experts(f"{experts}.experts", config.num_experts, fused=fused, names=("w1", "w3", "w2"))
     latent = latent_attention_entries(config, "model.layers.{full}")
     shared = f"{experts}.shared_experts"
     also: dict[str, Expression | str] = {

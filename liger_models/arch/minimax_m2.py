@@ -17,7 +17,7 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
+from liger_models.convert.weight_map import WeightMap, decoder_map, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
@@ -116,12 +116,7 @@ def other_maps(config: MiniMaxM2Config) -> list[WeightMap]:
 
 def _map(config: MiniMaxM2Config, name: str, *, fused: bool) -> WeightMap:
     moe = f"model.layers.{{i}}.{name}"
-    expert = f"{moe}.experts.{{x}}"
-    gate_up, down = (
-        fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
-        if fused
-        else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
-    )
+    gate_up, down = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
     return decoder_map(
         config,
         norms=["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"],

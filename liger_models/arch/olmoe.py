@@ -15,7 +15,7 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows, sparse_mlps
+from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
@@ -95,12 +95,7 @@ def weight_map(config: OlmoeConfig, *, fused: bool = False) -> WeightMap:
         config: config of the model.
         fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
     """
-    experts = "model.layers.{sparse}.mlp.experts"
-    if fused:
-        stacked = fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj")
-    else:
-        gate, up, down = (f"{experts}.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        stacked = expert_rows(gate, up, down, config.num_experts)
+    stacked = stacked_experts("model.layers.{sparse}.mlp.experts", config.num_experts, fused=fused)
     layers = range(config.num_hidden_layers)
     return decoder_map(
         config,

@@ -14,14 +14,7 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    decoder_map,
-    expert_rows,
-    fused_expert_rows,
-    sparse_mlps,
-)
+from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
@@ -109,22 +102,9 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
 
 
-def weight_map(config: Qwen3MoeConfig) -> WeightMap:
-    """Maps the parameters of Qwen3-MoE to the tensors of a Hugging Face checkpoint."""
-    expert = "model.layers.{sparse}.mlp.experts.{x}"
-    gate_up, down = expert_rows(
-        f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight", f"{expert}.down_proj.weight", config.num_experts
-    )
-    return _map(config, gate_up, down)
-
-
-def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
-    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
-    experts = "model.layers.{sparse}.mlp.experts"
-    return [_map(config, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))]
-
-
-def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
+def weight_map(config: Qwen3MoeConfig, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of Qwen3-MoE to the tensors of a checkpoint; ``fused`` is as in `stacked_experts`."""
+    stacked = stacked_experts("model.layers.{sparse}.mlp.experts", config.num_experts, fused=fused)
     # Only sparse layers have experts. The other layers keep the names of a dense MLP.
     sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     return decoder_map(
@@ -132,7 +112,7 @@ def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> Weigh
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
-        **sparse_mlps(sparse, config.num_hidden_layers, "model", gate_up, down),
+        **sparse_mlps(sparse, config.num_hidden_layers, "model", *stacked),
     )
 
 
@@ -141,7 +121,7 @@ add_family(
     model_type="qwen3_moe",
     hf_class="Qwen3MoeForCausalLM",
     weight_map=weight_map,
-    other_maps=other_maps,
+    other_maps=lambda config: [weight_map(config, fused=True)],
     from_json=from_json,
     ignored_keys=IGNORED_KEYS,
 )
