@@ -18,6 +18,7 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -105,11 +106,6 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the number of experts also under its name in transformers 5."""
-    return {"n_routed_experts" if key == "num_experts" else key: value for key, value in hf.items()}
-
-
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Write the type of rope scaling also under the key that the released code reads."""
     rope = keys.get("rope_scaling")
@@ -127,7 +123,7 @@ add_family(
     hf_class="DeepseekV2ForCausalLM",
     weight_map=weight_map,
     other_maps=lambda config: [weight_map(config, fused=True)],
-    from_json=from_json,
+    from_json=renaming({"num_experts": "n_routed_experts"}),
     to_json=to_json,
     ignored_keys=IGNORED_KEYS,
 )

@@ -12,13 +12,12 @@ after the last layer is kept and saved again.
 Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe_lite``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
@@ -120,11 +119,6 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the number of experts also under its name in transformers 5."""
-    return {"n_routed_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
-
-
 def weight_map(config: Glm4MoeLiteConfig, *, fused: bool = False) -> WeightMap:
     """Maps the parameters of GLM-4.7-Flash to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
     return shared_moe_map(config, fused=fused, kept=[f"model.layers.{config.num_hidden_layers}."])
@@ -136,7 +130,7 @@ add_family(
     hf_class="Glm4MoeLiteForCausalLM",
     weight_map=weight_map,
     other_maps=lambda config: [weight_map(config, fused=True)],
-    from_json=from_json,
+    from_json=renaming({"num_local_experts": "n_routed_experts"}),
     ignored_keys=IGNORED_KEYS,
     mtp=partial(deepseek_mtp, mlp_layer_types=["sparse"]),
 )

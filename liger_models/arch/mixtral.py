@@ -7,13 +7,12 @@ load-balancing loss is added to the loss.
 Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, decoder_map, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -73,11 +72,6 @@ def weight_map(config: MixtralConfig) -> WeightMap:
     return _map(config, "block_sparse_moe", fused=False)
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_local_experts``, or ``num_experts``, which is an alternative name for it."""
-    return {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
-
-
 def other_maps(config: MixtralConfig) -> list[WeightMap]:
     """The layouts of transformers 5, in which the layer is called ``mlp``, or the experts are fused, or both."""
     return [
@@ -110,5 +104,5 @@ add_family(
     hf_class="MixtralForCausalLM",
     weight_map=weight_map,
     other_maps=other_maps,
-    from_json=from_json,
+    from_json=renaming({"num_experts": "num_local_experts"}),
 )

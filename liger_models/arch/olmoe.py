@@ -8,13 +8,12 @@ renormalized only if ``norm_topk_prob`` is set, and rounded to the dtype of the 
 Source: https://arxiv.org/abs/2409.02060, transformers ``models/olmoe``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -83,11 +82,6 @@ class LigerOlmoe(CausalLM):
     replays_routing = True
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_experts`` also under its name in transformers 5."""
-    return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
-
-
 def weight_map(config: OlmoeConfig, *, fused: bool = False) -> WeightMap:
     """Maps the parameters of OLMoE to the tensors of a checkpoint.
 
@@ -112,5 +106,5 @@ add_family(
     hf_class="OlmoeForCausalLM",
     weight_map=weight_map,
     other_maps=lambda config: [weight_map(config, fused=True)],
-    from_json=from_json,
+    from_json=renaming({"num_local_experts": "num_experts"}),
 )

@@ -7,13 +7,12 @@ dtype of the router logits. If ``output_router_logits`` is set, the load-balanci
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -97,11 +96,6 @@ class LigerQwen3MoE(CausalLM):
 IGNORED_KEYS = ("max_window_layers",)  # either all layers have the window or none
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_experts``, or ``num_local_experts``, which is its name in transformers 5."""
-    return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
-
-
 def weight_map(config: Qwen3MoeConfig, *, fused: bool = False) -> WeightMap:
     """Maps the parameters of Qwen3-MoE to the tensors of a checkpoint; ``fused`` is as in `stacked_experts`."""
     stacked = stacked_experts("model.layers.{sparse}.mlp.experts", config.num_experts, fused=fused)
@@ -122,6 +116,6 @@ add_family(
     hf_class="Qwen3MoeForCausalLM",
     weight_map=weight_map,
     other_maps=lambda config: [weight_map(config, fused=True)],
-    from_json=from_json,
+    from_json=renaming({"num_local_experts": "num_experts"}),
     ignored_keys=IGNORED_KEYS,
 )
