@@ -40,9 +40,9 @@ from liger_models.arch.gemma4.text import LigerGemma4Text as LigerGemma4Text
 from liger_models.arch.gemma4.text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
 from liger_models.arch.gemma4.unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
 from liger_models.arch.gemma4.unified import LigerGemma4Unified as LigerGemma4Unified
-from liger_models.arch.glm import LigerGLM as LigerGLM
-from liger_models.arch.glm4.images import LigerGlm4v as LigerGlm4v
-from liger_models.arch.glm4.text import LigerGLM4 as LigerGLM4
+from liger_models.arch.glm.images import LigerGlm4v as LigerGlm4v
+from liger_models.arch.glm.text import LigerGLM as LigerGLM
+from liger_models.arch.glm.text import LigerGLM4 as LigerGLM4
 from liger_models.arch.glm4_moe.images import LigerGlm4vMoe as LigerGlm4vMoe
 from liger_models.arch.glm4_moe.text import LigerGlm4Moe as LigerGlm4Moe
 from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
@@ -72,9 +72,9 @@ from liger_models.arch.llava_next import LigerLlavaNext as LigerLlavaNext
 from liger_models.arch.mamba2 import LigerMamba2ForCausalLM as LigerMamba2ForCausalLM
 from liger_models.arch.mamba2 import Mamba2Config as Mamba2Config
 from liger_models.arch.minimax_m2 import LigerMiniMaxM2 as LigerMiniMaxM2
-from liger_models.arch.ministral import LigerMinistral as LigerMinistral
 from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
-from liger_models.arch.mistral import LigerMistral as LigerMistral
+from liger_models.arch.mistral.model import LigerMinistral as LigerMinistral
+from liger_models.arch.mistral.model import LigerMistral as LigerMistral
 from liger_models.arch.mistral3 import LigerMistral3 as LigerMistral3
 from liger_models.arch.mixtral import LigerMixtral as LigerMixtral
 from liger_models.arch.mllama.model import LigerMllama as LigerMllama
@@ -84,8 +84,8 @@ from liger_models.arch.nemotron import LigerNemotron as LigerNemotron
 from liger_models.arch.nemotron import NemotronConfig as NemotronConfig
 from liger_models.arch.nemotron_h import LigerNemotronH as LigerNemotronH
 from liger_models.arch.nemotron_h import NemotronHConfig as NemotronHConfig
-from liger_models.arch.olmo2 import LigerOlmo2 as LigerOlmo2
-from liger_models.arch.olmo3 import LigerOlmo3 as LigerOlmo3
+from liger_models.arch.olmo2.olmo2 import LigerOlmo2 as LigerOlmo2
+from liger_models.arch.olmo2.olmo3 import LigerOlmo3 as LigerOlmo3
 from liger_models.arch.olmoe import LigerOlmoe as LigerOlmoe
 from liger_models.arch.paligemma.model import LigerPaliGemma as LigerPaliGemma
 from liger_models.arch.phi3 import LigerPhi3 as LigerPhi3

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split
+from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split, WeightMap, decoder_map, qkv_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mamba2 import LigerMamba2, StateDecay
@@ -132,6 +132,44 @@ def mixer_entries(
     for parameter in ("weight", "bias") if conv_bias else ("weight",):
         entries[f"{ours}.conv_{parameter}"] = _by_unit(f"{theirs}.conv1d.{parameter}", channels, units)
     return entries
+
+
+def hybrid_map(
+    config: Any, norms: Sequence[str], mlps: Mapping[str, Expression | str], last_norm: str = "model.norm.weight"
+) -> WeightMap:
+    """Return the weight map of a decoder whose layers have either attention or a mixer.
+
+    Args:
+        config: config of the model, a `MambaHybridConfig` with ``has_attention``.
+        norms: names of the norms of a block.
+        mlps: the entries of the MLPs.
+        last_norm: name of the weight of the last norm.
+    """
+    full, mamba = "model.layers.{full}.self_attn", "model.layers.{mamba}.mamba"
+    also: dict[str, Expression | str] = {}
+    for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
+        also["layers.{full}.self_attn.qkv_proj." + parameter] = qkv_rows(
+            *(f"{full}.{part}_proj.{parameter}" for part in "qkv"),
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+        )
+        also["layers.{full}.self_attn.o_proj." + parameter] = f"{full}.o_proj.{parameter}"
+    also |= mixer_entries(
+        "layers.{mamba}.mamba", mamba, config.mixer_sizes, bias=config.mamba_proj_bias, conv_bias=config.mamba_conv_bias
+    )
+    layers = range(config.num_hidden_layers)
+    shared = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    return decoder_map(
+        config,
+        norms=norms,
+        instead={f"{name}.weight": None for name in shared},  # no map of all layers has them
+        also={**also, **mlps, "norm.weight": last_norm},
+        over={
+            "full": [i for i in layers if config.has_attention(i)],
+            "mamba": [i for i in layers if not config.has_attention(i)],
+        },
+    )
 
 
 def read_limits(limits: Sequence[Any] | None) -> list[float] | None:

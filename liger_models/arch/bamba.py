@@ -23,13 +23,13 @@ from liger_models.arch._mamba import (
     IGNORED_MIXER_KEYS,
     MambaHybridConfig,
     build_mixer,
-    mixer_entries,
+    hybrid_map,
     read_mixer,
     write_mixer,
 )
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import Expression, WeightMap, gate_up_rows, qkv_rows
+from liger_models.convert.weight_map import Expression, WeightMap, gate_up_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
@@ -90,37 +90,12 @@ class LigerBamba(CausalLM):
 
 def weight_map(config: BambaConfig) -> WeightMap:
     """Maps the parameters of Bamba to the tensors of a Hugging Face checkpoint."""
-    layer, full, mamba = (f"model.layers.{{{index}}}" for index in ("i", "full", "mamba"))
-    entries: dict[str, Expression | str] = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        **{f"layers.{{i}}.{name}.weight": f"{layer}.{name}.weight" for name in ("input_layernorm", "pre_ff_layernorm")},
-    }
-    for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
-        entries[f"layers.{{full}}.self_attn.qkv_proj.{parameter}"] = qkv_rows(
-            *(f"{full}.self_attn.{part}_proj.{parameter}" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        )
-        entries[f"layers.{{full}}.self_attn.o_proj.{parameter}"] = f"{full}.self_attn.o_proj.{parameter}"
-    entries |= mixer_entries(
-        "layers.{mamba}.mamba", f"{mamba}.mamba", config.mixer_sizes, bias=config.mamba_proj_bias,
-        conv_bias=config.mamba_conv_bias,
-    )  # fmt: skip
+    mlps: dict[str, Expression | str] = {}
     for parameter in ("weight", "bias") if config.mlp_bias else ("weight",):
-        gate, up, down = (f"{layer}.feed_forward.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
-        entries[f"layers.{{i}}.feed_forward.gate_up_proj.{parameter}"] = gate_up_rows(gate, up)
-        entries[f"layers.{{i}}.feed_forward.down_proj.{parameter}"] = down
-    entries["norm.weight"] = "model.final_layernorm.weight"
-    if not config.tie_word_embeddings:
-        entries["lm_head.weight"] = "lm_head.weight"
-    layers = range(config.num_hidden_layers)
-    over = {
-        "i": layers,
-        "full": [i for i in layers if config.has_attention(i)],
-        "mamba": [i for i in layers if not config.has_attention(i)],
-    }
-    return WeightMap(entries, over=over, skip=["lm_head.weight"] if config.tie_word_embeddings else [])
+        gate, up, down = (f"model.layers.{{i}}.feed_forward.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
+        mlps[f"layers.{{i}}.feed_forward.gate_up_proj.{parameter}"] = gate_up_rows(gate, up)
+        mlps[f"layers.{{i}}.feed_forward.down_proj.{parameter}"] = down
+    return hybrid_map(config, ("input_layernorm", "pre_ff_layernorm"), mlps, "model.final_layernorm.weight")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LatentDecoderConfig, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -69,7 +68,7 @@ class DeepseekV2Config(LatentDecoderConfig):
         return layer >= self.first_k_dense_replace
 
 
-class DeepseekV2Block(nn.Module):
+class DeepseekV2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: DeepseekV2Config, layer: int, kernels: KernelOptions) -> None:
@@ -83,11 +82,6 @@ class DeepseekV2Block(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
             self.mlp = LigerSharedExpertMoE.from_config(config, kernels, shared_bias=config.mlp_bias)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerDeepseekV2(CausalLM):
@@ -112,11 +106,6 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the number of experts also under its name in transformers 5."""
-    return {"n_routed_experts" if key == "num_experts" else key: value for key, value in hf.items()}
-
-
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Write the type of rope scaling also under the key that the released code reads."""
     rope = keys.get("rope_scaling")
@@ -134,7 +123,7 @@ add_family(
     hf_class="DeepseekV2ForCausalLM",
     weight_map=weight_map,
     other_maps=lambda config: [weight_map(config, fused=True)],
-    from_json=from_json,
+    from_json=renaming({"num_experts": "n_routed_experts"}),
     to_json=to_json,
     ignored_keys=IGNORED_KEYS,
 )

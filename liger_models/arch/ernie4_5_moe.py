@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Rearrange, WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -80,7 +78,7 @@ class Ernie4_5MoeConfig(RMSNormDecoderConfig):
         return (layer + 1) % self.moe_layer_interval == 0 and self.moe_layer_start_index <= layer <= last
 
 
-class Ernie4_5MoeBlock(nn.Module):
+class Ernie4_5MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions) -> None:
@@ -105,11 +103,6 @@ class Ernie4_5MoeBlock(nn.Module):
             config.hidden_size, width, config.moe_num_experts, Routing(config.moe_k, normalize=True),
             correction_bias=True, fp32_router=True, fp32_router_weight=True, kernel=kernels.swiglu,
         )  # fmt: skip
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerErnie4_5Moe(CausalLM):

@@ -9,18 +9,15 @@ Source: https://arxiv.org/abs/2403.08295, transformers ``models/gemma``.
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
+from liger_models.arch._gemma.base import GemmaModel
 from liger_models.arch.registry import add_family
-from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
-from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+from liger_models.layers.norm import zero_centered_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,7 @@ class GemmaConfig(RMSNormDecoderConfig):
         check_values(self, hidden_activation=(None, *self.activations), use_bidirectional_attention=(None, False))
 
 
-class GemmaBlock(nn.Module):
+class GemmaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> None:
@@ -67,27 +64,12 @@ class GemmaBlock(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
-
-class LigerGemma(CausalLM):
+class LigerGemma(GemmaModel):
     """Gemma with its language-model head."""
 
     config_class = GemmaConfig
     block_class = GemmaBlock
-
-    def build_embedding(self, config: GemmaConfig) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
-
-    def build_norm(self, config: GemmaConfig) -> LigerRMSNorm:
-        """A norm that scales by 1 + weight."""
-        return zero_centered_norm(config, self.kernels)(config.hidden_size)
 
 
 def weight_map(config: GemmaConfig) -> WeightMap:

@@ -16,17 +16,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch._gemma.base import CappedGemmaModel
 from liger_models.arch.registry import add_family
-from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+from liger_models.layers.norm import zero_centered_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,27 +97,11 @@ class Gemma2Block(nn.Module):
         return self.post_feedforward_layernorm(x), residual
 
 
-class LigerGemma2(CausalLM):
+class LigerGemma2(CappedGemmaModel):
     """Gemma 2 with its language-model head."""
 
     config_class = Gemma2Config
     block_class = Gemma2Block
-
-    def build_embedding(self, config: Gemma2Config) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
-
-    def build_norm(self, config: Gemma2Config) -> LigerRMSNorm:
-        """A norm that scales by 1 + weight."""
-        return zero_centered_norm(config, self.kernels)(config.hidden_size)
-
-    def build_head(self, config: Gemma2Config) -> LigerLMHead:
-        """A head with capped logits."""
-        return LigerLMHead(
-            config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
-        )
 
 
 IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # the second is an old name of sliding_window

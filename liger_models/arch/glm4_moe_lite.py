@@ -12,20 +12,17 @@ after the last layer is kept and saved again.
 Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe_lite``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LatentDecoderConfig, check_layer_types, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -82,7 +79,7 @@ class Glm4MoeLiteConfig(LatentDecoderConfig):
         return layer > 0 if self.mlp_layer_types is None else self.mlp_layer_types[layer] == "sparse"
 
 
-class Glm4MoeLiteBlock(nn.Module):
+class Glm4MoeLiteBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> None:
@@ -96,11 +93,6 @@ class Glm4MoeLiteBlock(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
             self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerGlm4MoeLite(CausalLM):
@@ -127,11 +119,6 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the number of experts also under its name in transformers 5."""
-    return {"n_routed_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
-
-
 def weight_map(config: Glm4MoeLiteConfig, *, fused: bool = False) -> WeightMap:
     """Maps the parameters of GLM-4.7-Flash to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
     return shared_moe_map(config, fused=fused, kept=[f"model.layers.{config.num_hidden_layers}."])
@@ -143,7 +130,7 @@ add_family(
     hf_class="Glm4MoeLiteForCausalLM",
     weight_map=weight_map,
     other_maps=lambda config: [weight_map(config, fused=True)],
-    from_json=from_json,
+    from_json=renaming({"num_local_experts": "n_routed_experts"}),
     ignored_keys=IGNORED_KEYS,
     mtp=partial(deepseek_mtp, mlp_layer_types=["sparse"]),
 )

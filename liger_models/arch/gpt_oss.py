@@ -25,7 +25,7 @@ from liger_models.distributed.collectives import Group
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
 from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.linear import local
@@ -102,7 +102,7 @@ class GptOssAttention(LigerAttention):
         return sinks if context is None else sinks.chunk(context.size)[context.rank]
 
 
-class GptOssBlock(nn.Module):
+class GptOssBlock(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> None:
@@ -129,11 +129,6 @@ class GptOssBlock(nn.Module):
             bias=True,
             kernel=kernels.swiglu,
         )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerGptOss(CausalLM):

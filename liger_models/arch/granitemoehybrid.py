@@ -22,19 +22,13 @@ from liger_models.arch._mamba import (
     IGNORED_MIXER_KEYS,
     MambaHybridConfig,
     build_mixer,
-    mixer_entries,
+    hybrid_map,
     read_mixer,
     write_mixer,
 )
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    fused_expert_rows,
-    fused_gate_up_rows,
-    qkv_rows,
-)
+from liger_models.convert.weight_map import Expression, WeightMap, fused_expert_rows, fused_gate_up_rows
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -140,44 +134,19 @@ class LigerGraniteMoeHybrid(CausalLM):
         return super().run_blocks(embeds * self.config.embedding_multiplier, layout, states)
 
 
-def hybrid_map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> WeightMap:
+def _map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> WeightMap:
     """The weight map of Granite 4, where ``experts`` has the names of the experts' matrices and of the router."""
-    layer, full, mamba = (f"model.layers.{{{index}}}" for index in ("i", "full", "mamba"))
-    norms = "input_layernorm", "post_attention_layernorm"
-    entries: dict[str, Expression | str] = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        **{f"layers.{{i}}.{name}.weight": f"{layer}.{name}.weight" for name in norms},
-    }
-    for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
-        entries[f"layers.{{full}}.self_attn.qkv_proj.{parameter}"] = qkv_rows(
-            *(f"{full}.self_attn.{part}_proj.{parameter}" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        )
-        entries[f"layers.{{full}}.self_attn.o_proj.{parameter}"] = f"{full}.self_attn.o_proj.{parameter}"
-    entries |= mixer_entries(
-        "layers.{mamba}.mamba", f"{mamba}.mamba", config.mixer_sizes, bias=config.mamba_proj_bias,
-        conv_bias=config.mamba_conv_bias,
-    )  # fmt: skip
+    layer = "model.layers.{i}"
+    mlps: dict[str, Expression | str] = {}
     if config.num_local_experts > 0:
         gate_up, down, router = (f"{layer}.block_sparse_moe.{name}" for name in experts)
         ours = "layers.{i}.block_sparse_moe"
-        entries[f"{ours}.gate.weight"] = router
-        entries[f"{ours}.gate_up_weight"], entries[f"{ours}.down_weight"] = fused_expert_rows(gate_up, down)
+        mlps[f"{ours}.gate.weight"] = router
+        mlps[f"{ours}.gate_up_weight"], mlps[f"{ours}.down_weight"] = fused_expert_rows(gate_up, down)
     shared = f"{layer}.shared_mlp"
-    entries["layers.{i}.shared_mlp.gate_up_proj.weight"] = fused_gate_up_rows(f"{shared}.input_linear.weight")
-    entries["layers.{i}.shared_mlp.down_proj.weight"] = f"{shared}.output_linear.weight"
-    entries["norm.weight"] = "model.norm.weight"
-    if not config.tie_word_embeddings:
-        entries["lm_head.weight"] = "lm_head.weight"
-    layers = range(config.num_hidden_layers)
-    over = {
-        "i": layers,
-        "full": [i for i in layers if config.has_attention(i)],
-        "mamba": [i for i in layers if not config.has_attention(i)],
-    }
-    return WeightMap(entries, over=over, skip=["lm_head.weight"] if config.tie_word_embeddings else [])
+    mlps["layers.{i}.shared_mlp.gate_up_proj.weight"] = fused_gate_up_rows(f"{shared}.input_linear.weight")
+    mlps["layers.{i}.shared_mlp.down_proj.weight"] = f"{shared}.output_linear.weight"
+    return hybrid_map(config, ("input_layernorm", "post_attention_layernorm"), mlps)
 
 
 HUB = "input_linear.weight", "output_linear.weight", "router.layer.weight"
@@ -199,8 +168,8 @@ add_family(
     LigerGraniteMoeHybrid,
     model_type="granitemoehybrid",
     hf_class="GraniteMoeHybridForCausalLM",
-    weight_map=lambda config: hybrid_map(config, HUB),
-    other_maps=lambda config: [hybrid_map(config, MEMORY)] if config.num_local_experts > 0 else [],
+    weight_map=lambda config: _map(config, HUB),
+    other_maps=lambda config: [_map(config, MEMORY)] if config.num_local_experts > 0 else [],
     from_json=from_json,
     to_json=write_mixer,
     ignored_keys=(*IGNORED_MIXER_KEYS, "init_method", "normalization_function"),

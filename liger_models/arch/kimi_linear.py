@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -30,14 +30,13 @@ from liger_models.convert.weight_map import (
     Split,
     WeightMap,
     decoder_map,
-    expert_rows,
-    fused_expert_rows,
     gate_up_rows,
     latent_attention_entries,
+    stacked_experts,
 )
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LatentDecoderConfig, check_layer_types
 from liger_models.layers.kimi_delta_attention import LigerKimiDeltaAttention
 from liger_models.layers.latent_attention import LigerLatentAttention
@@ -117,7 +116,7 @@ class KimiLinearConfig(LatentDecoderConfig):
         return layer > 0 if self.mlp_layer_types is None else self.mlp_layer_types[layer] == SPARSE
 
 
-class KimiLinearBlock(nn.Module):
+class KimiLinearBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: KimiLinearConfig, layer: int, kernels: KernelOptions) -> None:
@@ -138,11 +137,6 @@ class KimiLinearBlock(nn.Module):
             self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
         else:
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerKimiLinear(CausalLM):
@@ -199,11 +193,7 @@ def weight_map(
     """
     layers = range(config.num_hidden_layers)
     experts, mlp = f"model.layers.{{sparse}}.{moe}", f"model.layers.{{dense}}.{dense}"
-    if fused:
-        stacked = fused_expert_rows(f"{experts}.experts.gate_up_proj", f"{experts}.experts.down_proj")
-    else:
-        gate, up, down = (f"{experts}.experts.{{x}}.{name}.weight" for name in ("w1", "w3", "w2"))
-        stacked = expert_rows(gate, up, down, config.num_experts)
+    stacked = stacked_experts(f"{experts}.experts", config.num_experts, fused=fused, names=("w1", "w3", "w2"))
     latent = latent_attention_entries(config, "model.layers.{full}")
     shared = f"{experts}.shared_experts"
     also: dict[str, Expression | str] = {

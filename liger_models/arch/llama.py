@@ -9,14 +9,12 @@ Source: https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783, tran
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -30,7 +28,7 @@ class LlamaConfig(RMSNormDecoderConfig):
     mlp_bias: bool = False
 
 
-class LlamaBlock(nn.Module):
+class LlamaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: LlamaConfig, layer: int, kernels: KernelOptions) -> None:
@@ -42,11 +40,6 @@ class LlamaBlock(nn.Module):
         )
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerLlama(CausalLM):

@@ -46,11 +46,6 @@ class LigerLlava(ImageSizesModel):
     def _has_clip(self) -> bool:
         return self.config.vision_config.model_type == CLIP  # type: ignore[no-any-return]
 
-    @property
-    def _image_size(self) -> tuple[int, int, int]:
-        vision = self.config.vision_config
-        return vision.num_channels, vision.image_size, vision.image_size
-
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
         """See `ImageSizesModel.images_of`. With CLIP, all images have the size of the tower."""
         if not self._has_clip:
@@ -58,7 +53,7 @@ class LigerLlava(ImageSizesModel):
         if pixels is None or not len(pixels):
             return None
         check_tensors(pixel_values=pixels)
-        shape = self._image_size
+        shape = self.image_shape
         if pixels.dim() != 4 or tuple(pixels.shape[1:]) != shape or sizes is not None:
             raise ValueError(
                 f"forward: pixel_values must be [images, {', '.join(map(str, shape))}] without image_sizes, got "
@@ -75,7 +70,7 @@ class LigerLlava(ImageSizesModel):
 
     def blank_image(self, embeds: Tensor) -> tuple[Tensor, ...]:
         """See `ImageTokenModel.blank_image`."""
-        return (embeds.new_zeros(1, *self._image_size),) if self._has_clip else super().blank_image(embeds)
+        return (embeds.new_zeros(1, *self.image_shape),) if self._has_clip else super().blank_image(embeds)
 
 
 def weight_map(config: LlavaConfig) -> WeightMap:

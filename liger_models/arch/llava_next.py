@@ -104,11 +104,6 @@ class LigerLlavaNext(ImageSizesModel):
     tower_class = LlavaNextTower
     processor_class = LlavaNextProcessor
 
-    @property
-    def _image_size(self) -> tuple[int, int, int]:
-        vision = self.config.vision_config
-        return vision.num_channels, vision.image_size, vision.image_size
-
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
         """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and sizes are those before resizing."""
         if pixels is None or not len(pixels):
@@ -116,7 +111,7 @@ class LigerLlavaNext(ImageSizesModel):
         check_tensors(pixel_values=pixels)
         check_integers(image_sizes=sizes)
         assert sizes is not None
-        shape = self._image_size
+        shape = self.image_shape
         if pixels.dim() != 5 or tuple(pixels.shape[2:]) != shape or tuple(sizes.shape) != (len(pixels), 2):
             raise ValueError(
                 f"forward: pixel_values must be [images, tiles, {', '.join(map(str, shape))}] and image_sizes [images, "
@@ -145,7 +140,7 @@ class LigerLlavaNext(ImageSizesModel):
         """See `ImageTokenModel.blank_image`."""
         height, width = self.config.image_grid_pinpoints[0]
         tiles = self._arrange([height, width])
-        pixels = embeds.new_zeros(1, 1 + tiles.rows * tiles.columns, *self._image_size)
+        pixels = embeds.new_zeros(1, 1 + tiles.rows * tiles.columns, *self.image_shape)
         return pixels, torch.tensor([[height, width]], device=embeds.device)
 
 

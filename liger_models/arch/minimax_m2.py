@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
+from liger_models.convert.weight_map import WeightMap, decoder_map, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
@@ -52,7 +50,7 @@ class MiniMaxM2Config(RMSNormDecoderConfig):
     eos_token_id: int | list[int] | None = 200020
 
 
-class MiniMaxM2Block(nn.Module):
+class MiniMaxM2Block(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> None:
@@ -70,11 +68,6 @@ class MiniMaxM2Block(nn.Module):
             router_jitter=config.router_jitter_noise,
             kernel=kernels.swiglu,
         )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerMiniMaxM2(CausalLM):
@@ -123,12 +116,7 @@ def other_maps(config: MiniMaxM2Config) -> list[WeightMap]:
 
 def _map(config: MiniMaxM2Config, name: str, *, fused: bool) -> WeightMap:
     moe = f"model.layers.{{i}}.{name}"
-    expert = f"{moe}.experts.{{x}}"
-    gate_up, down = (
-        fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
-        if fused
-        else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
-    )
+    gate_up, down = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
     return decoder_map(
         config,
         norms=["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"],

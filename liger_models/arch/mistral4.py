@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -33,6 +33,7 @@ from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -117,7 +118,7 @@ class Mistral4Attention(LigerLatentAttention):
         return q * scale.to(q.dtype)[..., None]
 
 
-class Mistral4Block(nn.Module):
+class Mistral4Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Mistral4Config, layer: int, kernels: KernelOptions) -> None:
@@ -138,11 +139,6 @@ class Mistral4Block(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
             self.mlp = LigerSharedExpertMoE.from_config(config, kernels, fp32_router=False)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerMistral4(CausalLM):

@@ -7,20 +7,17 @@ load-balancing loss is added to the loss.
 Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
+from liger_models.convert.config_map import renaming
+from liger_models.convert.weight_map import WeightMap, decoder_map, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
@@ -43,7 +40,7 @@ class MixtralConfig(RMSNormDecoderConfig):
     router_jitter_noise: float = 0.0
 
 
-class MixtralBlock(nn.Module):
+class MixtralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> None:
@@ -61,11 +58,6 @@ class MixtralBlock(nn.Module):
             kernel=kernels.swiglu,
         )
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
-
 
 class LigerMixtral(CausalLM):
     """Mixtral with its language-model head."""
@@ -80,11 +72,6 @@ def weight_map(config: MixtralConfig) -> WeightMap:
     return _map(config, "block_sparse_moe", fused=False)
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_local_experts``, or ``num_experts``, which is an alternative name for it."""
-    return {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
-
-
 def other_maps(config: MixtralConfig) -> list[WeightMap]:
     """The layouts of transformers 5, in which the layer is called ``mlp``, or the experts are fused, or both."""
     return [
@@ -96,13 +83,8 @@ def other_maps(config: MixtralConfig) -> list[WeightMap]:
 
 def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
     moe = f"model.layers.{{i}}.{name}"
-    expert = f"{moe}.experts.{{x}}"
     # Newer checkpoints have one tensor per projection for all experts. Older ones have three matrices per expert.
-    gate_up, down = (
-        fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
-        if fused
-        else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
-    )
+    gate_up, down = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
     # None removes an entry of `decoder_map`, here the matrices of the dense MLP.
     return decoder_map(
         config,
@@ -122,5 +104,5 @@ add_family(
     hf_class="MixtralForCausalLM",
     weight_map=weight_map,
     other_maps=other_maps,
-    from_json=from_json,
+    from_json=renaming({"num_experts": "num_local_experts"}),
 )

@@ -9,14 +9,12 @@ Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, tran
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
@@ -48,7 +46,7 @@ def norm1p(config: NemotronConfig, kernels: KernelOptions) -> LigerLayerNorm:
     return LigerLayerNorm(config.hidden_size, config.norm_eps, init_fn="zeros", offset=1.0, kernel=kernels.layer_norm)
 
 
-class NemotronBlock(nn.Module):
+class NemotronBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: NemotronConfig, layer: int, kernels: KernelOptions) -> None:
@@ -65,11 +63,6 @@ class NemotronBlock(nn.Module):
             bias=config.mlp_bias,
             kernel=kernels.swiglu,
         )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerNemotron(CausalLM):

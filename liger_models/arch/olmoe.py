@@ -8,19 +8,16 @@ renormalized only if ``norm_topk_prob`` is set, and rounded to the dtype of the 
 Source: https://arxiv.org/abs/2409.02060, transformers ``models/olmoe``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows, sparse_mlps
+from liger_models.convert.config_map import renaming
+from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
@@ -50,7 +47,7 @@ class OlmoeConfig(RMSNormDecoderConfig):
     eos_token_id: int | list[int] | None = 50279
 
 
-class OlmoeBlock(nn.Module):
+class OlmoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: OlmoeConfig, layer: int, kernels: KernelOptions) -> None:
@@ -76,11 +73,6 @@ class OlmoeBlock(nn.Module):
             kernel=kernels.swiglu,
         )
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
-
 
 class LigerOlmoe(CausalLM):
     """OLMoE with its language-model head."""
@@ -90,11 +82,6 @@ class LigerOlmoe(CausalLM):
     replays_routing = True
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_experts`` also under its name in transformers 5."""
-    return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
-
-
 def weight_map(config: OlmoeConfig, *, fused: bool = False) -> WeightMap:
     """Maps the parameters of OLMoE to the tensors of a checkpoint.
 
@@ -102,12 +89,7 @@ def weight_map(config: OlmoeConfig, *, fused: bool = False) -> WeightMap:
         config: config of the model.
         fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
     """
-    experts = "model.layers.{sparse}.mlp.experts"
-    if fused:
-        stacked = fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj")
-    else:
-        gate, up, down = (f"{experts}.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        stacked = expert_rows(gate, up, down, config.num_experts)
+    stacked = stacked_experts("model.layers.{sparse}.mlp.experts", config.num_experts, fused=fused)
     layers = range(config.num_hidden_layers)
     return decoder_map(
         config,
@@ -124,5 +106,5 @@ add_family(
     hf_class="OlmoeForCausalLM",
     weight_map=weight_map,
     other_maps=lambda config: [weight_map(config, fused=True)],
-    from_json=from_json,
+    from_json=renaming({"num_local_experts": "num_experts"}),
 )

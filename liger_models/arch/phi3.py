@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows, fused_qkv_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -65,7 +63,7 @@ class Phi3Config(RMSNormDecoderConfig):
         return int(self.head_size * (self.partial_rotary_factor or 1))
 
 
-class Phi3Block(nn.Module):
+class Phi3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Phi3Config, layer: int, kernels: KernelOptions) -> None:
@@ -75,11 +73,6 @@ class Phi3Block(nn.Module):
         self.self_attn = LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerPhi3(CausalLM):

@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, expert_rows, fused_expert_rows
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.moe import LigerMoE
@@ -77,7 +75,7 @@ class PhimoeConfig(DecoderConfig):
             )
 
 
-class PhimoeBlock(nn.Module):
+class PhimoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> None:
@@ -106,11 +104,6 @@ class PhimoeBlock(nn.Module):
             router_jitter=config.input_jitter_noise,
             kernel=kernels.swiglu,
         )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerPhimoe(CausalLM):

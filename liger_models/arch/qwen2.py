@@ -10,14 +10,12 @@ Source: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115, tran
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -47,7 +45,7 @@ class Qwen2Config(RMSNormDecoderConfig):
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
-class Qwen2Block(nn.Module):
+class Qwen2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen2Config, layer: int, kernels: KernelOptions) -> None:
@@ -57,11 +55,6 @@ class Qwen2Block(nn.Module):
         self.self_attn = LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerQwen2(CausalLM):

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
@@ -72,7 +70,7 @@ class Qwen2MoeConfig(RMSNormDecoderConfig):
         return step and layer not in (self.mlp_only_layers or ())
 
 
-class Qwen2MoeBlock(nn.Module):
+class Qwen2MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen2MoeConfig, layer: int, kernels: KernelOptions) -> None:
@@ -95,11 +93,6 @@ class Qwen2MoeBlock(nn.Module):
                 shared_size=config.shared_expert_intermediate_size,
                 kernel=kernels.swiglu,
             )
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerQwen2MoE(CausalLM):

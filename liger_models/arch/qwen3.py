@@ -10,13 +10,11 @@ Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -50,7 +48,7 @@ class Qwen3Config(RMSNormDecoderConfig):
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
-class Qwen3Block(nn.Module):
+class Qwen3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> None:
@@ -68,11 +66,6 @@ class Qwen3Block(nn.Module):
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerQwen3(CausalLM):

@@ -7,26 +7,16 @@ dtype of the router logits. If ``output_router_logits`` is set, the load-balanci
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    decoder_map,
-    expert_rows,
-    fused_expert_rows,
-    sparse_mlps,
-)
+from liger_models.convert.config_map import renaming
+from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
@@ -64,7 +54,7 @@ class Qwen3MoeConfig(RMSNormDecoderConfig):
         return step and layer not in (self.mlp_only_layers or ())
 
 
-class Qwen3MoeBlock(nn.Module):
+class Qwen3MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> None:
@@ -94,11 +84,6 @@ class Qwen3MoeBlock(nn.Module):
                 kernel=kernels.swiglu,
             )
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
-
 
 class LigerQwen3MoE(CausalLM):
     """Qwen3-MoE with its language-model head."""
@@ -111,27 +96,9 @@ class LigerQwen3MoE(CausalLM):
 IGNORED_KEYS = ("max_window_layers",)  # either all layers have the window or none
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_experts``, or ``num_local_experts``, which is its name in transformers 5."""
-    return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
-
-
-def weight_map(config: Qwen3MoeConfig) -> WeightMap:
-    """Maps the parameters of Qwen3-MoE to the tensors of a Hugging Face checkpoint."""
-    expert = "model.layers.{sparse}.mlp.experts.{x}"
-    gate_up, down = expert_rows(
-        f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight", f"{expert}.down_proj.weight", config.num_experts
-    )
-    return _map(config, gate_up, down)
-
-
-def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
-    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
-    experts = "model.layers.{sparse}.mlp.experts"
-    return [_map(config, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))]
-
-
-def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
+def weight_map(config: Qwen3MoeConfig, *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of Qwen3-MoE to the tensors of a checkpoint; ``fused`` is as in `stacked_experts`."""
+    stacked = stacked_experts("model.layers.{sparse}.mlp.experts", config.num_experts, fused=fused)
     # Only sparse layers have experts. The other layers keep the names of a dense MLP.
     sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     return decoder_map(
@@ -139,7 +106,7 @@ def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> Weigh
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
-        **sparse_mlps(sparse, config.num_hidden_layers, "model", gate_up, down),
+        **sparse_mlps(sparse, config.num_hidden_layers, "model", *stacked),
     )
 
 
@@ -148,7 +115,7 @@ add_family(
     model_type="qwen3_moe",
     hf_class="Qwen3MoeForCausalLM",
     weight_map=weight_map,
-    other_maps=other_maps,
-    from_json=from_json,
+    other_maps=lambda config: [weight_map(config, fused=True)],
+    from_json=renaming({"num_local_experts": "num_experts"}),
     ignored_keys=IGNORED_KEYS,
 )

@@ -12,14 +12,12 @@ Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (l
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -70,7 +68,7 @@ class SmolLM3Config(RMSNormDecoderConfig):
         return self.sliding_window if is_sliding(layer, self.layer_types, default=unrotated) else None
 
 
-class SmolLM3Block(nn.Module):
+class SmolLM3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: SmolLM3Config, layer: int, kernels: KernelOptions) -> None:
@@ -89,11 +87,6 @@ class SmolLM3Block(nn.Module):
         )
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerSmolLM3(CausalLM):

@@ -1,7 +1,7 @@
 """The base class of models in which image tokens replace placeholders in the text (Gemma 3, Llama 4, LLaVA and others).
 
-The ``forward`` of a family checks its inputs, and then calls `ImageTokenModel.run_with_images`. A family also defines
-the abstract methods of `ImageTokenModel`.
+A ``forward`` checks its inputs, and then calls `ImageTokenModel.run_with_images`. A family also defines the abstract
+methods of `ImageTokenModel`.
 """
 
 from abc import abstractmethod
@@ -10,12 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.base.vision_language import (
-    VisionLanguageModel,
-    check_input_ids,
-    check_placeholders,
-    repeated_images,
-)
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_images
 from liger_models.common.errors import check_tensors, is_traced
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
@@ -27,6 +22,8 @@ class ImageTokenModel(VisionLanguageModel):
 
     image_inputs: ClassVar[tuple[str, ...]]
     """Names of the arguments of `forward` for the tower. Each has one row per image, in the order of the text."""
+    placeholder_key: ClassVar[str] = "image_token_index"
+    """The field of the configuration that holds `placeholder_id`."""
 
     def run_with_images(
         self,
@@ -89,14 +86,15 @@ class ImageTokenModel(VisionLanguageModel):
         return self.run(embeds, layout, **options)
 
     @property
-    @abstractmethod
     def placeholder_id(self) -> int:
         """The id of the placeholder for an image token."""
+        token: int = getattr(self.config, self.placeholder_key)
+        return token
 
     @property
     def images_are_bidirectional(self) -> bool:
-        """Whether the tokens of an image attend to each other in both directions."""
-        return True
+        """Whether the tokens of an image attend to each other in both directions. By default they are causal."""
+        return False
 
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return the ids [B, T] to embed, with 0 at the placeholders if the embedding has no row for them."""
@@ -139,6 +137,25 @@ class EqualImageModel(ImageTokenModel):
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
     unit: ClassVar[str] = "images"
     """The name of the rows of ``pixel_values`` in messages."""
+
+    def forward(
+        self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
+    ) -> CausalLMOutput:
+        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [images or tiles, channels, height, width], in the order of their placeholders.
+            options: as in `Decoder.forward`; images need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
+                `Decoder.forward`.
+        """
+        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -197,6 +197,16 @@ def image_tokens(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[st
     return tokens
 
 
+def check_tokens(name: str, tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
+    """Raise ValueError if a tokenizer lacks one of the tokens that the processor ``name`` writes into texts."""
+    missing = [token for token in tokens if tokenizer.backend.token_to_id(token) is None]
+    if missing:
+        raise ValueError(
+            f"{name}: the tokenizer must have the tokens {', '.join(tokens)}, but lacks {', '.join(missing)}. Use the "
+            "tokenizer of the checkpoint."
+        )
+
+
 class Processor(ABC):
     """Converts texts with placeholders, and images, into inputs of ``forward`` and ``generate``.
 

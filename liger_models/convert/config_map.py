@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -312,6 +312,11 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
             f"got {nested['sliding_attention']}. The architecture scales the rotation of full attention only."
         )
     return flat
+
+
+def renaming(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function for ``from_json`` or ``to_json`` of `CheckpointFormat` that renames the keys in ``names``."""
+    return lambda settings: {names.get(key, key): value for key, value in settings.items()}
 
 
 def of_text(

@@ -16,7 +16,7 @@ class MTPFormat:
         prefix: prefix of all tensors.
         block: prefix of the tensors of the block itself, in which ``{}`` stands for the number of a layer of the block.
         names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names.
-        copies: maps the names of further tensors to the parameters of the model that they are copies of.
+        copies: maps the name of each further tensor to the parameter of the model of which it is a copy.
     """
 
     sizes: Mapping[str, Any]
@@ -31,7 +31,7 @@ def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
 
     Args:
         config: config of the model.
-        sizes: as in `MTPFormat`.
+        sizes: further fields of `MTPFormat.sizes`.
     """
     block = f"model.layers.{config.num_hidden_layers}."
     return MTPFormat(
@@ -68,10 +68,12 @@ class CheckpointFormat:
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
-        contained_in: values of ``model_type`` of checkpoints from which a model of this family can be read, too: its
-            configuration is their ``text_config``, and its tensors have the names of one of ``other_maps``.
-        peft_exchanges: whether PEFT takes the experts' matrices in transformers, [X, in, out], for [X, out, in],
-            because their module does not say that they are transposed. A and B then change places in PEFT's files.
+        contained_in: values of ``model_type`` of checkpoints that contain a model of this family. The model's
+            configuration is the ``text_config`` of such a checkpoint, and its tensors have the names of one of
+            ``other_maps``.
+        peft_exchanges: whether PEFT reads the shape [X, in, out] of the experts' matrices in transformers as
+            [X, out, in], because their module does not say that they are transposed. A and B are then exchanged in
+            PEFT's files.
         mtp: function that takes a config and returns where the block for multi-token prediction is; None for families
             without one.
         module: name of a module of the transformers model in memory, or the end of such a name. The layout of the

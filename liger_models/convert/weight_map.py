@@ -397,6 +397,24 @@ def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
     return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
 
 
+def stacked_experts(
+    experts: str, count: int, *, fused: bool, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Expression, Expression]:
+    """Return the stacked weights of a layer's experts, as from `expert_rows`.
+
+    Args:
+        experts: prefix of the experts' tensors.
+        count: number of experts.
+        fused: whether each projection of all experts of a layer is one tensor, as in transformers 5. Otherwise each
+            expert has tensors of its own.
+        names: the names of an expert's gate, up and down projection if each expert has its own.
+    """
+    if fused:
+        return fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj")
+    gate, up, down = (f"{experts}.{{x}}.{name}.weight" for name in names)
+    return expert_rows(gate, up, down, count)
+
+
 def sparse_mlps(
     sparse_layers: Sequence[int], num_layers: int, prefix: str, gate_up: Expression, down: Expression
 ) -> dict[str, Any]:
@@ -537,11 +555,8 @@ def shared_moe_map(
     """
     layers = range(config.num_hidden_layers)
     theirs, ours = f"{prefix}.layers.{{sparse}}.mlp", "layers.{sparse}.mlp"
-    if fused:
-        stacked = fused_expert_rows(f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj")
-    else:
-        gate, up, down = (f"{theirs}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        stacked = expert_rows(gate, up, down, config.n_routed_experts if experts is None else experts)
+    count = config.n_routed_experts if experts is None else experts
+    stacked = stacked_experts(f"{theirs}.experts", count, fused=fused)
     arguments = sparse_mlps([i for i in layers if config.is_sparse(i)], len(layers), prefix, *stacked)
 
     # The routed experts are a layer of their own, and the shared experts are one MLP.

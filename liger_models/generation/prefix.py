@@ -5,7 +5,8 @@ from torch import Tensor
 from liger_models.layers.kv_cache import DecodeCache
 
 TOKENS = "tokens"
-"""Key in the decode cache of [B, S] int64: the cached tokens, perhaps with further columns. Padding is -1."""
+"""Key in ``cache.extra`` of the cached tokens, [B, S] int64. Padding is -1. Columns beyond the length of the cache are
+not cached yet."""
 
 
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:

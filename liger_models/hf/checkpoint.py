@@ -16,15 +16,7 @@ from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
 from liger_models.convert.encodings import FLOATS, StoredTensor
-from liger_models.convert.files import (
-    CONFIG,
-    as_dtype,
-    open_files,
-    read_headers,
-    read_json_config,
-    read_whole,
-    some,
-)
+from liger_models.convert.files import CONFIG, as_dtype, open_files, read_headers, read_json_config, read_whole, some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, of_whole_model, pick_map, read_assets
@@ -153,11 +145,11 @@ class Loading:
                 cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
             )  # fmt: skip
 
-        # The configuration; options that are no fields of it must be arguments without effect.
+        # The configuration. All options that are not its fields must be arguments without effect.
         config_: Any = config
         if not isinstance(config, PreTrainedConfig):
             config_, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
-        config_ = copy.deepcopy(config_)  # the caller's own stays as it is
+        config_ = copy.deepcopy(config_)  # the caller's configuration is not changed
         if "attn_implementation" in options:
             config_._attn_implementation = options.pop("attn_implementation")
         _check_options(options, config_, folder)
@@ -170,7 +162,7 @@ class Loading:
             model, missing, mismatched = cls._load(config_, folder, dtype, device, ignore_mismatched_sizes)
         else:
             model = cls._from_state_dict(config_, state_dict, dtype, device)
-        # What was drawn, and what the configuration now says of the weights.
+        # Warn about random weights, and update what the configuration says about the weights.
         if missing or mismatched:
             drawn = [*missing, *(f"{name} {list(old)} -> {list(new)}" for name, old, new in mismatched)]
             logger.warning(f"{cls.__name__}: weights that {folder} lacks are drawn: {some(drawn)}. Train the model.")
@@ -210,7 +202,7 @@ class Loading:
         hf_config = to_json(config)
         missing: list[str] = []
         mismatched: list[Mismatch] = []
-        # Compare the headers of the files with a model without memory.
+        # Compare the headers of the files with a model on the meta device.
         if ignore_mismatched_sizes:
             stored = read_headers(folder)
             ours = read_config(arch.config_class, hf_config, tensors=len(stored))
@@ -218,7 +210,7 @@ class Loading:
                 twin = arch(ours)
             stored = of_whole_model(stored, format_of(arch).file_maps(ours))
             missing, mismatched = find_missing_head(twin, stored), find_mismatched(twin, stored)
-        # The usual way refuses a checkpoint that lacks anything, and needs no memory for drawn weights.
+        # `load_pretrained` refuses incomplete checkpoints, and allocates no memory for random weights.
         if missing or mismatched:
             decoder = arch.from_config(ours, dtype=as_dtype_of(stored, dtype), device=device)
             fill_decoder(decoder, stored, [*missing, *(name for name, _, _ in mismatched)])
@@ -286,7 +278,7 @@ class Checkpoint(Loading):
             )
             return
 
-        # Options: some belong to the upload, some change nothing.
+        # Some options are for the upload, and the other known ones have no effect.
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
         usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
@@ -296,7 +288,7 @@ class Checkpoint(Loading):
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
 
-        # The tensors, under the names of the decoder's parameters. All ranks take part in gathering sharded ones.
+        # The tensors, under the names of the decoder's parameters. All ranks gather sharded tensors together.
         self.model.apply_edits()
         parameters = dict(hf_model.named_parameters(remove_duplicate=False))
         if state_dict is None and any(map(is_sharded, parameters.values())):
@@ -408,11 +400,11 @@ def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> li
     """Return the tensors of a checkpoint whose shapes differ from those of a model."""
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
-    return find_mismatched_shapes({name: each.shape for name, each in weights.shapes(parameters).items()}, stored)
+    return find_mismatched_shapes({name: tensor.shape for name, tensor in weights.shapes(parameters).items()}, stored)
 
 
 def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
-    """Whether the head of a checkpoint is its embedding, if config.json leaves this to a default.
+    """Return False if config.json does not say whether the head is tied, and the family's default is that it is not.
 
     The default of transformers' class may differ from the published model (Mistral Small 3), whose head would be lost.
     """
@@ -452,7 +444,8 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: C
     """
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
-    # Copies of the drawn tensors, under the names of a checkpoint: a packed parameter may hold drawn and read ones.
+    # Copies of the random tensors, under their names in a checkpoint. A packed parameter may consist of random tensors
+    # and of tensors that are read.
     drawn = {
         name: tensor.clone()
         for ours, expression in weights.entries.items()
@@ -466,7 +459,7 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: C
         for name, tensor in stored.items():
             if name in drawn:
                 continue
-            # Tensors of no parameter are kept for the next save, or passed over.
+            # Tensors that belong to no parameter are kept for the next save, or passed over.
             with open_files() as files:
                 if name.startswith(weights.kept):
                     decoder.kept_tensors[name] = read_whole(files, tensor).clone()
@@ -515,7 +508,7 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
         decoder: the model.
         parameters: the tensors by the names of the decoder's parameters. The tensors of the head are ignored.
     """
-    # The parameters of a head that is not tied are in the weight map: empty tensors stand for them, and are left out.
+    # If the head is not tied, the weight map has its parameters. Empty tensors stand for them, and are left out below.
     entries = format_of(type(decoder)).weight_map(decoder.config).entries
     head = {name: torch.empty(0) for name in entries if name.startswith("lm_head.")}
     body = {name: tensor for name, tensor in parameters.items() if not name.startswith("lm_head.")}
@@ -561,7 +554,7 @@ def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Pa
 
 def _without_values() -> bool:
     """Return whether new parameters have no values in this context, as under Accelerate's ``init_empty_weights``."""
-    # Accelerate replaces register_parameter, so a parameter tells.
+    # Accelerate replaces `register_parameter`, which makes every new parameter a meta tensor.
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
     return probe.weight.is_meta
@@ -578,7 +571,7 @@ def _device(device_map: Any) -> torch.device:
     (device,) = devices
     if device is None:
         return torch.device("cpu")
-    # A number is an accelerator's; "auto" is the current accelerator, or the CPU without one.
+    # A number is the index of an accelerator. "auto" is the current accelerator, or the CPU if there is none.
     if device != "auto" and not isinstance(device, int):
         return torch.device(device)
 

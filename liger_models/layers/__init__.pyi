@@ -1,6 +1,7 @@
 from liger_models.layers.attention import BaseAttention as BaseAttention
 from liger_models.layers.attention import LigerAttention as LigerAttention
 from liger_models.layers.batch import BatchLayout as BatchLayout
+from liger_models.layers.block import PreNormBlock as PreNormBlock
 from liger_models.layers.config import DecoderConfig as DecoderConfig
 from liger_models.layers.config import LatentDecoderConfig as LatentDecoderConfig
 from liger_models.layers.config import RMSNormDecoderConfig as RMSNormDecoderConfig

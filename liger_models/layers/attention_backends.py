@@ -21,14 +21,7 @@ from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
 from liger_models.kernels.linear_attention.documents import flat
 from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.masks import (
-    MOST_FLASH_DIM,
-    VARLEN_OPTIONS,
-    Mask,
-    Segments,
-    takes_flash,
-    takes_segments,
-)
+from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Mask, Segments, takes_flash, takes_segments
 from liger_models.layers.recompute import repeats
 
 CAUSAL_BACKENDS = [

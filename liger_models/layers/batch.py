@@ -11,14 +11,7 @@ from liger_models.common.errors import check_tensors, check_values, is_traced
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.kv_cache import DecodeCache, Pages
-from liger_models.layers.masks import (
-    MOST_DOCUMENTS,
-    Mask,
-    Segments,
-    document_mask,
-    takes_segments,
-    text_mask,
-)
+from liger_models.layers.masks import MOST_DOCUMENTS, Mask, Segments, document_mask, takes_segments, text_mask
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -32,11 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.frozen.weight import Format, FrozenWeight
-from liger_models.layers.linear import (
-    is_sharded,
-    local,
-    sharded_as,
-)
+from liger_models.layers.linear import is_sharded, local, sharded_as
 
 
 class FrozenParameters(nn.Module):

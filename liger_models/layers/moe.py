@@ -26,14 +26,7 @@ from liger_models.kernels.moe.routing import Routing, route, route_reference
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.frozen import frozen_parts
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import (
-    ReplicatedLinear,
-    check_divisible,
-    is_sharded,
-    local,
-    local_or_none,
-    replicated,
-)
+from liger_models.layers.linear import ReplicatedLinear, check_divisible, is_sharded, local, local_or_none, replicated
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.layers.recompute import run_twice

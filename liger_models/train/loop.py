@@ -70,14 +70,7 @@ from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_
 from liger_models.train.optimizer import LigerAdamW, split_by_decay, step_in_backward
 from liger_models.train.options import read_options
 from liger_models.train.remote_data import Name, fetch_data, is_remote
-from liger_models.train.report import (
-    banner,
-    check_turn_end,
-    next_steps,
-    sample,
-    say,
-    warn_of_few_steps,
-)
+from liger_models.train.report import banner, check_turn_end, next_steps, sample, say, warn_of_few_steps
 from liger_models.train.restart import PATIENCE, new_store
 from liger_models.train.resume import changed_options, fixed_settings
 from liger_models.train.seed import seed_all

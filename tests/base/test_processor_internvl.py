@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_named():
     model = make()
     config = json.loads(model.assets["tokenizer_config.json"])
     model.assets["tokenizer_config.json"] = json.dumps(config | {"end_image_token": {"content": "<no>"}}).encode()
-    with pytest.raises(ValueError, match="must have the tokens <img> and <no>, but lacks <no>"):
+    with pytest.raises(ValueError, match="must have the tokens <img>, <no>, but lacks <no>"):
         _ = model.processor
     model = make()
     del model.assets["preprocessor_config.json"]

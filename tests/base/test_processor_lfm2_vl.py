@@ -199,7 +199,7 @@ def test_changed_settings_are_saved(tmp_path):
     model.processor.images.thumbnail = False
     model.save_pretrained(tmp_path)
     again = AutoLigerModel.from_pretrained(tmp_path, progress=False).processor.images
-    assert again.sizes() == model.processor.images.sizes()
+    assert again.settings() == model.processor.images.settings()
     assert again.max_tiles == 3
     assert not again.thumbnail
 

@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_named():
         _ = make(max_image_tokens="many").processor
     model = make()
     model.assets["tokenizer.json"] = model.assets["tokenizer.json"].replace(b"<|vid_end|>", b"<|vid_fin|>")
-    with pytest.raises(ValueError, match=r"must have the tokens .*, got none for <\|vid_end\|>"):
+    with pytest.raises(ValueError, match=r"must have the tokens .*, but lacks <\|vid_end\|>"):
         _ = model.processor
     model = make()
     del model.assets["processor_config.json"]

@@ -290,7 +290,7 @@ def test_a_saved_processor_has_its_changes(pair, tmp_path):
         same(again([text], images=[image]), want, ["pixel_values"])
         assert again.tokenizer.chat_template == processor.tokenizer.chat_template
         assert repr(again) == repr(processor)
-        options = processor.images.scanning() if arch == "gemma3" else {}  # which theirs reads from the call only
+        options = processor.images.settings() if arch == "gemma3" else {}  # which theirs reads from the call only
         same(want, theirs(folder, arch)(text=[text], images=[[image]], return_tensors="pt", **options))
     names = {path.name for path in (tmp_path / "processor").iterdir()}
     settings = "processor_config.json" if arch == "gemma4" else "preprocessor_config.json"

@@ -16,7 +16,7 @@ from liger_models.arch.gemma3.text import Gemma3TextConfig
 from liger_models.arch.granite import GraniteConfig
 from liger_models.arch.llama import LlamaConfig
 from liger_models.arch.ministral3 import Ministral3Config
-from liger_models.arch.olmo3 import Olmo3Config
+from liger_models.arch.olmo2.olmo3 import Olmo3Config
 from liger_models.arch.phi3 import Phi3Config
 from liger_models.convert import format_of
 from liger_models.convert.config_map import flat_rope, read_config, write_config

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from liger_models import LigerLlama, LigerMistral, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
-from liger_models.arch.mistral import MistralConfig
+from liger_models.arch.mistral.model import MistralConfig
 from liger_models.parallel import apply_fsdp, load_state, save_state, state
 
 from ..processes import FORKSERVER, start_forkserver

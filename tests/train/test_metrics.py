@@ -10,7 +10,7 @@ from benchmarks.training.models import flops_per_token
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.llama4.text import LigerLlama4Text
-from liger_models.arch.mistral import LigerMistral
+from liger_models.arch.mistral.model import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
 from liger_models.arch.qwen3_5.qwen3_next import LigerQwen3Next
 from liger_models.distributed.collectives import Group

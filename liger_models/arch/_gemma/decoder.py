@@ -6,24 +6,17 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from liger_models.arch._gemma.attention import GemmaLayout
+from liger_models.arch._gemma.base import CappedGemmaModel
 from liger_models.arch._gemma.per_layer import PerLayerInputs, find_ids
-from liger_models.base.causal_lm import CausalLM
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.embedding import LigerEmbedding, resize_rows, zero_padding_row
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 
 
-class GemmaDecoder(CausalLM):
+class GemmaDecoder(CappedGemmaModel):
     """A decoder whose blocks have second inputs, and whose last blocks take keys and values of earlier ones."""
 
     layout_class: ClassVar[type[BatchLayout]] = GemmaLayout
-
-    def build_embedding(self, config: Any) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
 
     def build_blocks(self, config: Any) -> nn.ModuleList:
         """Build the blocks, and the module that computes the blocks' second inputs from the tokens."""
@@ -35,12 +28,6 @@ class GemmaDecoder(CausalLM):
     def build_norm(self, config: Any) -> LigerRMSNorm:
         """A norm that multiplies by its weight in fp32."""
         return fp32_norm(config, self.kernels)(config.hidden_size)
-
-    def build_head(self, config: Any) -> LigerLMHead:
-        """A head with capped logits."""
-        return LigerLMHead(
-            config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
-        )
 
     def reset_parameters(self) -> None:
         """See `Decoder.reset_parameters`. In both token embeddings, the padding token's row is 0."""

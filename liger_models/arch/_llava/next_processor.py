@@ -15,27 +15,15 @@ from torch.nn.functional import pad
 from liger_models.arch._llava.processor import LlavaProcessor, side_of
 from liger_models.arch._towers.pixtral_processor import BICUBIC, CLIP_MEAN, CLIP_STD
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, TextOptions, image_tokens
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.base.image_processor import ImageConverter
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, image_tokens
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 
-class LlavaNextImages:
+class LlavaNextImages(ImageConverter):
     """Resizes an image to one tile, and into a canvas that is cut into tiles.
 
     Args:
@@ -95,9 +83,6 @@ class LlavaNextProcessor(LlavaProcessor):
 
     images: LlavaNextImages
 
-    def __init__(self, tokenizer: Tokenizer, images: LlavaNextImages, *, image: str, tokens: int) -> None:
-        super().__init__(tokenizer, images, image=image, tokens=tokens)
-
     @classmethod
     def of(cls, model: CausalLM) -> "LlavaNextProcessor":
         """Build the processor of a model from the settings in its checkpoint; see `LlavaProcessor.of`."""
@@ -107,54 +92,20 @@ class LlavaNextProcessor(LlavaProcessor):
         check_given(settings)
         return cls(model.tokenizer, LlavaNextImages(settings, config), image=image, tokens=tower.tokens)
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        bos: bool = True,
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; see `LlavaProcessor`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [n, tiles, 3, side,
-            side], padded to the largest number of tiles, and ``image_sizes`` [n, 2], height and width before resizing.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
-                ``max_length``.
-        """
-        texts = self.texts(texts, options)
-        tiles = each_once(self.images, one_list("LlavaNextProcessor", self.image, texts, images))
-        edits = self.replace(texts, image=[self.image * self._count(*size) for _, size in tiles])
-        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | _padded(tiles)
-
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
-        count = self._count(size.height, size.width)
-        return self.image * count, count
+        tokens = self.images.config.arrange(size.height, size.width).count(self.tokens)
+        return self.image * tokens, tokens
 
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` and ``image_sizes``."""
-        return _padded([self.images(image) for image in images])
+    def joined(self, converted: Sequence[tuple[Tensor, tuple[int, int]]]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`.
 
-    def _count(self, height: int, width: int) -> int:
-        count: int = self.images.config.arrange(height, width).count(self.tokens)
-        return count
-
-
-def _padded(images: Sequence[tuple[Tensor, tuple[int, int]]]) -> dict[str, Tensor]:
-    """Pad the tiles of images to one number; {} without images."""
-    if not images:
-        return {}
-    most = max(len(tiles) for tiles, _ in images)
-    padded = [pad(tiles, (0, 0) * 3 + (0, most - len(tiles))) for tiles, _ in images]
-    return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor([size for _, size in images])}
+        Returns:
+            ``pixel_values`` [n, tiles, 3, side, side], padded to the largest number of tiles, and ``image_sizes``
+            [n, 2], height and width before resizing.
+        """
+        if not converted:
+            return {}
+        most = max(len(tiles) for tiles, _ in converted)
+        padded = [pad(tiles, (0, 0) * 3 + (0, most - len(tiles))) for tiles, _ in converted]
+        return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor([size for _, size in converted])}

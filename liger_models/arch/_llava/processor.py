@@ -12,22 +12,13 @@ from torch import Tensor
 from liger_models.arch._llava.config import PIXTRAL
 from liger_models.arch._towers.pixtral_processor import BICUBIC, CLIP_MEAN, CLIP_STD, PixtralProcessor
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, image_tokens
+from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from typing_extensions import Unpack
 
     from liger_models.base.images import Source
 
@@ -40,7 +31,7 @@ def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-class LlavaImages:
+class LlavaImages(ImageConverter):
     """Resizes the shorter side of an image, and crops the center to the size of the tower.
 
     Args:
@@ -90,7 +81,7 @@ class LlavaImages:
         return square
 
 
-class LlavaProcessor(Processor):
+class LlavaProcessor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -101,8 +92,8 @@ class LlavaProcessor(Processor):
     """
 
     def __init__(self, tokenizer: Tokenizer, images: Any, *, image: str, tokens: int) -> None:
-        super().__init__(tokenizer)
-        self.images, self.image, self.tokens = images, image, tokens
+        super().__init__(tokenizer, images, image=image)
+        self.tokens = tokens
 
     @classmethod
     def of(cls, model: CausalLM) -> Any:
@@ -123,50 +114,10 @@ class LlavaProcessor(Processor):
         images = LlavaImages(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, image=image, tokens=tower.tokens)
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        bos: bool = True,
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
-
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
-            **options: how texts become rows; see `TextOptions`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [n, 3, image_size,
-            image_size].
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
-                ``max_length``.
-        """
-        texts = self.texts(texts, options)
-        pixels = each_once(self.images, one_list(type(self).__name__, self.image, texts, images))
-        edits = self.replace(texts, image=[self.image * self.tokens] * len(pixels))
-        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | ({"pixel_values": torch.stack(pixels)} if pixels else {})
-
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
         return self.image * self.tokens, self.tokens
 
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
-        return {"pixel_values": torch.stack([self.images(image) for image in images])} if images else {}
-
-    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
-        return super().media(parts) | {"bos": False}
+    def joined(self, converted: Sequence[Any]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
+        return {"pixel_values": torch.stack([*converted])} if converted else {}

@@ -52,15 +52,10 @@ class ImageSizesModel(ImageTokenModel):
         return side
 
     @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_index
-        return token
-
-    @property
-    def images_are_bidirectional(self) -> bool:
-        """False: the text model is causal for image tokens as well."""
-        return False
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image of a tower with images of one size."""
+        vision = self.config.vision_config
+        return vision.num_channels, vision.image_size, vision.image_size
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return the arguments of the tower, or None without images.

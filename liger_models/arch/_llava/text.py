@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
-
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -23,7 +21,7 @@ class MistralTextConfig(RMSNormDecoderConfig):
     sliding_window: int | None = 4096
 
 
-class LlavaBlock(nn.Module):
+class LlavaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
 
     The configuration may have ``attention_bias`` and ``mlp_bias``, as that of a Llama.
@@ -39,8 +37,3 @@ class LlavaBlock(nn.Module):
         )
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)

@@ -296,12 +296,7 @@ class QwenVLProcessor(Processor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "QwenVLProcessor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or sizes
-                differ from the model's.
-        """
+        """See `Processor.of`."""
         images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
         vision, config = model.config.vision_config, model.config
         sizes = {

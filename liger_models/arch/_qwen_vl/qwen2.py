@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from torch import Tensor, nn
-
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
@@ -50,7 +48,7 @@ class Qwen2VLTextConfig(RMSNormDecoderConfig):
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
-class Qwen2VLBlock(nn.Module):
+class Qwen2VLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen2VLTextConfig, layer: int, kernels: KernelOptions) -> None:
@@ -60,8 +58,3 @@ class Qwen2VLBlock(nn.Module):
         self.self_attn = LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)

@@ -1,6 +1,6 @@
 """The common forward of families that cut images into square tiles of one size (InternVL, Idefics3, SmolVLM).
 
-Each tile becomes the same number of image tokens, and the language model's attention is causal for all tokens.
+Each tile becomes the same number of image tokens.
 """
 
 from torch import Tensor
@@ -15,23 +15,13 @@ class TileModel(EqualImageModel):
     """
 
     unit = "tiles"
+    placeholder_key = "image_token_id"
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of a tile."""
         vision = self.config.vision_config
         return vision.num_channels, vision.side, vision.side
-
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_id
-        return token
-
-    @property
-    def images_are_bidirectional(self) -> bool:
-        """False: the tokens of an image attend to the tokens before them, like text."""
-        return False
 
     def tokens_of(self, pixels: Tensor | None) -> int:
         """See `EqualImageModel.tokens_of`."""

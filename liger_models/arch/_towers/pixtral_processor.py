@@ -5,31 +5,20 @@ Source: transformers ``image_processing_pil_pixtral.py``, ``processing_pixtral.p
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize
 from liger_models.common.json_files import parse_json
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 BICUBIC = 3
@@ -38,7 +27,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 FILE = "processor_config.json"
 
 
-class PixtralImages:
+class PixtralImages(ImageConverter):
     """Shrinks images whose longer side exceeds a limit, and rounds both sides up to whole image tokens.
 
     Args:
@@ -62,10 +51,14 @@ class PixtralImages:
             raise ValueError(f"preprocessor_config.json: size must have longest_edge, a number of pixels, got {size}.")
         self.longest, self.side = longest, side
         self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
-        self.as_read = longest
+        self.as_read = self.settings()
 
     def __repr__(self) -> str:
         return f"PixtralImages(longest={self.longest}, side={self.side})"
+
+    def settings(self) -> dict[str, Any]:
+        """See `ImageConverter.settings`."""
+        return {"size": {"longest_edge": self.longest}}
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the number of rows and columns of image tokens for an image of the given size in pixels."""
@@ -88,7 +81,7 @@ class PixtralImages:
         return self.normalize(to_tensor(image, (rows * self.side, columns * self.side), BICUBIC))
 
 
-class PixtralProcessor(Processor):
+class PixtralProcessor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -99,8 +92,8 @@ class PixtralProcessor(Processor):
     """
 
     def __init__(self, tokenizer: Tokenizer, images: PixtralImages, *, image: str, row_end: str, end: str) -> None:
-        super().__init__(tokenizer)
-        self.images, self.image, self.row_end, self.end = images, image, row_end, end
+        super().__init__(tokenizer, images, image=image)
+        self.row_end, self.end = row_end, end
 
     @classmethod
     def of(cls, model: CausalLM) -> "PixtralProcessor":
@@ -132,37 +125,6 @@ class PixtralProcessor(Processor):
         images = PixtralImages(settings, tower.patch * tower.merge)
         return cls(model.tokenizer, images, image=names[0], row_end=names[1], end=names[2])
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        bos: bool = True,
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
-
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
-            **options: how texts become rows; see `TextOptions`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [n, 3, height,
-            width], padded to the largest, and ``image_sizes`` [n, 2], the height and width of each.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
-                ``max_length``.
-        """
-        texts = self.texts(texts, options)
-        pixels = each_once(self.images, one_list("PixtralProcessor", self.image, texts, images))
-        grids = [(image.shape[1] // self.images.side, image.shape[2] // self.images.side) for image in pixels]
-        edits = self.replace(texts, image=[self._written(*grid) for grid in grids])
-        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | _padded(pixels)
-
     @property
     def media_tokens(self) -> tuple[str, ...]:
         """See `Processor.media_tokens`; the ends of rows belong to the image."""
@@ -171,37 +133,19 @@ class PixtralProcessor(Processor):
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
         rows, columns = self.images.grid(size.width, size.height)
-        return self._written(rows, columns), rows * (columns + 1)
-
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` and ``image_sizes``."""
-        return _padded([self.images(image) for image in images])
-
-    def _written(self, rows: int, columns: int) -> str:
         row = self.image * columns
-        return (row + self.row_end) * (rows - 1) + row + self.end
+        return (row + self.row_end) * (rows - 1) + row + self.end, rows * (columns + 1)
 
-    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
-        return super().media(parts) | {"bos": False}
+    def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`.
 
-    def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The limit of the longer side if it was changed since it was read, and otherwise nothing."""
-        longest = self.images.longest
-        return {} if longest == self.images.as_read else {"image_processor": {"size": {"longest_edge": longest}}}
-
-
-def _padded(pixels: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Pad images [3, height, width] to one size at the bottom and on the right; {} without images."""
-    if not pixels:
-        return {}
-    sizes = torch.tensor([image.shape[1:] for image in pixels])
-    height, width = sizes.amax(0).tolist()
-    padded = [pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in pixels]
-    return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+        Returns:
+            ``pixel_values`` [n, 3, height, width], padded to the largest image at the bottom and on the right, and
+            ``image_sizes`` [n, 2], the height and width of each image.
+        """
+        if not converted:
+            return {}
+        sizes = torch.tensor([image.shape[1:] for image in converted])
+        height, width = sizes.amax(0).tolist()
+        padded = [pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in converted]
+        return {"pixel_values": torch.stack(padded), "image_sizes": sizes}

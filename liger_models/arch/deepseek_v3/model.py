@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -72,7 +70,7 @@ class DeepseekV3Config(LatentDecoderConfig):
         return layer >= self.first_k_dense_replace
 
 
-class DeepseekV3Block(nn.Module):
+class DeepseekV3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: DeepseekV3Config, layer: int, kernels: KernelOptions) -> None:
@@ -86,11 +84,6 @@ class DeepseekV3Block(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
             self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerDeepseekV3(CausalLM):

@@ -30,38 +30,15 @@ class LigerGemma3(EqualImageModel, Gemma3Decoder):
     config_class = Gemma3Config
     tower_class = Gemma3Tower
     processor_class = Gemma3Processor
+    images_are_bidirectional = True
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        pixel_values: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **options: Any,
-    ) -> CausalLMOutput:
-        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
+    def forward(self, input_ids: Tensor | None = None, *, token_type_ids: Any = None, **options: Any) -> CausalLMOutput:
+        """See `EqualImageModel.forward`.
 
-        Args:
-            input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [images, channels, height, width]; the images are in the order of their placeholders.
-            token_type_ids: ignored; accepted because the processor of transformers returns it.
-            options: as in `Decoder.forward`; images need ``input_ids``.
-
-        Returns:
-            `CausalLMOutput`.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
-                `Decoder.forward`.
+        ``token_type_ids`` are ignored. They are accepted because the processor of transformers returns them.
         """
-        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
-
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_index
-        return token
+        return super().forward(input_ids, **options)
 
     def tokens_of(self, pixels: Tensor | None) -> int:
         """See `EqualImageModel.tokens_of`."""

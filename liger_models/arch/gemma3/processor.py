@@ -4,31 +4,19 @@ Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py`
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, image_tokens
+from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 BILINEAR = 2
@@ -64,7 +52,7 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
     return [(0, start, width, min(start + part, height)) for start in starts]
 
 
-class Gemma3Images:
+class Gemma3Images(ImageConverter):
     """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added and resized, too.
 
     Args:
@@ -84,13 +72,13 @@ class Gemma3Images:
         self.most = settings.get("pan_and_scan_max_num_crops") or 4
         self.ratio = settings.get("pan_and_scan_min_ratio_to_activate") or 1.2
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
-        self.as_read = self.scanning()
+        self.as_read = self.settings()
 
     def __repr__(self) -> str:
         return f"Gemma3Images(size={self.size}, scans={self.scans})"
 
-    def scanning(self) -> dict[str, Any]:
-        """The pan-and-scan attributes, which users may change, under their names in the settings."""
+    def settings(self) -> dict[str, Any]:
+        """See `ImageConverter.settings`."""
         return {
             "do_pan_and_scan": self.scans,
             "pan_and_scan_min_crop_size": self.least,
@@ -109,7 +97,7 @@ class Gemma3Images:
         return self.normalize(torch.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)]))
 
 
-class Gemma3Processor(Processor):
+class Gemma3Processor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -123,18 +111,13 @@ class Gemma3Processor(Processor):
     def __init__(
         self, tokenizer: Tokenizer, images: Gemma3Images, *, begin: str, image: str, end: str, tokens: int
     ) -> None:
-        super().__init__(tokenizer)
-        self.images, self.begin, self.image, self.tokens = images, begin, image, tokens
+        super().__init__(tokenizer, images, image=image)
+        self.begin, self.tokens = begin, tokens
         self.expanded = f"\n\n{begin}{image * tokens}{end}\n\n"
 
     @classmethod
     def of(cls, model: CausalLM) -> "Gemma3Processor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config = model.config
         # The model's configuration has the ids of the placeholders; the processor's files have the image settings.
         settings = settings_of(model.assets, "image_processor")
@@ -144,69 +127,21 @@ class Gemma3Processor(Processor):
         images = Gemma3Images(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, begin=begin, image=image, end=end, tokens=config.mm_tokens_per_image)
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        bos: bool = True,
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
-
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
-            **options: how texts become rows; see `TextOptions`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [n, 3, image_size,
-            image_size].
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
-                ``max_length``.
-        """
-        # The pixels come first, because an image's number of crops determines how many tokens replace its placeholder.
-        texts = self.texts(texts, options)
-        pixels = each_once(self.images, one_list("Gemma3Processor", self.begin, texts, images))
-        edits = self.replace(texts, image=[self._written(len(tiles) - 1) for tiles in pixels])
-        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
-
     @property
-    def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`."""
-        return {"image": re.escape(self.begin)}
+    def placeholder_token(self) -> str:
+        """See `ImageProcessor.placeholder_token`."""
+        return self.begin
 
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
         pieces = len(self.images.crops((size.width, size.height)))
-        return self._written(pieces), (1 + pieces) * self.tokens
-
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
-        return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}
-
-    def _written(self, pieces: int) -> str:
         if not pieces:
-            return self.expanded
+            return self.expanded, self.tokens
         # The checkpoint was trained with these words around the crops.
         crops = " ".join([self.expanded] * pieces)
-        return f"Here is the original image {self.expanded} and here are some crops to help you see better {crops}"
+        text = f"Here is the original image {self.expanded} and here are some crops to help you see better {crops}"
+        return text, (1 + pieces) * self.tokens
 
-    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
-        return super().media(parts) | {"bos": False}
-
-    def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The pan-and-scan settings if they were changed since they were read, and otherwise nothing."""
-        settings = self.images.scanning()
-        return {} if settings == self.images.as_read else {"image_processor": settings}
+    def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
+        return {"pixel_values": torch.cat([*converted])} if converted else {}

@@ -16,17 +16,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch._gemma.base import CappedGemmaModel, GemmaModel
 from liger_models.arch.registry import add_family
-from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import flat_rope
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+from liger_models.layers.norm import zero_centered_norm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 from liger_models.layers.rope import RotaryEmbedding
 
@@ -109,20 +107,10 @@ class Gemma3Block(nn.Module):
         return self.post_feedforward_layernorm(x), residual
 
 
-class Gemma3Decoder(CausalLM):
+class Gemma3Decoder(GemmaModel):
     """The decoder of Gemma 3, for models with and without images."""
 
     block_class = Gemma3Block
-
-    def build_embedding(self, config: Gemma3TextConfig) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
-
-    def build_norm(self, config: Gemma3TextConfig) -> LigerRMSNorm:
-        """A norm that scales by 1 + weight."""
-        return zero_centered_norm(config, self.kernels)(config.hidden_size)
 
     def build_rotary(self, config: Gemma3TextConfig) -> dict[str, nn.Module]:
         """One rotary embedding per layer type. The base of layers with a window is ``rope_local_base_freq``."""
@@ -130,16 +118,10 @@ class Gemma3Decoder(CausalLM):
         return {"full_attention": super().build_rotary(config)["default"], "sliding_attention": sliding}
 
 
-class LigerGemma3Text(Gemma3Decoder):
+class LigerGemma3Text(Gemma3Decoder, CappedGemmaModel):
     """Gemma 3 (text) with its language-model head."""
 
     config_class = Gemma3TextConfig
-
-    def build_head(self, config: Gemma3TextConfig) -> LigerLMHead:
-        """A head with capped logits."""
-        return LigerLMHead(
-            config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
-        )
 
 
 IGNORED_KEYS = (

@@ -48,6 +48,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
     tower_class: ClassVar[Callable[..., nn.Module]]
     """Builds the module from patches to image tokens; called with ``(vision_config, width of a token, kernels)``."""
     processor_class = Gemma4Processor
+    placeholder_key = "image_token_id"
     image_inputs = ("pixel_values", "image_position_ids")
     prompt_inputs: ClassVar[tuple[str, ...]] = (*image_inputs, "mm_token_type_ids", *REFUSED)
 
@@ -111,12 +112,6 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
                 f"{list(positions.shape)}."
             )
         return (pixels, positions) if len(pixels) else None  # collators pass empty tensors for text-only batches
-
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_id
-        return token
 
     @property
     def images_are_bidirectional(self) -> bool:

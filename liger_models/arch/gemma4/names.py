@@ -5,17 +5,12 @@ from typing import Any
 
 from liger_models.arch._gemma.names import PER_LAYER, attention_entries
 from liger_models.arch.gemma4.config import Gemma4TextConfig
-from liger_models.convert.weight_map import (
-    Expression,
-    WeightMap,
-    decoder_map,
-    fused_expert_rows,
-)
+from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, fused_expert_rows
 from liger_models.layers.config import LAYER_TYPES
 
 IGNORED_KEYS = (
     "cache_implementation",  # a generation setting
-    "per_layer_config",  # what transformers derives from the keys above, and reads again
+    "per_layer_config",  # sizes of single layers, which `_of_full_layers` reads
     "expert_intermediate_size",  # an old name of moe_intermediate_size, null in the files that have it
 )
 
@@ -39,7 +34,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
         full_type = "proportional"  # the default of transformers, with its share
     flat["rope_theta"], flat["rope_local_base_freq"] = full.pop("rope_theta", None), sliding.pop("rope_theta", None)
 
-    # What is left over would be ignored.
+    # Any other setting would be ignored, so it is refused.
     supported = full_type in ("proportional", "default") and sliding.pop("rope_type", "default") == "default"
     if not supported or full or sliding or rope.keys() - set(LAYER_TYPES):
         raise ValueError(
@@ -85,7 +80,7 @@ def text_map(
     over: Mapping[str, Sequence[int]] | None = None,
     kept: Sequence[str] = (),
 ) -> WeightMap:
-    """Maps the language model's parameters to tensors that begin with ``prefix``; other arguments add entries."""
+    """Maps the parameters of the language model to the tensors of a checkpoint; see `decoder_map`."""
     block = f"{prefix}.layers.{{i}}"
     norms = [
         "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm",

@@ -6,36 +6,25 @@ Source: transformers ``image_processing_pil_gemma4.py``, ``image_processing_gemm
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, image_tokens
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 BICUBIC = 3
 
 
-class Gemma4Images:
+class Gemma4Images(ImageConverter):
     """Resizes images to the allowed number of image tokens, keeping the aspect ratio, and cuts them into patches.
 
     Args:
@@ -58,10 +47,11 @@ class Gemma4Images:
         self.patch, self.pool = (patch * pool, 1) if merge else (patch, pool)
         self.max_soft_tokens = tokens
         self.normalize = Normalize({"do_normalize": False, **settings}, [0.0] * 3, [1.0] * 3)
-        self.as_read = tokens
+        self.as_read = self.settings()
 
-    def __repr__(self) -> str:
-        return f"Gemma4Images(max_soft_tokens={self.max_soft_tokens})"
+    def settings(self) -> dict[str, Any]:
+        """See `ImageConverter.settings`."""
+        return {"max_soft_tokens": self.max_soft_tokens}
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the number of rows and columns of image tokens for an image of the given width and height."""
@@ -89,7 +79,7 @@ class Gemma4Images:
         return torch.nn.functional.pad(patches, padding), torch.nn.functional.pad(positions, padding, value=-1)
 
 
-class Gemma4Processor(Processor):
+class Gemma4Processor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -99,17 +89,12 @@ class Gemma4Processor(Processor):
     """
 
     def __init__(self, tokenizer: Tokenizer, images: Gemma4Images, *, begin: str, image: str, end: str) -> None:
-        super().__init__(tokenizer)
-        self.images, self.begin, self.image, self.end = images, begin, image, end
+        super().__init__(tokenizer, images, image=image)
+        self.begin, self.end = begin, end
 
     @classmethod
     def of(cls, model: CausalLM) -> "Gemma4Processor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config = model.config
         settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_id, config.image_token_id, config.eoi_token_id
@@ -120,73 +105,22 @@ class Gemma4Processor(Processor):
         images = Gemma4Images(settings, vision.patch_size, vision.pooling_kernel_size, merge)
         return cls(model.tokenizer, images, begin=begin, image=image, end=end)
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        audio: None = None,
-        videos: None = None,
-        bos: bool = True,
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
-
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
-            audio, videos: must be left out.
-            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
-            **options: how texts become rows; see `TextOptions`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [n, P, 3 · patch²] and
-            ``image_position_ids`` [n, P, 2].
-
-        Raises:
-            ValueError: there is audio or a video, the number of placeholders does not match the number of images, or
-                image tokens do not fit into ``max_length``.
-        """
+    def __call__(self, *arguments: Any, audio: None = None, videos: None = None, **options: Any) -> ModelInputs:
+        """See `ImageProcessor.__call__`; ``audio`` and ``videos`` must be left out."""
         if audio or videos:
             raise ValueError(
                 "Gemma4Processor: audio and videos must be left out, got some. The model takes texts and images."
             )
-        texts = self.texts(texts, options)
-        pairs = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
-        # Each placeholder becomes as many tokens as its image has, between a begin and an end.
-        patches = [int((positions >= 0).all(-1).sum()) for _, positions in pairs]
-        edits = self.replace(texts, image=[self._written(count // self.images.pool**2) for count in patches])
-        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | self._stacked(pairs)
-
-    @staticmethod
-    def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        names = ("pixel_values", "image_position_ids")
-        return {name: torch.stack(column) for name, column in zip(names, zip(*pairs, strict=True), strict=bool(pairs))}
+        return super().__call__(*arguments, **options)
 
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
         tokens = math.prod(self.images.tokens((size.width, size.height)))
-        return self._written(tokens), tokens
+        return f"{self.begin}{self.image * tokens}{self.end}", tokens
 
-    def _written(self, tokens: int) -> str:
-        return f"{self.begin}{self.image * tokens}{self.end}"
-
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` [n, P, 3 · patch²] and ``image_position_ids`` [n, P, 2]."""
-        return self._stacked([self.images(image) for image in images])
-
-    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
-        return super().media(parts) | {"bos": False}
-
-    def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The maximum number of tokens per image if it was changed, and otherwise nothing."""
-        tokens = self.images.max_soft_tokens
-        return {} if tokens == self.images.as_read else {"image_processor": {"max_soft_tokens": tokens}}
+    def joined(self, converted: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`; returns ``pixel_values`` [n, P, 3 · patch²] and ``image_position_ids``."""
+        if not converted:
+            return {}
+        pixels, positions = (torch.stack(column) for column in zip(*converted, strict=True))
+        return {"pixel_values": pixels, "image_position_ids": positions}

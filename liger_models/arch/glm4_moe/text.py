@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import deepseek_mtp
@@ -27,7 +25,7 @@ from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
@@ -77,7 +75,7 @@ class Glm4MoeConfig(RMSNormDecoderConfig):
         return layer >= self.first_k_dense_replace
 
 
-class Glm4MoeBlock(nn.Module):
+class Glm4MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> None:
@@ -92,11 +90,6 @@ class Glm4MoeBlock(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         else:
             self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerGlm4Moe(CausalLM):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch._tiles.model import TileModel
 from liger_models.arch._towers.siglip import siglip_entries
@@ -25,13 +25,13 @@ from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.decoder import CausalLMOutput
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 
 
-class Idefics3Block(nn.Module):
+class Idefics3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Idefics3Config, layer: int, kernels: KernelOptions) -> None:
@@ -43,11 +43,6 @@ class Idefics3Block(nn.Module):
         )
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class Idefics3Model(TileModel):

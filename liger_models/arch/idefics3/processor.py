@@ -5,30 +5,19 @@ Source: transformers ``image_processing_pil_idefics3.py``, ``processing_idefics3
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, check_tokens, image_tokens
+from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 LANCZOS = 1
@@ -66,7 +55,7 @@ def whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
     return math.ceil(int(rows * side * ratio) / side), rows
 
 
-class Idefics3Images:
+class Idefics3Images(ImageConverter):
     """Resizes an image by its longer side, enlarges it to whole tiles, and adds a tile with the whole image.
 
     Args:
@@ -93,13 +82,13 @@ class Idefics3Images:
         self.side, self.longest_edge = image_size, size["longest_edge"]
         self.splits = settings.get("do_image_splitting") is not False
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
-        self.as_read = self.sizes()
+        self.as_read = self.settings()
 
     def __repr__(self) -> str:
         return f"Idefics3Images(side={self.side}, longest_edge={self.longest_edge}, splits={self.splits})"
 
-    def sizes(self) -> dict[str, Any]:
-        """The attributes that users may change, under their names in the settings."""
+    def settings(self) -> dict[str, Any]:
+        """See `ImageConverter.settings`."""
         return {"size": {"longest_edge": self.longest_edge}, "do_image_splitting": self.splits}
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -125,7 +114,7 @@ class Idefics3Images:
         return self.normalize(torch.cat([cut, to_tensor(image, whole, LANCZOS)[None]]))
 
 
-class Idefics3Processor(Processor):
+class Idefics3Processor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -136,69 +125,49 @@ class Idefics3Processor(Processor):
         tokens: number of tokens per tile.
     """
 
+    video = VIDEO
+
     def __init__(self, tokenizer: Tokenizer, images: Idefics3Images, *, image: str, tokens: int) -> None:
-        super().__init__(tokenizer)
-        self.images, self.image, self.tokens = images, image, tokens
+        super().__init__(tokenizer, images, image=image)
+        self.tokens = tokens
 
     @classmethod
     def of(cls, model: CausalLM) -> "Idefics3Processor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config = model.config
         settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("Idefics3Processor", model.tokenizer, [config.image_token_id])
         check_given(settings)
-        if model.tokenizer.backend.token_to_id(AROUND) is None:
-            raise ValueError(
-                f"Idefics3Processor: the tokenizer must have the token {AROUND}, got {len(model.tokenizer)} tokens "
-                "without it. Use the tokenizer of the checkpoint."
-            )
+        check_tokens("Idefics3Processor", model.tokenizer, [AROUND])
         images = Idefics3Images(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, image=image, tokens=config.tokens_per_tile)
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        bos: bool = True,
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """See `Processor.written`."""
+        columns, rows = self.images.grid((size.width, size.height))
+        tile = self.image * self.tokens
+        cut = "".join(
+            "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        text = (f"{cut}\n" if cut else "") + f"{AROUND}{GLOBAL}{tile}{AROUND}"
+        return text, (columns * rows + 1) * self.tokens
 
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
-            **options: how texts become rows; see `TextOptions`.
+    def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, side, side]."""
+        return {"pixel_values": torch.cat([*converted])} if converted else {}
+
+    def batched(self, texts: Sequence[str], converted: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `ImageProcessor.batched`.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [B, M, 3, side,
-            side] and ``pixel_attention_mask`` [B, M, side, side], where M is the largest number of tiles in one text.
-            The mask is 0 on the tiles that texts with fewer tiles lack.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, a text has the placeholder of a
-                video, or image tokens do not fit into ``max_length``.
+            ``pixel_values`` [B, M, 3, side, side] and ``pixel_attention_mask`` [B, M, side, side], where M is the
+            largest number of tiles in one text. The mask is 0 on the tiles that texts with fewer tiles lack.
         """
-        texts = self.texts(texts, options)
-        if any(VIDEO in text for text in texts):
-            raise ValueError(
-                f"Idefics3Processor: texts must have no {VIDEO}, because videos are not read. Pass frames as images, "
-                "each with its own placeholder."
-            )
-        sources = [read_image(source) for source in one_list("Idefics3Processor", self.image, texts, images)]
-        grids = [self.images.grid(image.size) for image in sources]
-        edits = self.replace(texts, image=[self._written(*grid) for grid in grids])
-        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        if not sources:
-            return out
+        if not converted:
+            return {}
         # The tiles of each text, padded to those of the text with the most.
-        following = iter(each_once(self.images, sources))
+        following = iter(converted)
         rows = [[next(following) for _ in range(text.count(self.image))] for text in texts]
         side, most = self.images.side, max(sum(map(len, row)) for row in rows)
         pixels = torch.zeros(len(rows), most, 3, side, side)
@@ -207,36 +176,4 @@ class Idefics3Processor(Processor):
             if row:
                 tiles = torch.cat(row)
                 pixels[index, : len(tiles)], mask[index, : len(tiles)] = tiles, 1
-        return out | {"pixel_values": pixels, "pixel_attention_mask": mask}
-
-    def written(self, size: MediaSize) -> tuple[str, int]:
-        """See `Processor.written`."""
-        columns, rows = self.images.grid((size.width, size.height))
-        return self._written(columns, rows), (columns * rows + 1) * self.tokens
-
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` [tiles, 3, side, side]."""
-        return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}
-
-    def _written(self, columns: int, rows: int) -> str:
-        tile = self.image * self.tokens
-        cut = "".join(
-            "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
-            for row in range(1, rows + 1)
-        )
-        return (f"{cut}\n" if cut else "") + f"{AROUND}{GLOBAL}{tile}{AROUND}"
-
-    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
-        return super().media(parts) | {"bos": False}
-
-    def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The settings of tiles if they were changed since they were read, and otherwise nothing."""
-        sizes = self.images.sizes()
-        return {} if sizes == self.images.as_read else {"image_processor": sizes}
+        return {"pixel_values": pixels, "pixel_attention_mask": mask}

@@ -10,9 +10,6 @@ Source: https://arxiv.org/abs/2504.10479, https://arxiv.org/abs/2508.18265, tran
 """
 
 from functools import partial
-from typing import Any
-
-from torch import Tensor, nn
 
 from liger_models.arch._tiles.model import TileModel
 from liger_models.arch.internvl import names
@@ -23,15 +20,14 @@ from liger_models.arch.registry import add_family
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
-from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
-class InternVLBlock(nn.Module):
+class InternVLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: InternVLConfig, layer: int, kernels: KernelOptions) -> None:
@@ -57,11 +53,6 @@ class InternVLBlock(nn.Module):
                 kernel=kernels.swiglu,
             )
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
-
 
 class LigerInternVL(TileModel):
     """InternVL with its language-model head."""
@@ -71,25 +62,6 @@ class LigerInternVL(TileModel):
     tower_class = InternVLTower
     processor_class = InternVLProcessor
     replays_routing = True
-
-    def forward(
-        self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
-    ) -> CausalLMOutput:
-        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
-
-        Args:
-            input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [tiles, channels, height, width]; the tiles are in the order of their placeholders.
-            options: as in `Decoder.forward`; images need ``input_ids``.
-
-        Returns:
-            `CausalLMOutput`.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
-                `Decoder.forward`.
-        """
-        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
 
 
 add_family(

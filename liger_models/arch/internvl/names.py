@@ -10,10 +10,9 @@ from liger_models.convert.weight_map import (
     Rearrange,
     WeightMap,
     decoder_map,
-    expert_rows,
-    fused_expert_rows,
     qkv_rows,
     sparse_mlps,
+    stacked_experts,
 )
 
 IGNORED_KEYS = (
@@ -125,12 +124,7 @@ def _map(config: InternVLConfig, text: str, prefix: str, head: str, *, fused: bo
     if config.text_type == "qwen3_moe":
         sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
         experts = f"{text}.layers.{{sparse}}.mlp.experts"
-        gate, up, down = (f"{experts}.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        rows = (
-            fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj")
-            if fused
-            else expert_rows(gate, up, down, config.num_experts)
-        )
+        rows = stacked_experts(experts, config.num_experts, fused=fused)
         mlps = sparse_mlps(sparse, config.num_hidden_layers, text, *rows)
     qkv_bias, o_bias = config.projection_biases
     head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.normalizes_heads else ()

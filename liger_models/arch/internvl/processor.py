@@ -4,7 +4,7 @@ Source: transformers ``image_processing_pil_got_ocr2.py``, ``processing_internvl
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -12,24 +12,13 @@ from torch import Tensor
 
 from liger_models.arch._tiles.grid import choose_grid
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, check_tokens, image_tokens
 from liger_models.common.json_files import parse_json
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 BICUBIC = 3
@@ -37,7 +26,7 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-class InternVLImages:
+class InternVLImages(ImageConverter):
     """Resizes an image to a grid of tiles, without keeping its aspect ratio, and adds a tile with the whole image.
 
     Args:
@@ -60,13 +49,13 @@ class InternVLImages:
         self.min_patches = settings.get("min_patches") or 1
         self.max_patches = settings.get("max_patches") or 12
         self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
-        self.as_read = self.limits()
+        self.as_read = self.settings()
 
     def __repr__(self) -> str:
         return f"InternVLImages(side={self.side}, max_patches={self.max_patches})"
 
-    def limits(self) -> dict[str, int]:
-        """The numbers of tiles, which users may change, under their names in the settings."""
+    def settings(self) -> dict[str, int]:
+        """See `ImageConverter.settings`."""
         return {"min_patches": self.min_patches, "max_patches": self.max_patches}
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -91,7 +80,7 @@ class InternVLImages:
         return self.normalize(tiles)
 
 
-class InternVLProcessor(Processor):
+class InternVLProcessor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -103,21 +92,17 @@ class InternVLProcessor(Processor):
         video: the placeholder of a video, which is refused.
     """
 
+    adds_special_tokens = False
+
     def __init__(
         self, tokenizer: Tokenizer, images: InternVLImages, *, image: str, begin: str, end: str, tokens: int, video: str
     ) -> None:
-        super().__init__(tokenizer)
-        self.images, self.image, self.begin, self.end = images, image, begin, end
-        self.tokens, self.video = tokens, video
+        super().__init__(tokenizer, images, image=image)
+        self.begin, self.end, self.tokens, self.video = begin, end, tokens, video
 
     @classmethod
     def of(cls, model: CausalLM) -> "InternVLProcessor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config = model.config
         settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("InternVLProcessor", model.tokenizer, [config.image_token_id])
@@ -132,69 +117,16 @@ class InternVLProcessor(Processor):
                 ("start_image_token", "<img>"), ("end_image_token", "</img>"), ("video_token", "<video>")
             )
         )  # fmt: skip
-        missing = [token for token in (begin, end) if model.tokenizer.backend.token_to_id(token) is None]
-        if missing:
-            raise ValueError(
-                f"InternVLProcessor: the tokenizer must have the tokens {begin} and {end}, but lacks "
-                f"{', '.join(missing)}. Use the tokenizer of the checkpoint."
-            )
+        check_tokens("InternVLProcessor", model.tokenizer, (begin, end))
         images = InternVLImages(settings, config.vision_config.side)
         tokens = config.tokens_per_tile
         return cls(model.tokenizer, images, image=image, begin=begin, end=end, tokens=tokens, video=video)
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
-
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            **options: how texts become rows; see `TextOptions`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [tiles, 3, side,
-            side].
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, a text has the placeholder of a
-                video, or image tokens do not fit into ``max_length``.
-        """
-        # The pixels come first, because an image's number of tiles determines how many tokens replace its placeholder.
-        texts = self.texts(texts, options)
-        if any(self.video in text for text in texts):
-            raise ValueError(
-                f"InternVLProcessor: texts must have no {self.video}, because videos are not read. Pass frames as "
-                "images, each with its own placeholder."
-            )
-        pixels = each_once(self.images, one_list("InternVLProcessor", self.image, texts, images))
-        edits = self.replace(texts, image=[self._written(len(tiles)) for tiles in pixels])
-        out = self.encode(texts, edits, **cast(Any, options))
-        return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
-
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
-        tiles = self.images.tiles((size.width, size.height))
-        return self._written(tiles), tiles * self.tokens
+        tokens = self.images.tiles((size.width, size.height)) * self.tokens
+        return f"{self.begin}{self.image * tokens}{self.end}", tokens
 
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` [tiles, 3, side, side]."""
-        return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}
-
-    def _written(self, tiles: int) -> str:
-        return f"{self.begin}{self.image * self.tokens * tiles}{self.end}"
-
-    def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The limits of the number of tiles if they were changed since they were read, and otherwise nothing."""
-        limits = self.images.limits()
-        return {} if limits == self.images.as_read else {"image_processor": limits}
+    def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, side, side]."""
+        return {"pixel_values": torch.cat([*converted])} if converted else {}

@@ -37,6 +37,7 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
     block_class = Lfm2DenseBlock
     tower_class = Lfm2VlTower
     processor_class = Lfm2VlProcessor
+    placeholder_key = "image_token_id"
     image_inputs = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
 
@@ -69,17 +70,6 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
         """
         images = self.images_of(pixel_values, spatial_shapes, pixel_attention_mask)
         return self.run_with_images(input_ids, images, **options)
-
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_id
-        return token
-
-    @property
-    def images_are_bidirectional(self) -> bool:
-        """False: the tokens of an image attend to the tokens before them, like text."""
-        return False
 
     def images_of(
         self, pixels: Tensor | None, shapes: Tensor | None, mask: Tensor | None = None

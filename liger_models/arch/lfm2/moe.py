@@ -13,7 +13,7 @@ from typing import Any
 
 from liger_models.arch.lfm2.block import IGNORED_KEYS, Lfm2BaseConfig, Lfm2Block, Lfm2Model, lfm2_map
 from liger_models.arch.registry import add_family
-from liger_models.convert.weight_map import Expression, WeightMap, expert_rows, fused_expert_rows, gate_up_rows
+from liger_models.convert.weight_map import Expression, WeightMap, gate_up_rows, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -79,11 +79,7 @@ class LigerLfm2Moe(Lfm2Model):
 def moe_map(config: Lfm2MoeConfig, *, fused: bool) -> WeightMap:
     """The weight map of LFM2, where ``fused`` says whether each projection of all experts of a layer is one tensor."""
     dense, sparse = (f"model.layers.{{{index}}}.feed_forward" for index in ("dense", "sparse"))
-    if fused:
-        stacked = fused_expert_rows(f"{sparse}.experts.gate_up_proj", f"{sparse}.experts.down_proj")
-    else:
-        gate, up, down = (f"{sparse}.experts.{{x}}.{name}.weight" for name in ("w1", "w3", "w2"))
-        stacked = expert_rows(gate, up, down, config.num_experts)
+    stacked = stacked_experts(f"{sparse}.experts", config.num_experts, fused=fused, names=("w1", "w3", "w2"))
     ours = "layers.{sparse}.feed_forward"
     mlps: dict[str, Expression | str] = {
         "layers.{dense}.feed_forward.gate_up_proj.weight": gate_up_rows(f"{dense}.w1.weight", f"{dense}.w3.weight"),

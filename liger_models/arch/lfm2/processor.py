@@ -8,7 +8,7 @@ Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -17,24 +17,13 @@ from torch.nn.functional import pad
 
 from liger_models.arch._tiles.grid import choose_grid
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, check_tokens, image_tokens
 from liger_models.common.json_files import parse_json
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 BILINEAR = 2
@@ -55,7 +44,7 @@ class Grid(NamedTuple):
     width: int
 
 
-class Lfm2VlImages:
+class Lfm2VlImages(ImageConverter):
     """Resizes a small image to whole image tokens; cuts a large one into tiles, and adds a small copy of the image.
 
     Args:
@@ -96,7 +85,7 @@ class Lfm2VlImages:
                 f"preprocessor_config.json: min_tiles ({self.min_tiles}) must be at most max_tiles ({self.max_tiles})."
             )
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
-        self.as_read = self.sizes()
+        self.as_read = self.settings()
 
     @staticmethod
     def _number(settings: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -106,12 +95,8 @@ class Lfm2VlImages:
             raise ValueError(f"preprocessor_config.json: {key} must be a positive number, got {value!r}.")
         return value
 
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{key}={value}" for key, value in self.sizes().items())
-        return f"Lfm2VlImages({sizes})"
-
-    def sizes(self) -> dict[str, Any]:
-        """The attributes that users may change, under their names in the settings."""
+    def settings(self) -> dict[str, Any]:
+        """See `ImageConverter.settings`."""
         return {
             "do_image_splitting": self.splits, "use_thumbnail": self.thumbnail,
             "min_tiles": self.min_tiles, "max_tiles": self.max_tiles,
@@ -192,7 +177,7 @@ class Lfm2VlImages:
         }
 
 
-class Lfm2VlProcessor(Processor):
+class Lfm2VlProcessor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -202,6 +187,8 @@ class Lfm2VlProcessor(Processor):
         begin, thumbnail, end: the tokens before an image, before the small copy of a cut image, and after an image.
         marks: whether the text has these tokens, and one before each tile.
     """
+
+    adds_special_tokens = False
 
     def __init__(
         self,
@@ -214,18 +201,12 @@ class Lfm2VlProcessor(Processor):
         end: str,
         marks: bool = True,
     ) -> None:
-        super().__init__(tokenizer)
-        self.images, self.image, self.begin, self.thumbnail, self.end = images, image, begin, thumbnail, end
-        self.marks = marks
+        super().__init__(tokenizer, images, image=image)
+        self.begin, self.thumbnail, self.end, self.marks = begin, thumbnail, end, marks
 
     @classmethod
     def of(cls, model: CausalLM) -> "Lfm2VlProcessor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config = model.config
         settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("Lfm2VlProcessor", model.tokenizer, [config.image_token_id])
@@ -233,78 +214,31 @@ class Lfm2VlProcessor(Processor):
         images = Lfm2VlImages(settings, config.vision_config.patch_size, config.downsample_factor)
         marks = parse_json(model.assets.get(FILE, b"{}"), FILE).get("use_image_special_tokens") is not False
         names = {"begin": "<|image_start|>", "thumbnail": "<|img_thumbnail|>", "end": "<|image_end|>"}
-        wanted = [*names.values(), "<|img_row_1_col_1|>"] if marks else []
-        missing = [token for token in wanted if model.tokenizer.backend.token_to_id(token) is None]
-        if missing:
-            raise ValueError(
-                f"Lfm2VlProcessor: the tokenizer must have the tokens {', '.join(wanted)}, but lacks "
-                f"{', '.join(missing)}. Use the tokenizer of the checkpoint."
-            )
+        if marks:
+            check_tokens("Lfm2VlProcessor", model.tokenizer, (*names.values(), "<|img_row_1_col_1|>"))
         return cls(model.tokenizer, images, image=image, marks=marks, **names)
-
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
-
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            **options: how texts become rows; see `TextOptions`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [tiles, P, 3 ·
-            patch²], ``pixel_attention_mask`` [tiles, P], which is 0 on padding, and ``spatial_shapes`` [tiles, 2], the
-            rows and columns of patches of each tile.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
-                ``max_length``.
-        """
-        texts = self.texts(texts, options)
-        sources = [read_image(source) for source in one_list("Lfm2VlProcessor", self.image, texts, images)]
-        grids = [self.images.grid(image.size) for image in sources]
-        edits = self.replace(texts, image=[self._written(grid) for grid in grids])
-        out = self.encode(texts, edits, **cast(Any, options))
-        return out | _joined(each_once(self.images, sources))
 
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
         grid = self.images.grid((size.width, size.height))
-        return self._written(grid), sum(self.images.tokens(grid))
-
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns the same inputs as `__call__` for all tiles."""
-        return _joined([self.images(image) for image in images])
-
-    def _written(self, grid: Grid) -> str:
         counts = self.images.tokens(grid)
+        if not self.marks:
+            return self.image * sum(counts), sum(counts)
         marks = [""]
         if grid.columns * grid.rows > 1:
             marks = [f"<|img_row_{i // grid.columns + 1}_col_{i % grid.columns + 1}|>" for i in range(len(counts))]
             if self.images.thumbnail:
                 marks[-1] = self.thumbnail
-        if not self.marks:
-            marks = [""] * len(counts)
         tiles = "".join(mark + self.image * count for mark, count in zip(marks, counts, strict=True))
-        return tiles if not self.marks else f"{self.begin}{tiles}{self.end}"
+        return f"{self.begin}{tiles}{self.end}", sum(counts)
 
-    def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The settings of tiles if they were changed since they were read, and otherwise nothing."""
-        sizes = self.images.sizes()
-        return {} if sizes == self.images.as_read else {"image_processor": sizes}
+    def joined(self, converted: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`.
 
-
-def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join the inputs of several images; {} without images."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+        Returns:
+            ``pixel_values`` [tiles, P, 3 · patch²], ``pixel_attention_mask`` [tiles, P], which is 0 on padding, and
+            ``spatial_shapes`` [tiles, 2], the rows and columns of patches of each tile.
+        """
+        if not converted:
+            return {}
+        return {name: torch.cat([image[name] for image in converted]) for name in converted[0]}

@@ -23,7 +23,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.image_tokens import EqualImageModel
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import WeightMap, decoder_map, qkv_rows
-from liger_models.layers.decoder import CausalLMOutput
 
 
 class LigerLlama4(EqualImageModel, Llama4Decoder):
@@ -33,36 +32,6 @@ class LigerLlama4(EqualImageModel, Llama4Decoder):
     tower_class = Llama4Tower
     processor_class = Llama4Processor
     unit = "tiles"
-
-    def forward(
-        self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
-    ) -> CausalLMOutput:
-        """For text with or without images, compute the logits, or the loss if ``labels`` are given.
-
-        Args:
-            input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [tiles, channels, height, width]; the tiles are in the order of their placeholders.
-            options: as in `Decoder.forward`; images need ``input_ids``.
-
-        Returns:
-            `CausalLMOutput`.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; otherwise as in
-                `Decoder.forward`.
-        """
-        return self.run_with_images(input_ids, self.take_pixels(pixel_values), **options)
-
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_index
-        return token
-
-    @property
-    def images_are_bidirectional(self) -> bool:
-        """Whether the tokens of an image attend to each other in both directions."""
-        return False
 
     def tokens_of(self, pixels: Tensor | None) -> int:
         """See `EqualImageModel.tokens_of`."""

@@ -4,32 +4,20 @@ Source: transformers ``image_processing_llama4.py``, ``processing_llama4.py``.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.base.images import (
-    Normalize,
-    check_given,
-    check_settings,
-    each_once,
-    one_list,
-    read_image,
-    settings_of,
-    to_tensor,
-)
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
-from liger_models.text.tokenizer import ModelInputs, Tokenizer
+from liger_models.base.image_processor import ImageConverter, ImageProcessor
+from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.processor import MediaSize, check_tokens, image_tokens
+from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from typing_extensions import Unpack
-
     from liger_models.base.images import Source
 
 BILINEAR = 2
@@ -52,7 +40,7 @@ def canvases(most: int) -> list[tuple[int, int]]:
     return [arrangement for arrangements in by_ratio.values() for arrangement in arrangements]
 
 
-class Llama4Images:
+class Llama4Images(ImageConverter):
     """Resizes images, keeping their proportions, pads them with black, and splits them into tiles.
 
     Of the arrangements of tiles that do not shrink an image, the one that could enlarge it least is chosen; if all
@@ -86,7 +74,7 @@ class Llama4Images:
         return f"Llama4Images(side={self.side}, max_patches={self.max_patches})"
 
     def settings(self) -> dict[str, Any]:
-        """The attributes that users may change, under their names in the settings."""
+        """See `ImageConverter.settings`."""
         return {"max_patches": self.max_patches, "resize_to_max_canvas": self.resize_to_max_canvas}
 
     def arrange(self, height: int, width: int) -> tuple[int, int]:
@@ -127,7 +115,7 @@ class Llama4Images:
         return (scaled - self.normalize.mean.bfloat16()) / self.normalize.std.bfloat16(), (rows, columns)
 
 
-class Llama4Processor(Processor):
+class Llama4Processor(ImageProcessor):
     """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
 
     Args:
@@ -137,94 +125,33 @@ class Llama4Processor(Processor):
         tokens: number of tokens per tile.
     """
 
+    placeholder_token = PLACEHOLDER
+
     def __init__(self, tokenizer: Tokenizer, images: Llama4Images, *, image: str, tokens: int) -> None:
-        super().__init__(tokenizer)
-        self.images, self.image, self.tokens = images, image, tokens
+        super().__init__(tokenizer, images, image=image)
+        self.tokens = tokens
 
     @classmethod
     def of(cls, model: CausalLM) -> "Llama4Processor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks a token of images, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config, vision = model.config, model.config.vision_config
         settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("Llama4Processor", model.tokenizer, [config.image_token_index])
-        for token in (PLACEHOLDER, BEGIN, END, BETWEEN_COLUMNS, AFTER_ROW):
-            if model.tokenizer.backend.token_to_id(token) is None:
-                raise ValueError(
-                    f"Llama4Processor: the tokenizer must have the token {token}, got {len(model.tokenizer)} tokens "
-                    "without it. Use the tokenizer of the checkpoint."
-                )
+        check_tokens("Llama4Processor", model.tokenizer, (PLACEHOLDER, BEGIN, END, BETWEEN_COLUMNS, AFTER_ROW))
         check_given(settings)
         images = Llama4Images(settings, vision.image_size)
         return cls(model.tokenizer, images, image=image, tokens=vision.tokens_per_tile)
 
-    def __call__(
-        self,
-        texts: str | Sequence[str] | None = None,
-        *,
-        images: "Sequence[Source]" = (),
-        bos: bool = True,
-        **options: "Unpack[TextOptions]",
-    ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
-
-        Args:
-            texts: one text or several, with one placeholder per image, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            bos: whether to add the tokenizer's special tokens; False if a chat template has already added them.
-            **options: how texts become rows; see `TextOptions`.
-
-        Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [tiles, 3,
-            image_size, image_size] bf16.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
-                ``max_length``.
-        """
-        # The pixels come first, because the arrangement of tiles determines the tokens of an image.
-        texts = self.texts(texts, options)
-        pairs = each_once(self.images, one_list("Llama4Processor", PLACEHOLDER, texts, images))
-        edits = self.replace(texts, image=[self._written(*arrangement) for _, arrangement in pairs])
-        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
-        return out | ({"pixel_values": torch.cat([tiles for tiles, _ in pairs])} if pairs else {})
-
-    @property
-    def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`."""
-        return {"image": re.escape(PLACEHOLDER)}
-
     def written(self, size: MediaSize) -> tuple[str, int]:
         """See `Processor.written`."""
         rows, columns = self.images.arrange(size.height, size.width)
-        tiles = rows * columns
-        return self._written(rows, columns), (tiles + (tiles > 1)) * self.tokens
-
-    def _written(self, rows: int, columns: int) -> str:
         tile = self.image * self.tokens
+        if rows * columns == 1:
+            return f"{BEGIN}{PLACEHOLDER}{tile}{END}", self.tokens
+        # The tile of the whole image follows the other tiles.
         row = BETWEEN_COLUMNS.join([tile] * columns) + AFTER_ROW
-        tiles = row * rows if rows * columns > 1 else ""
-        return f"{BEGIN}{tiles}{PLACEHOLDER}{tile}{END}"
+        return f"{BEGIN}{row * rows}{PLACEHOLDER}{tile}{END}", (rows * columns + 1) * self.tokens
 
-    def pixels(
-        self,
-        images: "Sequence[Image]",
-        videos: "Sequence[Sequence[Image]]" = (),
-        fps: Sequence[float] = (),
-        bounds: Sequence[Sequence[int | None]] = (),
-    ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns ``pixel_values`` [tiles, 3, image_size, image_size] bf16."""
-        return {"pixel_values": torch.cat([self.images(image)[0] for image in images])} if images else {}
-
-    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """See `Processor.media`; no special tokens are added, because the chat template already added them."""
-        return super().media(parts) | {"bos": False}
-
-    def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The settings of tiles if they were changed since they were read, and otherwise nothing."""
-        settings = self.images.settings()
-        return {} if settings == self.images.as_read else {"image_processor": settings}
+    def joined(self, converted: Sequence[tuple[Tensor, tuple[int, int]]]) -> dict[str, Tensor]:
+        """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, image_size, image_size] bf16."""
+        return {"pixel_values": torch.cat([tiles for tiles, _ in converted])} if converted else {}

@@ -38,7 +38,7 @@ from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.kv_cache import DecodeCache
@@ -51,7 +51,7 @@ PLACEHOLDERS = 8
 """Number of embedding rows after the vocabulary. The first of these rows is the image placeholder."""
 
 
-class MllamaBlock(nn.Module):
+class MllamaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MllamaConfig, layer: int, kernels: KernelOptions) -> None:
@@ -61,11 +61,6 @@ class MllamaBlock(nn.Module):
         self.self_attn = LigerAttention.from_config(config, layer, kernels)
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class MllamaCrossBlock(Layer):

@@ -5,15 +5,7 @@ from typing import Any
 
 from liger_models.arch.mllama.config import MllamaConfig
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import (
-    Cat,
-    Expression,
-    Rearrange,
-    Split,
-    WeightMap,
-    decoder_map,
-    qkv_rows,
-)
+from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split, WeightMap, decoder_map, qkv_rows
 
 IGNORED_KEYS = ("tie_word_embeddings",)  # in vision_config
 TOP = ("image_token_index", "vision_config")

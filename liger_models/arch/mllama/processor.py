@@ -127,12 +127,7 @@ class MllamaProcessor(Processor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "MllamaProcessor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config, vision = model.config, model.config.vision_config
         settings = settings_of(model.assets, "image_processor")
         ids = config.image_token_index, config.bos_token_id

@@ -25,7 +25,7 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import MediaSize, Processor, TextOptions, image_tokens
+from liger_models.base.processor import MediaSize, Processor, TextOptions, check_tokens, image_tokens
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
@@ -158,22 +158,12 @@ class MuseGlimmerProcessor(Processor):
         self, tokenizer: Tokenizer, images: MuseGlimmerImages, videos: MuseGlimmerImages, *, image: str, video: str
     ) -> None:
         super().__init__(tokenizer)
-        missing = [token for token in AROUND if tokenizer.backend.token_to_id(token) is None]
-        if missing:
-            raise ValueError(
-                f"MuseGlimmerProcessor: the tokenizer must have the tokens {', '.join(AROUND)}, got none for "
-                f"{', '.join(missing)}. Use the tokenizer of the checkpoint."
-            )
+        check_tokens("MuseGlimmerProcessor", tokenizer, AROUND)
         self.images, self.videos, self.image, self.video = images, videos, image, video
 
     @classmethod
     def of(cls, model: CausalLM) -> "MuseGlimmerProcessor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
-                settings are not implemented or differ from the model's sizes.
-        """
+        """See `Processor.of`."""
         config, vision = model.config, model.config.vision_config
         images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
         image, video = image_tokens(

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from liger_models.arch._gemma.base import CappedGemmaModel
 from liger_models.arch._llava.names import HUB, MODULES, Prefixes
 from liger_models.arch._towers.siglip import SiglipTower, siglip_entries
 from liger_models.arch.paligemma.config import IGNORED_KEYS, PaliGemmaConfig, from_json, to_json
@@ -31,10 +32,8 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout, number_documents
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+from liger_models.layers.norm import zero_centered_norm
 
 
 class PaliGemmaBlock(nn.Module):
@@ -83,7 +82,7 @@ class PaliGemmaTower(SiglipTower):
         return tokens.flatten(0, 1)
 
 
-class LigerPaliGemma(EqualImageModel):
+class LigerPaliGemma(EqualImageModel, CappedGemmaModel):
     """PaliGemma with its language-model head."""
 
     config_class = PaliGemmaConfig
@@ -92,22 +91,6 @@ class LigerPaliGemma(EqualImageModel):
     processor_class = PaliGemmaProcessor
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
     prompts_are_causal = False
-
-    def build_embedding(self, config: PaliGemmaConfig) -> LigerEmbedding:
-        """An embedding multiplied by sqrt(hidden_size)."""
-        return LigerEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
-        )
-
-    def build_norm(self, config: PaliGemmaConfig) -> LigerRMSNorm:
-        """A norm that scales by 1 + weight."""
-        return zero_centered_norm(config, self.kernels)(config.hidden_size)
-
-    def build_head(self, config: PaliGemmaConfig) -> LigerLMHead:
-        """A head with capped logits in PaliGemma 2."""
-        return LigerLMHead(
-            config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
-        )
 
     def forward(
         self,
@@ -152,17 +135,6 @@ class LigerPaliGemma(EqualImageModel):
         if inputs.get("token_type_ids") is not None:
             return inputs
         return {**inputs, "token_type_ids": torch.zeros_like(prompts)}
-
-    @property
-    def placeholder_id(self) -> int:
-        """See `ImageTokenModel.placeholder_id`."""
-        token: int = self.config.image_token_index
-        return token
-
-    @property
-    def images_are_bidirectional(self) -> bool:
-        """False: which tokens attend to later tokens depends on the prefix alone."""
-        return False
 
     def tokens_of(self, pixels: Tensor | None) -> int:
         """See `EqualImageModel.tokens_of`."""

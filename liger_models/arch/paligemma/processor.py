@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_models.arch._llava.processor import LlavaProcessor
 from liger_models.arch._towers.pixtral_processor import BICUBIC
 from liger_models.base.causal_lm import CausalLM
+from liger_models.base.image_processor import ImageConverter
 from liger_models.base.images import (
     Normalize,
     check_given,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from liger_models.base.images import Source
 
 
-class PaliGemmaImages:
+class PaliGemmaImages(ImageConverter):
     """Resizes images to the size of the tower, whatever their ratio.
 
     Args:
@@ -68,12 +69,7 @@ class PaliGemmaProcessor(LlavaProcessor):
 
     @classmethod
     def of(cls, model: CausalLM) -> "PaliGemmaProcessor":
-        """Build the processor of a model from the settings in its checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the
-                settings are not implemented.
-        """
+        """See `Processor.of`."""
         config = model.config
         settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens(cls.__name__, model.tokenizer, [config.image_token_index])
@@ -122,7 +118,7 @@ class PaliGemmaProcessor(LlavaProcessor):
         out["token_type_ids"] = _types(out.get("assistant_masks"), out["attention_mask"])
         if suffix is not None:
             out["labels"] = self._labels(out["input_ids"], out.pop("assistant_masks"))
-        return out | ({"pixel_values": torch.stack(pixels)} if pixels else {})
+        return out | self.joined(pixels)
 
     def framed(self, text: str, *, is_prompt: bool) -> str:
         """See `Processor.framed`: the beginning of a text follows its images, and a line break ends a prompt."""

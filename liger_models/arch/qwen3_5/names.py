@@ -13,10 +13,9 @@ from liger_models.convert.weight_map import (
     Split,
     WeightMap,
     decoder_map,
-    expert_rows,
-    fused_expert_rows,
     gate_up_rows,
     sparse_mlps,
+    stacked_experts,
 )
 
 KEPT = ("mtp.",)
@@ -145,11 +144,7 @@ def _mlp_entries(config: HybridConfig, prefix: str, fused: bool) -> dict[str, Ma
     if not sparse_layers:
         return {}
     theirs = f"{prefix}.layers.{{sparse}}.mlp"
-    if fused:
-        stacked = fused_expert_rows(f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj")
-    else:
-        gate, up, down = (f"{theirs}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        stacked = expert_rows(gate, up, down, getattr(config, "num_experts", 0))
+    stacked = stacked_experts(f"{theirs}.experts", getattr(config, "num_experts", 0), fused=fused)
     mlps = sparse_mlps(sparse_layers, config.num_hidden_layers, prefix, *stacked)
     shared, ours = f"{theirs}.shared_expert", "layers.{sparse}.mlp.shared_expert"
     mlps["also"] = {

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig, check_decoder
 from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_nested
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
@@ -51,7 +49,7 @@ class Qwen3VLConfig(RMSNormDecoderConfig):
         check_decoder(self)
 
 
-class Qwen3VLBlock(nn.Module):
+class Qwen3VLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3VLConfig, layer: int, kernels: KernelOptions) -> None:
@@ -67,11 +65,6 @@ class Qwen3VLBlock(nn.Module):
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
         """Build the MLP of a layer."""
         return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class Qwen3VLModel(MRopeModel):

@@ -67,13 +67,7 @@ from liger_models.kernels.attention.causal_attention_kernels import (
 )
 from liger_models.kernels.attention.heads import check_heads
 from liger_models.kernels.attention.workspace import Launch, launches
-from liger_models.kernels.dispatch import (
-    TensorDescriptor,
-    fitting_stages,
-    num_programs,
-    on_device_of,
-    use_triton,
-)
+from liger_models.kernels.dispatch import TensorDescriptor, fitting_stages, num_programs, on_device_of, use_triton
 from liger_models.kernels.tiles import cdiv, dot_precision, next_power_of_2
 
 

@@ -50,12 +50,7 @@ from liger_models.kernels.loss.cross_entropy import (
     token_scale,
     token_statistics,
 )
-from liger_models.kernels.loss.row_chunks import (
-    check_head,
-    chunk_rows,
-    matching_dtypes,
-    walk_chunks,
-)
+from liger_models.kernels.loss.row_chunks import check_head, chunk_rows, matching_dtypes, walk_chunks
 from liger_models.kernels.loss.scalar_loss import (
     HeadGradients,
     HeadNeeds,

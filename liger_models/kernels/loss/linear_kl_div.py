@@ -28,12 +28,7 @@ from liger_models.common.ops import Op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.cross_entropy import LOWEST, check_arguments, final_logits, token_scale, write_zeros
 from liger_models.kernels.loss.divergence import load_logits
-from liger_models.kernels.loss.row_chunks import (
-    check_head,
-    chunk_rows,
-    matching_dtypes,
-    walk_chunks,
-)
+from liger_models.kernels.loss.row_chunks import check_head, chunk_rows, matching_dtypes, walk_chunks
 from liger_models.kernels.loss.scalar_loss import (
     HeadGradients,
     HeadNeeds,

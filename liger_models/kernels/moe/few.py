@@ -25,14 +25,7 @@ from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, trit
 from liger_models.kernels.frozen.code_rows import group_scale
 from liger_models.kernels.frozen.float8_blocks import _numbers, takes_width
 from liger_models.kernels.frozen.frozen_float8_linear import converts
-from liger_models.kernels.frozen.groups import (
-    Groups,
-    bytes_of,
-    group_number,
-    group_rounded,
-    table_of,
-    takes_group,
-)
+from liger_models.kernels.frozen.groups import Groups, bytes_of, group_number, group_rounded, table_of, takes_group
 from liger_models.kernels.frozen.nf4_rows import nf4_scale
 from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.frozen.weight import FrozenWeight

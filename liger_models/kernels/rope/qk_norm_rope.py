@@ -32,12 +32,7 @@ from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
 from liger_models.kernels.norm.row_norm import scale_rows
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.rope.head_norm import (
-    backward_launch,
-    inverse_rms,
-    norm_gradient,
-    store_weight_gradients,
-)
+from liger_models.kernels.rope.head_norm import backward_launch, inverse_rms, norm_gradient, store_weight_gradients
 from liger_models.kernels.rope.rope import (
     ELEMENTS_PER_WARP,
     MAX_WARPS,

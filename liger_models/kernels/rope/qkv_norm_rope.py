@@ -30,12 +30,7 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.rope.head_norm import (
-    backward_launch,
-    inverse_rms,
-    norm_gradient,
-    store_weight_gradients,
-)
+from liger_models.kernels.rope.head_norm import backward_launch, inverse_rms, norm_gradient, store_weight_gradients
 from liger_models.kernels.rope.rope import (
     check_even,
     check_heads,

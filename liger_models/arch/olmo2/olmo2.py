@@ -7,6 +7,7 @@ Source: https://arxiv.org/abs/2501.00656, transformers ``models/olmo2``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,10 +48,15 @@ class Olmo2Block(nn.Module):
             whole_projection=True,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
+            **self.attention_options(config, layer),
         )
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(config.hidden_size)
+
+    def attention_options(self, config: Any, layer: int) -> dict[str, Any]:
+        """Return further arguments of the attention; OLMo 3 has a window in most layers."""
+        return {}
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""

@@ -1,32 +1,32 @@
-"""Ministral: model_type ``ministral``.
+"""Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral (``mistral``), and Ministral (``ministral``).
 
-Differs from Llama: layers of type ``sliding_attention`` in ``layer_types`` attend only to the last ``sliding_window``
-tokens. If ``layer_types`` is missing, all layers have this window. ``sliding_window`` is 4096 if the key is missing,
-and null means no window. There are no biases. The released Ministral-8B has model_type ``mistral``, and Ministral 3 is
-a different architecture (``ministral3``).
+Differs from Llama: all layers attend only to the last ``sliding_window`` tokens, and there are no biases.
+``sliding_window`` is 4096 in v0.1 and if the key is missing; it is null in later releases, which means no window. If
+config.json has ``layer_types``, only layers of type ``sliding_attention`` have the window. Both model types are read
+alike. The released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different architecture
+(``ministral3``).
 
-Source: https://mistral.ai/news/ministraux, transformers ``models/ministral``.
+Source: https://arxiv.org/abs/2310.06825, https://mistral.ai/news/ministraux, transformers ``models/mistral``,
+``models/ministral``.
 """
 
 from dataclasses import dataclass
 from functools import partial
-
-from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinistralConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Ministral model."""
+class MistralConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Mistral model."""
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8
@@ -36,17 +36,17 @@ class MinistralConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("MinistralConfig", self.layer_types, self.num_hidden_layers)
+        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""
         return self.sliding_window if is_sliding(layer, self.layer_types, default=True) else None
 
 
-class MinistralBlock(nn.Module):
+class MistralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: MinistralConfig, layer: int, kernels: KernelOptions) -> None:
+    def __init__(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
         self.input_layernorm = norm()
@@ -54,22 +54,29 @@ class MinistralBlock(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+class LigerMistral(CausalLM):
+    """Mistral with its language-model head."""
+
+    config_class = MistralConfig
+    block_class = MistralBlock
 
 
-class LigerMinistral(CausalLM):
+@dataclass(frozen=True, kw_only=True)
+class MinistralConfig(MistralConfig):
+    """Sizes and constants of a Ministral model, as in `MistralConfig`."""
+
+
+class LigerMinistral(LigerMistral):
     """Ministral with its language-model head."""
 
     config_class = MinistralConfig
-    block_class = MinistralBlock
 
 
-def weight_map(config: MinistralConfig) -> WeightMap:
-    """Maps the parameters of Ministral to the tensors of a Hugging Face checkpoint."""
+def weight_map(config: MistralConfig) -> WeightMap:
+    """Maps the parameters of Mistral to the tensors of a Hugging Face checkpoint."""
     return decoder_map(config)
 
 
+add_family(LigerMistral, model_type="mistral", hf_class="MistralForCausalLM", weight_map=weight_map)
 add_family(LigerMinistral, model_type="ministral", hf_class="MinistralForCausalLM", weight_map=weight_map)

@@ -1,11 +1,11 @@
-"""GLM-4-0414 (9B, 32B), GLM-Z1: model_type ``glm4``.
+"""GLM-4-9B of June 2024, the ``-hf`` releases (``glm``), and GLM-4-0414 (9B, 32B) and GLM-Z1 (``glm4``).
 
-Differs from Llama: attention and the MLP have a norm before and a norm after them. Only the first half
-(``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1). The q, k and v projections have biases if
-``attention_bias`` is set, while the output projection never has one. Checkpoints store the gate and up projections as
-one tensor.
+Differ from Llama: only the first half (``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1). The
+q, k and v projections have biases if ``attention_bias`` is set, while the output projection never has one. Checkpoints
+store the gate and up projections as one tensor. In ``glm4``, attention and the MLP also have a norm after them.
 
-Source: https://arxiv.org/abs/2406.12793, https://huggingface.co/zai-org/GLM-4-9B-0414, transformers ``models/glm4``.
+Source: https://arxiv.org/abs/2406.12793, https://huggingface.co/zai-org/GLM-4-9B-0414, transformers ``models/glm``,
+``models/glm4``.
 """
 
 from dataclasses import dataclass, field
@@ -20,14 +20,15 @@ from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_u
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class GLM4Config(RMSNormDecoderConfig):
-    """Sizes and constants of a GLM-4 model."""
+class GLMConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a GLM model."""
 
     vocab_size: int = 151552
     intermediate_size: int = 13696
@@ -46,6 +47,32 @@ class GLM4Config(RMSNormDecoderConfig):
     def rotary_width(self) -> int:
         """Number of rotated dimensions of a head. If ``partial_rotary_factor`` is None, all dimensions are rotated."""
         return int(self.head_size * (self.partial_rotary_factor or 1))
+
+
+class GLMBlock(PreNormBlock):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: GLMConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention.from_config(
+            config, layer, kernels, qkv_bias=config.attention_bias, interleaved=True
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+
+class LigerGLM(CausalLM):
+    """GLM with its language-model head."""
+
+    config_class = GLMConfig
+    block_class = GLMBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class GLM4Config(GLMConfig):
+    """Sizes and constants of a GLM-4 model, as in `GLMConfig`."""
 
 
 class GLM4Block(nn.Module):
@@ -78,6 +105,11 @@ class LigerGLM4(CausalLM):
     block_class = GLM4Block
 
 
+def glm_map(config: GLMConfig) -> WeightMap:
+    """Maps the parameters of GLM to the tensors of a Hugging Face checkpoint."""
+    return _map(config, ("input_layernorm", "post_attention_layernorm"))
+
+
 def weight_map(config: GLM4Config, prefix: str = "model", **more: Any) -> WeightMap:
     """Maps the parameters of GLM-4 to the tensors of a Hugging Face checkpoint.
 
@@ -85,14 +117,21 @@ def weight_map(config: GLM4Config, prefix: str = "model", **more: Any) -> Weight
         config: config of the model.
         prefix, more: as in `decoder_map`.
     """
+    norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return _map(config, norms, prefix, **more)
+
+
+def _map(config: GLMConfig, norms: tuple[str, ...], prefix: str = "model", **more: Any) -> WeightMap:
+    gate_up = fused_gate_up_rows(f"{prefix}.layers.{{i}}.mlp.gate_up_proj.weight")
     return decoder_map(
         config,
         qkv_bias=config.attention_bias,
-        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-        instead={"mlp.gate_up_proj.weight": fused_gate_up_rows(f"{prefix}.layers.{{i}}.mlp.gate_up_proj.weight")},
+        norms=norms,
+        instead={"mlp.gate_up_proj.weight": gate_up},
         prefix=prefix,
         **more,
     )
 
 
+add_family(LigerGLM, model_type="glm", hf_class="GlmForCausalLM", weight_map=glm_map)
 add_family(LigerGLM4, model_type="glm4", hf_class="Glm4ForCausalLM", weight_map=weight_map)

@@ -16,7 +16,7 @@ from typing import Any
 from liger_models.arch._glm4v.model import Glm4vModel
 from liger_models.arch._glm4v.tower import IGNORED_KEYS, TOP, Glm4vFields, glm4v_tower
 from liger_models.arch._qwen_vl.names import read_multimodal, write_nested
-from liger_models.arch.glm4 import text
+from liger_models.arch.glm import text
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap
 from liger_models.layers.config import check_values

@@ -1,0 +1,32 @@
+"""The embedding, the last norm and the head of the Gemma families and PaliGemma."""
+
+from typing import Any
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+
+
+class GemmaModel(CausalLM):
+    """A model with a scaled embedding, and with a last norm that scales by 1 + weight."""
+
+    def build_embedding(self, config: Any) -> LigerEmbedding:
+        """An embedding multiplied by sqrt(hidden_size)."""
+        return LigerEmbedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
+        )
+
+    def build_norm(self, config: Any) -> LigerRMSNorm:
+        """A norm that scales by 1 + weight."""
+        return zero_centered_norm(config, self.kernels)(config.hidden_size)
+
+
+class CappedGemmaModel(GemmaModel):
+    """A `GemmaModel` whose head caps the logits, unless ``final_logit_softcapping`` is None."""
+
+    def build_head(self, config: Any) -> LigerLMHead:
+        """A head with capped logits."""
+        return LigerLMHead(
+            config.hidden_size, config.vocab_size, softcap=config.final_logit_softcapping, kernels=self.kernels
+        )

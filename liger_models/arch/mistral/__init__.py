@@ -1,0 +1,3 @@
+"""Mistral and Ministral, two model types of one architecture."""
+
+MODEL_TYPES = {"mistral": "model", "ministral": "model"}
