@@ -14,7 +14,7 @@ before the product. The dequantized numbers are identical, but the products are 
 import functools
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +45,10 @@ NUMBERS = {
 }  # fmt: skip
 """The numbers that the codes 0 to 15 stand for: floating-point numbers of four bits, integers, and quantiles (NF4)."""
 
-BLOCK = 1024
-NUM_WARPS = 4
-"""Number of bytes of codes that a program dequantizes, and number of its warps."""
+PIECE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+PIECES, NUM_WARPS = 512, 4
+"""The codes are dequantized in pieces. The dtype as which a piece is loaded by its number of bytes, number of pieces
+per program, and number of its warps."""
 
 MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
@@ -99,21 +100,27 @@ def group_rounded(numbers, HALF: tl.constexpr):
 
 @triton.jit
 def _group_weight_kernel(
-    code_ptr, scale_ptr, whole_ptr, table_ptr, w_ptr, pieces, G, PAIRS: tl.constexpr, PIECES_PER_GROUP: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, PIECES: tl.constexpr,
+    code_ptr, scale_ptr, whole_ptr, table_ptr, w_ptr, pieces, G: tl.constexpr, PIECES_PER_SCALE: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr,
+    PIECES: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize PIECES pieces per program. A piece is PAIRS bytes of codes, whose common scale is computed once."""
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    """Dequantize PIECES pieces per program. A piece is an integer of NUMBERS codes, which share a scale.
+
+    A thread has whole pieces, which are one apart from those of the next thread: threads exchange nothing, and read and
+    write contiguous memory together. The indices of pieces and groups have the dtype INDEX.
+    """
+    # Without the hint, a thread would load several neighboring pieces at once.
+    lane = tl.max_contiguous(tl.arange(0, PIECES), 1)
+    piece = tl.program_id(0).to(INDEX) * PIECES + lane
     inside = piece < pieces
-    group = piece // PIECES_PER_GROUP
+    group = piece // PIECES_PER_SCALE
+    first = tl.program_id(0).to(tl.int64) * PIECES
+    codes = tl.load(code_ptr + first + lane, mask=inside, other=0).to(tl.int32)[:, None]
     scale = group_scale(scale_ptr, whole_ptr, group, group // G, inside, SCALES, WHOLE)[:, None]
-    pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
-    mask = inside[:, None]
-    pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
-    first = group_number(pair & 15, table_ptr, CODES) * scale
-    second = group_number(pair >> 4, table_ptr, CODES) * scale
-    both = group_rounded(tl.interleave(first, second), HALF).to(w_ptr.dtype.element_ty)
-    tl.store(w_ptr + piece[:, None] * (2 * PAIRS) + numbers[None, :], both, mask=mask)
+    number = tl.arange(0, NUMBERS)[None, :]
+    numbers = group_number((codes >> (4 * number)) & 15, table_ptr, CODES) * scale
+    numbers = group_rounded(numbers, HALF).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + first * NUMBERS + lane[:, None] * NUMBERS + number, numbers, mask=inside[:, None])
 
 
 @triton.jit
@@ -226,16 +233,22 @@ def groups_dense(
     weight = torch.empty(N, 2 * half, dtype=dtype, device=codes.device)
     if not use_triton(weight):
         return groups_dense_reference(codes, scales, whole, constants, dtype)
-    width = half // G
-    pairs = min(width & -width, BLOCK)  # a power of two that divides the bytes of a group
-    pieces, step = codes.numel() // pairs, BLOCK // pairs
+    pieces, launch = in_pieces(codes, half // G)
     with on_device_of(codes):
-        _group_weight_kernel[(cdiv(pieces, step),)](
-            codes, bytes_of(scales), codes if whole is None else whole, table_of(constants.CODES, codes.device), weight,
-            pieces, G, PAIRS=pairs, PIECES_PER_GROUP=width // pairs, PIECES=step, **constants._asdict(),
-            num_warps=NUM_WARPS,
+        _group_weight_kernel[(cdiv(pieces.numel(), PIECES),)](
+            pieces, bytes_of(scales), codes if whole is None else whole, table_of(constants.CODES, codes.device),
+            weight, pieces.numel(), G=G if constants.WHOLE else 1, **launch, **constants._asdict(),
         )  # fmt: skip
     return weight
+
+
+def in_pieces(codes: Tensor, width: int) -> tuple[Tensor, dict[str, Any]]:
+    """Return codes, of which ``width`` bytes share a scale, as integers, and the constants of a kernel's launch."""
+    aligned = codes.data_ptr() | int(codes.storage_offset()) | width
+    size = min(aligned & -aligned, max(PIECE_DTYPES))
+    index = tl.int32 if codes.numel() // size < 2**31 - PIECES else tl.int64
+    constants = {"NUMBERS": 2 * size, "PIECES_PER_SCALE": width // size, "PIECES": PIECES, "INDEX": index}
+    return codes.view(PIECE_DTYPES[size]), constants | {"num_warps": NUM_WARPS}
 
 
 def bytes_of(scales: Tensor) -> Tensor:
@@ -250,12 +263,14 @@ def takes_group(width: int) -> bool:
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
     """Return the kind under which `code_rows` multiplies groups of ``pairs`` bytes; None if it does not."""
-    if constants.CODES == "nf4" or constants.HALF:  # the numbers, or the rounded products, are none of bfloat16
+    if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
-    if exact and pairs >= 16:
+    if exact and pairs >= 16 and constants.CODES != "nf4":  # its numbers are none of bfloat16
         return "one_scale"
-    return "two_scales" if constants.CODES == "e2m1" and pairs >= 8 else None
+    if constants.CODES == "e2m1" and pairs >= 8:
+        return "two_scales"
+    return "products" if pairs >= 16 else None
 
 
 def group_rows(
@@ -271,9 +286,10 @@ def group_rows(
     K, pairs = 2 * half, half // G
     kind = kind_of(scales, pairs, constants)
     if kind is not None and takes_code_rows(x, codes):
+        table = table_of(constants.CODES, codes.device, torch.float32 if kind == "products" else torch.bfloat16)
         return code_rows(
-            kind, x, codes, bytes_of(scales), whole, table_of(constants.CODES, codes.device, torch.bfloat16), bias, act,
-            low_rank, SCALES=constants.SCALES, WHOLE=constants.WHOLE,
+            kind, x, codes, bytes_of(scales), whole, table, bias, act, low_rank, SCALES=constants.SCALES,
+            WHOLE=constants.WHOLE,
         )  # fmt: skip
     y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
