@@ -29,8 +29,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> list[Plan]:
-    """Plans for the ceilings, and for every op with each of its installed peers, or of ``peers`` among them."""
-    pairs = [(name, peer) for name in names for peer in OPS[name].available() if peers is None or peer in peers]
+    """Plans for the ceilings, and for every op with each of its installed peers, or of ``peers`` in their order."""
+    pairs = [
+        (name, peer)
+        for name in names
+        for available in [OPS[name].available()]
+        for peer in (peers or available)
+        if peer in available
+    ]
     return [
         Plan({"benchmark": "ops", "op": op, "mode": peer}, ("benchmarks.ops", op, peer), file)
         for op, peer in [("ceilings", "torch"), *pairs]

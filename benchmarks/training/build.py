@@ -78,6 +78,8 @@ def build_sharded(config: dict, mode: Mode) -> nn.Module:
     if sum(parameter.numel() for parameter in empty.parameters()) <= WHOLE:
         return shard(build(config, mode).to(dtype_of(mode)), mode)
     unknown = mode.extras.keys() - IN_SHARDS
+    if mode.library == "ours":
+        unknown -= {"lora", "noexperts"}
     if unknown:
         raise ValueError(f"{'+'.join(sorted(unknown))}: is not for models that are drawn in shards.")
     return fill_shards(shard(empty, mode), mode)
@@ -95,6 +97,7 @@ def build_empty(config: dict, mode: Mode) -> nn.Module:
     from liger_models import AutoLigerModel
 
     model = AutoLigerModel.from_config(config, dtype=dtype_of(mode), device="meta")
+    adapt_ours(model, mode)
     set_policies(model, mode)
     return model
 
@@ -215,10 +218,7 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
 
         set_policies(model, mode)
         return peft.get_peft_model(unpack_projections(model), peft.LoraConfig(**LORA))
-    if "lora" in mode:
-        from liger_models.adapters import LoRAConfig, apply_lora
-
-        apply_lora(model, LoRAConfig(**LORA | ({} if "noexperts" in mode else our_targets(model))))
+    adapt_ours(model, mode)
     for extra in {"nf4", "float8"} & mode.extras.keys():
         from liger_models.adapters import quantize_base
 
@@ -237,6 +237,14 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
 
         return LigerMedusa(model, MEDUSA_HEADS)
     return model
+
+
+def adapt_ours(model: nn.Module, mode: Mode) -> None:
+    """Add adapters to a model of this package, if the mode asks for them."""
+    if "lora" in mode:
+        from liger_models.adapters import LoRAConfig, apply_lora
+
+        apply_lora(model, LoRAConfig(**LORA | ({} if "noexperts" in mode else our_targets(model))))
 
 
 def draw_weights(model: nn.Module) -> None:

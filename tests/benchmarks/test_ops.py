@@ -161,5 +161,5 @@ def test_ceilings_and_fractions():
 def test_ops_are_planned_behind_the_ceilings(tmp_path):
     planned = plan_ops(["rms_norm", "swiglu"], ["ours", "torch"], tmp_path / "ops.jsonl")
     assert [(plan.row["op"], plan.row["mode"]) for plan in planned] == [
-        ("ceilings", "torch"), ("rms_norm", "torch"), ("rms_norm", "ours"), ("swiglu", "torch"), ("swiglu", "ours"),
+        ("ceilings", "torch"), ("rms_norm", "ours"), ("rms_norm", "torch"), ("swiglu", "ours"), ("swiglu", "torch"),
     ]  # fmt: skip
