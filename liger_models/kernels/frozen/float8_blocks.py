@@ -91,23 +91,25 @@ def _block_weight_kernel(
 
 def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Compute `blocks_dense` in plain torch."""
-    factors = scales.float().repeat_interleave(width or codes.shape[1], 1)[:, : codes.shape[1]]
+    columns = codes.shape[-1]
+    factors = scales.float().repeat_interleave(width or columns, -1)[..., :columns]
     return (codes.float() * factors).bfloat16().to(dtype)
 
 
 def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize the weight [O, C], round it to bfloat16, and cast it to ``dtype``.
+    """Dequantize the weight [..., O, C], round it to bfloat16, and cast it to ``dtype``.
 
     Args:
-        codes: [O, C] in float8_e4m3fn, contiguous.
-        scales: [O, ceil(C / width)], in a floating-point dtype.
+        codes: [..., O, C] in float8_e4m3fn, contiguous.
+        scales: [..., O, ceil(C / width)], contiguous, in a floating-point dtype.
         width: number of columns that share a scale; 0 for all columns of a row.
         dtype: float32, float16 or bfloat16.
     """
     if not use_triton(scales):
         return blocks_dense_reference(codes, scales, width, dtype)
-    (N, K), G = codes.shape, scales.shape[1]
-    weight = torch.empty(N, K, dtype=dtype, device=codes.device)
+    K, G = codes.shape[-1], scales.shape[-1]
+    N = codes.numel() // K
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     numbers = math.gcd(width or K, K, MOST_NUMBERS)
     with on_device_of(codes):
         _block_weight_kernel[(cdiv(N, ROWS), cdiv(K, PIECES * numbers))](
@@ -269,14 +271,12 @@ class Float8Blocks(Format):
 
     def reference(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight in plain torch; see `blocks_dense_reference`."""
-        codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
-        return blocks_dense_reference(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
+        return blocks_dense_reference(weight.codes, weight.scales, weight.layout[0], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight; see `blocks_dense`."""
-        # All rows of all experts at once.
-        codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
-        return blocks_dense(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+        return blocks_dense(codes, scales, weight.layout[0], weight.dtype)
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None

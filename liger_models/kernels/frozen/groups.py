@@ -45,10 +45,10 @@ NUMBERS = {
 }  # fmt: skip
 """The numbers that the codes 0 to 15 stand for: floating-point numbers of four bits, integers, and quantiles (NF4)."""
 
-PIECE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+MOST_BYTES = 4
 PIECES, NUM_WARPS = 512, 4
-"""The codes are dequantized in pieces. The dtype as which a piece is loaded by its number of bytes, number of pieces
-per program, and number of its warps."""
+"""The codes are dequantized in pieces of up to this number of bytes. Number of pieces per program, and number of its
+warps."""
 
 MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
@@ -99,23 +99,32 @@ def group_rounded(numbers, HALF: tl.constexpr):
 
 
 @triton.jit
-def _group_weight_kernel(
-    code_ptr, scale_ptr, whole_ptr, table_ptr, w_ptr, pieces, G: tl.constexpr, PIECES_PER_SCALE: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr,
-    PIECES: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Dequantize PIECES pieces per program. A piece is an integer of NUMBERS codes, which share a scale.
+def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, LARGE: tl.constexpr):
+    """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer of NUMBERS codes, which share a scale.
 
-    A thread has whole pieces, which are one apart from those of the next thread: threads exchange nothing, and read and
-    write contiguous memory together. The indices of pieces and groups have the dtype INDEX.
+    A thread has whole pieces, and the next thread has the next pieces: threads exchange nothing, and they read and
+    write contiguous memory together. The codes are returned after the index of the program's first piece, the indices
+    of the pieces in the program, those in the weight, which are int64 if LARGE, and whether the weight has the pieces.
     """
     # Without the hint, a thread would load several neighboring pieces at once.
     lane = tl.max_contiguous(tl.arange(0, PIECES), 1)
-    piece = tl.program_id(0).to(INDEX) * PIECES + lane
-    inside = piece < pieces
-    group = piece // PIECES_PER_SCALE
     first = tl.program_id(0).to(tl.int64) * PIECES
-    codes = tl.load(code_ptr + first + lane, mask=inside, other=0).to(tl.int32)[:, None]
+    piece = first + lane if LARGE else tl.program_id(0) * PIECES + lane
+    inside = piece < pieces
+    dtype: tl.constexpr = tl.uint8 if NUMBERS == 2 else tl.int16 if NUMBERS == 4 else tl.int32
+    codes = tl.load(code_ptr.to(tl.pointer_type(dtype)) + first + lane, mask=inside, other=0)
+    return first, lane, piece, inside, codes.to(tl.int32)[:, None]
+
+
+@triton.jit
+def _group_weight_kernel(
+    code_ptr, scale_ptr, whole_ptr, table_ptr, w_ptr, pieces, G: tl.constexpr, PIECES_PER_SCALE: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr,
+    PIECES: tl.constexpr, LARGE: tl.constexpr,
+):  # fmt: skip
+    """Dequantize PIECES pieces per program, of which each thread has some; see `load_pieces`."""
+    first, lane, piece, inside, codes = load_pieces(code_ptr, pieces, NUMBERS, PIECES, LARGE)
+    group = piece // PIECES_PER_SCALE
     scale = group_scale(scale_ptr, whole_ptr, group, group // G, inside, SCALES, WHOLE)[:, None]
     number = tl.arange(0, NUMBERS)[None, :]
     numbers = group_number((codes >> (4 * number)) & 15, table_ptr, CODES) * scale
@@ -220,35 +229,37 @@ def groups_dense_reference(
 def groups_dense(
     codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize the weight [O, C], round it to bfloat16, and cast it to ``dtype``.
+    """Dequantize the weight [..., O, C], round it to bfloat16, and cast it to ``dtype``.
 
     Args:
-        codes: [O, C / 2] uint8, contiguous.
-        scales: [O, G], one for each C / G columns of a row.
-        whole: [O, 1] fp32, a scale for each row, or None.
+        codes: [..., O, C / 2] uint8, contiguous.
+        scales: [..., O, G], contiguous, one for each C / G columns of a row.
+        whole: [..., O, 1] fp32, contiguous, a scale for each row, or None.
         constants: the meaning of codes and scales.
         dtype: float32, float16 or bfloat16.
     """
-    (N, half), G = codes.shape, scales.shape[1]
-    weight = torch.empty(N, 2 * half, dtype=dtype, device=codes.device)
+    *rows, half = codes.shape
+    G = scales.shape[-1]
+    weight = torch.empty(*rows, 2 * half, dtype=dtype, device=codes.device)
     if not use_triton(weight):
         return groups_dense_reference(codes, scales, whole, constants, dtype)
     pieces, launch = in_pieces(codes, half // G)
     with on_device_of(codes):
-        _group_weight_kernel[(cdiv(pieces.numel(), PIECES),)](
-            pieces, bytes_of(scales), codes if whole is None else whole, table_of(constants.CODES, codes.device),
-            weight, pieces.numel(), G=G if constants.WHOLE else 1, **launch, **constants._asdict(),
+        _group_weight_kernel[(cdiv(pieces, PIECES),)](
+            codes, bytes_of(scales), codes if whole is None else whole, table_of(constants.CODES, codes.device), weight,
+            pieces, G=G if constants.WHOLE else 1, CODES=constants.CODES, SCALES=constants.SCALES,
+            WHOLE=constants.WHOLE, HALF=constants.HALF, **launch,
         )  # fmt: skip
     return weight
 
 
-def in_pieces(codes: Tensor, width: int) -> tuple[Tensor, dict[str, Any]]:
-    """Return codes, of which ``width`` bytes share a scale, as integers, and the constants of a kernel's launch."""
-    aligned = codes.data_ptr() | int(codes.storage_offset()) | width
-    size = min(aligned & -aligned, max(PIECE_DTYPES))
-    index = tl.int32 if codes.numel() // size < 2**31 - PIECES else tl.int64
-    constants = {"NUMBERS": 2 * size, "PIECES_PER_SCALE": width // size, "PIECES": PIECES, "INDEX": index}
-    return codes.view(PIECE_DTYPES[size]), constants | {"num_warps": NUM_WARPS}
+def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of pieces of codes, of which ``width`` bytes share a scale, and the constants of a launch."""
+    aligned = codes.data_ptr() | width | MOST_BYTES
+    size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all of these numbers
+    pieces = codes.numel() // size
+    constants = {"NUMBERS": 2 * size, "PIECES_PER_SCALE": width // size, "PIECES": PIECES, "num_warps": NUM_WARPS}
+    return pieces, constants | {"LARGE": pieces >= 2**31 - PIECES}
 
 
 def bytes_of(scales: Tensor) -> Tensor:
@@ -329,12 +340,14 @@ class Groups(Format):
 
     def dense(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight; see `groups_dense`."""
-        return groups_dense(*self.rows_of(weight), self.constants(weight.layout), weight.dtype).view(weight.shape)
+        codes, scales, *whole = (tensor.contiguous() for tensor in weight.tensors)
+        return groups_dense(codes, scales, whole[0] if whole else None, self.constants(weight.layout), weight.dtype)
 
     def reference(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight in plain torch; see `groups_dense_reference`."""
+        codes, scales, *whole = weight.tensors
         constants = self.constants(weight.layout)
-        return groups_dense_reference(*self.rows_of(weight), constants, weight.dtype).view(weight.shape)
+        return groups_dense_reference(codes, scales, whole[0] if whole else None, constants, weight.dtype)
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None

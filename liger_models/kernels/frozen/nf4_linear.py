@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.frozen.groups import PIECES, in_pieces
+from liger_models.kernels.frozen.groups import PIECES, in_pieces, load_pieces
 from liger_models.kernels.frozen.nf4_rows import Packed, nf4_rows, nf4_scale, takes_nf4_rows
 from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import Format, FrozenWeight, register
@@ -39,19 +39,15 @@ NF4_BLOCK, MOST_SCALES = 64, 256
 def _nf4_weight_kernel(
     code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, pieces, PIECES_PER_MEAN: tl.constexpr,
     SCALES_PER_FACTOR: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, NUMBERS: tl.constexpr, PIECES: tl.constexpr,
-    INDEX: tl.constexpr,
+    LARGE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize PIECES pieces per program, as `groups._group_weight_kernel` does."""
+    """Dequantize PIECES pieces per program, of which each thread has some; see `load_pieces`."""
     dtype: tl.constexpr = table_ptr.dtype.element_ty
-    lane = tl.max_contiguous(tl.arange(0, PIECES), 1)
-    piece = tl.program_id(0).to(INDEX) * PIECES + lane
-    inside = piece < pieces
+    first, lane, piece, inside, codes = load_pieces(code_ptr, pieces, NUMBERS, PIECES, LARGE)
     if PIECES_PER_MEAN:
         mean_ptr += piece // PIECES_PER_MEAN
     mean = tl.load(mean_ptr, mask=inside if PIECES_PER_MEAN else None).to(tl.float32)
     scale = nf4_scale(scale_ptr, factor_ptr, mean, piece // PIECES_PER_SCALE, inside, dtype, SCALES_PER_FACTOR)
-    first = tl.program_id(0).to(tl.int64) * PIECES
-    codes = tl.load(code_ptr + first + lane, mask=inside, other=0).to(tl.int32)[:, None]
     number = tl.arange(0, NUMBERS)[None, :]
     code = (codes >> (4 * (number ^ 1))) & 15  # the first number of a byte is in its upper half
     numbers = (tl.load(table_ptr + code).to(tl.float32) * scale[:, None]).to(dtype).to(w_ptr.dtype.element_ty)
@@ -83,10 +79,10 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
     rows, columns, codes_per_scale, per_factor = layout
     weight = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     pieces, launch = in_pieces(codes, codes_per_scale // 2)
-    per_mean = pieces.numel() // mean.numel() if mean.numel() > 1 else 0
+    per_mean = pieces // mean.numel() if mean.numel() > 1 else 0
     with on_device_of(codes):
-        _nf4_weight_kernel[(cdiv(pieces.numel(), PIECES),)](
-            pieces, scales, factors, mean, table, weight, pieces.numel(), PIECES_PER_MEAN=per_mean,
+        _nf4_weight_kernel[(cdiv(pieces, PIECES),)](
+            codes, scales, factors, mean, table, weight, pieces, PIECES_PER_MEAN=per_mean,
             SCALES_PER_FACTOR=per_factor, **launch,
         )  # fmt: skip
     return weight
