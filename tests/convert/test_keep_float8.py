@@ -34,7 +34,7 @@ IDS = torch.arange(2, 14).view(2, 6)
 def _tiles_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are dequantized in tiles of their size: the interpreter takes as long for elements that are masked."""
     monkeypatch.setattr(float8_blocks, "ROWS", 32)
-    monkeypatch.setattr(float8_blocks, "COLUMNS", 64)
+    monkeypatch.setattr(float8_blocks, "PIECES", 8)
 
 
 def load(folder: Path, **options: Any) -> Any:

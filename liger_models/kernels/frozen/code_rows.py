@@ -12,14 +12,18 @@ is the form in which the matrix units take them:
   1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If p is
   the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors are
   numbers of bfloat16, and the sum is exact. A pair takes three instructions.
+- "products" are numbers or scales in fp32, of which each product is rounded. Shared memory holds the pairs in fp32, 16
+  times, and lanes read eight bytes. Three instructions multiply both numbers and round the products.
 
 A product of the matrix units adds A [16, 16] @ B [16, 8]. For several rows of x, a row of A is a row of W, and a column
 of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read 64 bytes of each
 of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B is x, both at the
 columns that belong to group n of four lanes. So the diagonal of the result holds what is to be added, and the other
 elements are not used. The columns of the groups can then be any, and a warp reads 512 contiguous bytes of a row of W.
+While a program multiplies eight rows of W, Hopper and later GPUs load its next eight rows into the second-level cache.
 
-Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
+Sources: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma and
+https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-bulk-copy.
 """
 
 from typing import Any
@@ -36,7 +40,7 @@ from liger_models.kernels.matmul.row_linear import (
     store_row,
     store_rows,
 )
-from liger_models.kernels.overlap import end_previous, start_next
+from liger_models.kernels.overlap import can_overlap, end_previous, start_next
 from liger_models.kernels.tiles import cdiv
 
 MOST_ROWS = 16
@@ -58,21 +62,25 @@ CONSTANTS = ("none", 0x80008000), ("minus", 0xBF80BF80), ("two", 0x40004000), ("
 before Hopper have no other one for pairs."""
 
 
-def fill(*, first_is_upper: bool) -> str:
-    """Return PTX that builds all pairs of numbers in shared memory from the table of 16-bit numbers at address $1.
+def fill(*, first_is_upper: bool, size: int = 2) -> str:
+    """Return PTX that builds all pairs of numbers in shared memory from the table of numbers at address $1.
 
-    $0 is set to the address of the first pair in this lane's copy. Consecutive pairs of a copy are 128 bytes apart.
-    Each thread writes four copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads,
-    several write the same. The first number of a pair is that of the upper or that of the lower half of the byte.
+    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy, which half a
+    warp later is the copy of another lane if a number has 4 bytes. Consecutive pairs of a copy are 128 bytes apart.
+    Each thread writes 16 bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128
+    threads, several write the same. The first number of a pair is that of the upper or that of the lower half of the
+    byte.
     """
-    ptx = "{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .b16 upper, lower;\n"
-    ptx += "mov.u32 a, pairs; mov.u32 n, %laneid; mad.lo.u32 $0, n, 4, a;\n"
+    bits = f"b{8 * size}"
+    ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
+    ptx += f"mov.u32 a, pairs; mov.u32 n, %laneid; and.b32 n, n, {64 // size - 1}; mad.lo.u32 $0, n, {2 * size}, a;\n"
     ptx += "mov.u32 n, %tid.x; and.b32 n, n, 127; mad.lo.u32 a, n, 16, a;\n"
-    ptx += "shr.u32 n, n, 3; mad.wide.u32 p, n, 2, $1; ld.global.nc.b16 lower, [p];\n"
-    pair = "{upper, lower}" if first_is_upper else "{lower, upper}"
+    ptx += f"shr.u32 n, n, 3; mad.wide.u32 p, n, {size}, $1; ld.global.nc.{bits} lower, [p];\n"
+    pair = "upper, lower" if first_is_upper else "lower, upper"
     for i in range(16):
-        ptx += f"ld.global.nc.b16 upper, [$1+{2 * i}]; mov.b32 v, {pair};\n"
-        ptx += f"st.shared.v4.b32 [a+{2048 * i}], {{v, v, v, v}};\n"
+        ptx += f"ld.global.nc.{bits} upper, [$1+{size * i}];\n"
+        ptx += f"mov.b32 v, {{{pair}}};\n" if size == 2 else ""
+        ptx += f"st.shared.v4.b32 [a+{2048 * i}], {{{'v, v, v, v' if size == 2 else f'{pair}, {pair}'}}};\n"
     return ptx + "bar.sync 0;\n}"
 
 
@@ -89,7 +97,9 @@ def _load(name: str, first: int, count: int, at: str, predicate: str = "", cache
 
 
 def _prepare(kind: str, scale: str, to: int) -> str:
-    """Return PTX that sets s and, for two scales, d to the pairs by which `_pair` multiplies."""
+    """Return PTX that sets s and, for two scales, d to what `_pair` multiplies by: pairs or, for products, a scale."""
+    if kind == "products":
+        return f"mov.b32 s{to}, {scale};\n"
     ptx = f"cvt.rn.bf16x2.f32 s{to}, {scale}, {scale};\n"
     if kind == "two_scales":  # s is 3 t - 2 u, and d is 2 (u - t)
         ptx += f"mul.rn.f32 e, {scale}, 0f3FC00000; cvt.rn.bf16x2.f32 m, e, e;\n"
@@ -109,7 +119,11 @@ def _pair(kind: str, to: str, word: str, byte: int, scale: int, table: str) -> s
         scale: number of the registers s and d from `_prepare`.
         table: the register with the address from `fill`.
     """
-    ptx = f"dp4a.u32.u32 m, {word}, {128 << 8 * byte}, {table}; ld.shared.b32 m, [m];\n"
+    ptx = f"dp4a.u32.u32 m, {word}, {128 << 8 * byte}, {table};\n"
+    if kind == "products":
+        ptx += f"ld.shared.v2.b32 {{e, f}}, [m]; mul.rn.f32 e, e, s{scale}; mul.rn.f32 f, f, s{scale};\n"
+        return ptx + f"cvt.rn.bf16x2.f32 {to}, f, e;\n"
+    ptx += "ld.shared.b32 m, [m];\n"
     if kind == "one_scale":
         return ptx + f"fma.rn.bf16x2 {to}, m, s{scale}, none;\n"
     ptx += f"and.b32 n, m, 0xFFBFFFBF; fma.rn.bf16x2 n, n, s{scale}, none;\n"
@@ -117,14 +131,14 @@ def _pair(kind: str, to: str, word: str, byte: int, scale: int, table: str) -> s
 
 
 REGISTERS = (
-    ".reg .b32 a<4>, s<8>, d<8>, m, n, none, minus, two, minus2; .reg .f32 c<16>, e; .reg .b64 at;\n"
+    ".reg .b32 a<4>, s<8>, d<8>, m, n, none, minus, two, minus2; .reg .f32 c<16>, e, f; .reg .b64 at;\n"
     ".reg .pred p<2>, odd;\n" + "".join(f"mov.b32 {name}, {bits}; " for name, bits in CONSTANTS)
 )
 PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {0}, {{a0, a1, a2, a3}}, {{x{1}, x{2}}}, {3};\n"
 
 
 def _several_step(kind: str, tiles: int) -> str:
-    """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x, for one scale or two scales.
+    """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x.
 
     In a warp, the lane with index 4 · group + quarter has the rows group and group + 8 of W, and 16 of every 64 bytes
     of them, and the rows group and, with two tiles, group + 8 of x. It holds the sums of the columns 2 · quarter and
@@ -238,12 +252,20 @@ def _gather() -> str:
     return ptx + "mov.f32 $0, v0;\n}"
 
 
-FILL = tl.constexpr(fill(first_is_upper=False))
+PREFETCH = tl.constexpr(
+    "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}"
+)
+"""PTX that loads $2 bytes from address $1 on into the second-level cache, or nothing for 0 bytes. $0 is unused. Address
+and number of bytes must be multiples of 16."""
+
+FILL, FILL_FP32 = (tl.constexpr(fill(first_is_upper=False, size=size)) for size in (2, 4))
 GATHER = tl.constexpr(_gather())
 ONE_SCALE_1, ONE_SCALE_2 = (tl.constexpr(_several_step("one_scale", tiles)) for tiles in (1, 2))
 TWO_SCALES_1, TWO_SCALES_2 = (tl.constexpr(_several_step("two_scales", tiles)) for tiles in (1, 2))
+PRODUCTS_1, PRODUCTS_2 = (tl.constexpr(_several_step("products", tiles)) for tiles in (1, 2))
 WHOLE_ONE_SCALE, PART_ONE_SCALE = (tl.constexpr(_single_step("one_scale", whole=whole)) for whole in (True, False))
 WHOLE_TWO_SCALES, PART_TWO_SCALES = (tl.constexpr(_single_step("two_scales", whole=whole)) for whole in (True, False))
+WHOLE_PRODUCTS, PART_PRODUCTS = (tl.constexpr(_single_step("products", whole=whole)) for whole in (True, False))
 
 
 @triton.jit
@@ -295,11 +317,19 @@ def _scales_of_row(
 
 
 @triton.jit
+def _prefetch_rows(code_ptr, tile, N, size, thread):
+    """Begin to load the codes of a tile of eight rows of ``size`` bytes, if there is this tile. One thread does so."""
+    at = code_ptr + tl.minimum(tile * 8, N - 8).to(tl.int64) * size + tl.zeros_like(thread)
+    count = tl.where((thread == 0) & (tile * 8 < N), 8 * size, 0)
+    tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [at.to(tl.uint64, bitcast=True), count], tl.int32, False, 1)
+
+
+@triton.jit
 def _single_row_kernel(
     x_ptr, code_ptr, scale_ptr, whole_ptr, table_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, G, R,
     KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr, WARPS: tl.constexpr,
-    ALIKE: tl.constexpr,
+    ALIKE: tl.constexpr, PREFETCHES: tl.constexpr,
 ):  # fmt: skip
     """Compute results for a single row of x. A tensor holds one element per thread; see `_single_step`.
 
@@ -311,15 +341,20 @@ def _single_row_kernel(
     thread = tl.arange(0, 32 * WARPS)
     warp, lane = thread // 32, thread % 32
     odd = lane // 4 % 2
-    pairs = tl.inline_asm_elementwise(FILL, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
+    size = K // 2  # bytes of a row of W
+    if PREFETCHES:  # no kernel writes to weights
+        _prefetch_rows(code_ptr, tl.program_id(0), N, size, thread)
+    BUILD: tl.constexpr = FILL_FP32 if KIND == "products" else FILL
+    pairs = tl.inline_asm_elementwise(BUILD, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
     if LOW != "awaited":
         end_previous(OVERLAPS)
-    size = K // 2  # bytes of a row of W
     loads = (scale_ptr, whole_ptr, G)
     stride = tl.zeros([32 * WARPS], tl.int64) + size
     tiles = tl.cdiv(N, 8)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         begin = tl.minimum(tile * 8, N - 8).to(tl.int64)  # the last tile may repeat results
+        if PREFETCHES:
+            _prefetch_rows(code_ptr, tile + tl.num_programs(0), N, size, thread)
         if RANKS:
             B = load_B(B_ptr, begin + tl.arange(0, 8), N, R, RANKS)
         t0 = tl.zeros([32 * WARPS], tl.float32)
@@ -347,7 +382,9 @@ def _single_row_kernel(
                     False, 1,
                 )  # fmt: skip
             else:
-                PTX1: tl.constexpr = WHOLE_ONE_SCALE if ALIKE else PART_ONE_SCALE
+                ONE_SCALE: tl.constexpr = WHOLE_ONE_SCALE if ALIKE else PART_ONE_SCALE
+                PRODUCTS: tl.constexpr = WHOLE_PRODUCTS if ALIKE else PART_PRODUCTS
+                PTX1: tl.constexpr = PRODUCTS if KIND == "products" else ONE_SCALE
                 t0, t1, t2, t3, t4, t5, t6, t7 = tl.inline_asm_elementwise(
                     PTX1, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,l,l,l,r,r,f,f,f,f,f,f,f,f,r",
                     [t0, t1, t2, t3, t4, t5, t6, t7, codes, stride, x, left, odd,
@@ -404,7 +441,8 @@ def _several_rows_kernel(
     group, quarter = lane // 4, lane % 4
     row = tl.minimum(tl.program_id(0) * ROWS + group, N - 1).to(tl.int64)
     row8 = tl.minimum(tl.program_id(0) * ROWS + group + 8, N - 1).to(tl.int64)
-    pairs = tl.inline_asm_elementwise(FILL, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
+    BUILD: tl.constexpr = FILL_FP32 if KIND == "products" else FILL
+    pairs = tl.inline_asm_elementwise(BUILD, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
     t0 = tl.zeros([32 * WARPS], tl.float32)
     t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
     size = K // 2  # bytes of a row of W
@@ -418,14 +456,16 @@ def _several_rows_kernel(
         x = (x_ptr + group * K + 2 * byte).to(tl.uint64, bitcast=True)
         x_left = tl.where(group < M, left, 0)
         if TILES == 1:
-            PTX1: tl.constexpr = ONE_SCALE_1 if KIND == "one_scale" else TWO_SCALES_1
+            EXACT1: tl.constexpr = ONE_SCALE_1 if KIND == "one_scale" else TWO_SCALES_1
+            PTX1: tl.constexpr = PRODUCTS_1 if KIND == "products" else EXACT1
             t0, t1, t2, t3 = tl.inline_asm_elementwise(
                 PTX1, "=&f,=&f,=&f,=&f,f,f,f,f,l,l,l,r,r,f,f,f,f,f,f,f,f,r",
                 [t0, t1, t2, t3, codes, codes8, x, left, x_left, s0, s1, s2, s3, s4, s5, s6, s7, pairs],
                 (tl.float32, tl.float32, tl.float32, tl.float32), False, 1,
             )  # fmt: skip
         else:
-            PTX2: tl.constexpr = ONE_SCALE_2 if KIND == "one_scale" else TWO_SCALES_2
+            EXACT2: tl.constexpr = ONE_SCALE_2 if KIND == "one_scale" else TWO_SCALES_2
+            PTX2: tl.constexpr = PRODUCTS_2 if KIND == "products" else EXACT2
             x8 = (x_ptr + (group + 8) * K + 2 * byte).to(tl.uint64, bitcast=True)
             x8_left = tl.where(group + 8 < M, left, 0)
             t0, t1, t2, t3, t4, t5, t6, t7 = tl.inline_asm_elementwise(
@@ -466,7 +506,7 @@ def code_rows(
         codes: [O, C / 2].
         scales: [O, G], one for each C / G columns of a row: at least 32 columns, or 16 for two scales.
         whole: [O, 1] fp32, a scale for each row, or None.
-        table: [16] bfloat16, the numbers that the codes stand for.
+        table: [16], the numbers that the codes stand for, in fp32 for products and otherwise in bfloat16.
         bias: [O] or None.
         act: the activation of a packed gate and up projection, or "".
         low_rank: a term in the dtype of x, or None.
@@ -486,8 +526,8 @@ def code_rows(
     with on_device_of(x):
         if M == 1:
             _single_row_kernel[(min(cdiv(N, ROW_TILE), num_programs(x, ROW_PROGRAMS)),)](
-                x, codes, scales, whole, table, *ends, N, K, G, R, WARPS=ROW_WARPS, ALIKE=size % 512 == 0, **constants,
-                num_warps=ROW_WARPS,
+                x, codes, scales, whole, table, *ends, N, K, G, R, WARPS=ROW_WARPS, ALIKE=size % 512 == 0,
+                PREFETCHES=can_overlap(x.device), **constants, num_warps=ROW_WARPS,
             )  # fmt: skip
         else:
             _several_rows_kernel[(cdiv(N, TILE),)](

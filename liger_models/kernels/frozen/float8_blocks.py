@@ -13,6 +13,7 @@ products are summed in another order.
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,10 +33,11 @@ from liger_models.kernels.matmul.row_linear import (
 from liger_models.kernels.overlap import end_previous, start_next
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
-ROWS = 4
-COLUMNS = 1024
+MOST_NUMBERS = 8
+ROWS, PIECES = 16, 32
 NUM_WARPS = 4
-"""Number of rows and of columns that a program dequantizes, and number of its warps."""
+"""The weight is dequantized in pieces of up to this number of columns of a row. Number of rows that a program
+dequantizes, number of pieces of each row, and number of its warps."""
 
 WIDTHS = 16, 1024
 """Least and largest width of blocks that the kernels for few rows support. The width must be a power of 2, unless all
@@ -69,40 +71,51 @@ def _numbers(codes, scales):
 
 @triton.jit
 def _block_weight_kernel(
-    code_ptr, scale_ptr, w_ptr, N, K, G, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    code_ptr, scale_ptr, w_ptr, N, K, G, WIDTH: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < N)[:, None] & (column < K)[None, :]
-    codes = tl.load(code_ptr + row[:, None] * K + column[None, :], mask=mask, other=0.0)
-    scales = tl.load(scale_ptr + row[:, None] * G + (column // WIDTH)[None, :], mask=mask, other=0.0)
+    """Dequantize PIECES pieces of ROWS rows per program. A piece is NUMBERS columns of a row that share a scale.
+
+    A thread has whole pieces, and computes with one scale for each.
+    """
+    piece = tl.arange(0, ROWS * PIECES)
+    row = tl.program_id(0).to(tl.int64) * ROWS + piece // PIECES
+    column = (tl.program_id(1) * PIECES + piece % PIECES) * NUMBERS
+    inside = (row < N) & (column < K)
+    scales = tl.load(scale_ptr + row * G + column // WIDTH, mask=inside, other=0.0)[:, None]
+    at = (row * K + column)[:, None] + tl.arange(0, NUMBERS)[None, :]
+    codes = tl.load(code_ptr + at, mask=inside[:, None], other=0.0)
     numbers = _numbers(codes, scales).to(tl.bfloat16).to(w_ptr.dtype.element_ty)
-    tl.store(w_ptr + row[:, None] * K + column[None, :], numbers, mask=mask)
+    tl.store(w_ptr + at, numbers, mask=inside[:, None])
 
 
 def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Compute `blocks_dense` in plain torch."""
-    factors = scales.float().repeat_interleave(width or codes.shape[1], 1)[:, : codes.shape[1]]
+    columns = codes.shape[-1]
+    factors = scales.float().repeat_interleave(width or columns, -1)[..., :columns]
     return (codes.float() * factors).bfloat16().to(dtype)
 
 
 def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize the weight [O, C], round it to bfloat16, and cast it to ``dtype``.
+    """Dequantize the weight [..., O, C], round it to bfloat16, and cast it to ``dtype``.
 
     Args:
-        codes: [O, C] in float8_e4m3fn, contiguous.
-        scales: [O, ceil(C / width)], in a floating-point dtype.
+        codes: [..., O, C] in float8_e4m3fn, contiguous.
+        scales: [..., O, ceil(C / width)], contiguous, in a floating-point dtype.
         width: number of columns that share a scale; 0 for all columns of a row.
         dtype: float32, float16 or bfloat16.
     """
     if not use_triton(scales):
         return blocks_dense_reference(codes, scales, width, dtype)
-    (N, K), G = codes.shape, scales.shape[1]
-    weight = torch.empty(N, K, dtype=dtype, device=codes.device)
+    K, G = codes.shape[-1], scales.shape[-1]
+    N = codes.numel() // K
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    numbers = math.gcd(width or K, K, MOST_NUMBERS)
     with on_device_of(codes):
-        _block_weight_kernel[(cdiv(N, ROWS), cdiv(K, COLUMNS))](
-            codes, scales, weight, N, K, G, WIDTH=width or K, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
-        )
+        _block_weight_kernel[(cdiv(N, ROWS), cdiv(K, PIECES * numbers))](
+            codes, scales, weight, N, K, G, WIDTH=width or K, ROWS=ROWS, PIECES=PIECES, NUMBERS=numbers,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
     return weight
 
 
@@ -114,9 +127,9 @@ def _block_row_kernel(
 ):  # fmt: skip
     """Compute ROWS results of a single row of x; each step reads BLOCKS blocks of each row of W.
 
-    BY_ROW means that all blocks of a row share its only scale.
+    BY_ROW means that all blocks of a row share its only scale. The next kernel starts late, when all programs have read
+    their rows: a kernel of many small programs that starts earlier gets places that are not evenly distributed.
     """
-    start_next(OVERLAPS)
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -151,6 +164,7 @@ def _block_row_kernel(
         else:
             numbers = numbers.to(tl.bfloat16).to(tl.float32)
         total += tl.sum(tl.reshape(numbers, [ROWS, RUNS, RUN]) * x[None, :, :], 2)
+    start_next(OVERLAPS)
     y = tl.sum(total, 1)
     if RANKS:
         y += low_rank_row(B, low_ptr, R, RANKS, LOW)
@@ -257,14 +271,12 @@ class Float8Blocks(Format):
 
     def reference(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight in plain torch; see `blocks_dense_reference`."""
-        codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
-        return blocks_dense_reference(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
+        return blocks_dense_reference(weight.codes, weight.scales, weight.layout[0], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight; see `blocks_dense`."""
-        # All rows of all experts at once.
-        codes, scales = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
-        return blocks_dense(codes, scales, weight.layout[0], weight.dtype).view(weight.shape)
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+        return blocks_dense(codes, scales, weight.layout[0], weight.dtype)
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None

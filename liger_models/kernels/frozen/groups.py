@@ -14,7 +14,7 @@ before the product. The dequantized numbers are identical, but the products are 
 import functools
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +45,10 @@ NUMBERS = {
 }  # fmt: skip
 """The numbers that the codes 0 to 15 stand for: floating-point numbers of four bits, integers, and quantiles (NF4)."""
 
-BLOCK = 1024
-NUM_WARPS = 4
-"""Number of bytes of codes that a program dequantizes, and number of its warps."""
+MOST_BYTES = 4
+PIECES, NUM_WARPS = 512, 4
+"""The codes are dequantized in pieces of up to this number of bytes. Number of pieces per program, and number of its
+warps."""
 
 MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
@@ -98,22 +99,37 @@ def group_rounded(numbers, HALF: tl.constexpr):
 
 
 @triton.jit
-def _group_weight_kernel(
-    code_ptr, scale_ptr, whole_ptr, table_ptr, w_ptr, pieces, G, PAIRS: tl.constexpr, PIECES_PER_GROUP: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """Dequantize PIECES pieces per program. A piece is PAIRS bytes of codes, whose common scale is computed once."""
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, LARGE: tl.constexpr):
+    """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer of NUMBERS codes, which share a scale.
+
+    A thread has whole pieces, and the next thread has the next pieces: threads exchange nothing, and they read and
+    write contiguous memory together. The codes are returned after the index of the program's first piece, the indices
+    of the pieces in the program, those in the weight, which are int64 if LARGE, and whether the weight has the pieces.
+    """
+    # Without the hint, a thread would load several neighboring pieces at once.
+    lane = tl.max_contiguous(tl.arange(0, PIECES), 1)
+    first = tl.program_id(0).to(tl.int64) * PIECES
+    piece = first + lane if LARGE else tl.program_id(0) * PIECES + lane
     inside = piece < pieces
-    group = piece // PIECES_PER_GROUP
+    dtype: tl.constexpr = tl.uint8 if NUMBERS == 2 else tl.int16 if NUMBERS == 4 else tl.int32
+    codes = tl.load(code_ptr.to(tl.pointer_type(dtype)) + first + lane, mask=inside, other=0)
+    return first, lane, piece, inside, codes.to(tl.int32)[:, None]
+
+
+@triton.jit
+def _group_weight_kernel(
+    code_ptr, scale_ptr, whole_ptr, table_ptr, w_ptr, pieces, G: tl.constexpr, PIECES_PER_SCALE: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr,
+    PIECES: tl.constexpr, LARGE: tl.constexpr,
+):  # fmt: skip
+    """Dequantize PIECES pieces per program, of which each thread has some; see `load_pieces`."""
+    first, lane, piece, inside, codes = load_pieces(code_ptr, pieces, NUMBERS, PIECES, LARGE)
+    group = piece // PIECES_PER_SCALE
     scale = group_scale(scale_ptr, whole_ptr, group, group // G, inside, SCALES, WHOLE)[:, None]
-    pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
-    mask = inside[:, None]
-    pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
-    first = group_number(pair & 15, table_ptr, CODES) * scale
-    second = group_number(pair >> 4, table_ptr, CODES) * scale
-    both = group_rounded(tl.interleave(first, second), HALF).to(w_ptr.dtype.element_ty)
-    tl.store(w_ptr + piece[:, None] * (2 * PAIRS) + numbers[None, :], both, mask=mask)
+    number = tl.arange(0, NUMBERS)[None, :]
+    numbers = group_number((codes >> (4 * number)) & 15, table_ptr, CODES) * scale
+    numbers = group_rounded(numbers, HALF).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + first * NUMBERS + lane[:, None] * NUMBERS + number, numbers, mask=inside[:, None])
 
 
 @triton.jit
@@ -213,29 +229,37 @@ def groups_dense_reference(
 def groups_dense(
     codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize the weight [O, C], round it to bfloat16, and cast it to ``dtype``.
+    """Dequantize the weight [..., O, C], round it to bfloat16, and cast it to ``dtype``.
 
     Args:
-        codes: [O, C / 2] uint8, contiguous.
-        scales: [O, G], one for each C / G columns of a row.
-        whole: [O, 1] fp32, a scale for each row, or None.
+        codes: [..., O, C / 2] uint8, contiguous.
+        scales: [..., O, G], contiguous, one for each C / G columns of a row.
+        whole: [..., O, 1] fp32, contiguous, a scale for each row, or None.
         constants: the meaning of codes and scales.
         dtype: float32, float16 or bfloat16.
     """
-    (N, half), G = codes.shape, scales.shape[1]
-    weight = torch.empty(N, 2 * half, dtype=dtype, device=codes.device)
+    *rows, half = codes.shape
+    G = scales.shape[-1]
+    weight = torch.empty(*rows, 2 * half, dtype=dtype, device=codes.device)
     if not use_triton(weight):
         return groups_dense_reference(codes, scales, whole, constants, dtype)
-    width = half // G
-    pairs = min(width & -width, BLOCK)  # a power of two that divides the bytes of a group
-    pieces, step = codes.numel() // pairs, BLOCK // pairs
+    pieces, launch = in_pieces(codes, half // G)
     with on_device_of(codes):
-        _group_weight_kernel[(cdiv(pieces, step),)](
+        _group_weight_kernel[(cdiv(pieces, PIECES),)](
             codes, bytes_of(scales), codes if whole is None else whole, table_of(constants.CODES, codes.device), weight,
-            pieces, G, PAIRS=pairs, PIECES_PER_GROUP=width // pairs, PIECES=step, **constants._asdict(),
-            num_warps=NUM_WARPS,
+            pieces, G=G if constants.WHOLE else 1, CODES=constants.CODES, SCALES=constants.SCALES,
+            WHOLE=constants.WHOLE, HALF=constants.HALF, **launch,
         )  # fmt: skip
     return weight
+
+
+def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of pieces of codes, of which ``width`` bytes share a scale, and the constants of a launch."""
+    aligned = codes.data_ptr() | width | MOST_BYTES
+    size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all of these numbers
+    pieces = codes.numel() // size
+    constants = {"NUMBERS": 2 * size, "PIECES_PER_SCALE": width // size, "PIECES": PIECES, "num_warps": NUM_WARPS}
+    return pieces, constants | {"LARGE": pieces >= 2**31 - PIECES}
 
 
 def bytes_of(scales: Tensor) -> Tensor:
@@ -250,12 +274,14 @@ def takes_group(width: int) -> bool:
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
     """Return the kind under which `code_rows` multiplies groups of ``pairs`` bytes; None if it does not."""
-    if constants.CODES == "nf4" or constants.HALF:  # the numbers, or the rounded products, are none of bfloat16
+    if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
-    if exact and pairs >= 16:
+    if exact and pairs >= 16 and constants.CODES != "nf4":  # its numbers are none of bfloat16
         return "one_scale"
-    return "two_scales" if constants.CODES == "e2m1" and pairs >= 8 else None
+    if constants.CODES == "e2m1" and pairs >= 8:
+        return "two_scales"
+    return "products" if pairs >= 16 else None
 
 
 def group_rows(
@@ -271,9 +297,10 @@ def group_rows(
     K, pairs = 2 * half, half // G
     kind = kind_of(scales, pairs, constants)
     if kind is not None and takes_code_rows(x, codes):
+        table = table_of(constants.CODES, codes.device, torch.float32 if kind == "products" else torch.bfloat16)
         return code_rows(
-            kind, x, codes, bytes_of(scales), whole, table_of(constants.CODES, codes.device, torch.bfloat16), bias, act,
-            low_rank, SCALES=constants.SCALES, WHOLE=constants.WHOLE,
+            kind, x, codes, bytes_of(scales), whole, table, bias, act, low_rank, SCALES=constants.SCALES,
+            WHOLE=constants.WHOLE,
         )  # fmt: skip
     y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
@@ -313,12 +340,14 @@ class Groups(Format):
 
     def dense(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight; see `groups_dense`."""
-        return groups_dense(*self.rows_of(weight), self.constants(weight.layout), weight.dtype).view(weight.shape)
+        codes, scales, *whole = (tensor.contiguous() for tensor in weight.tensors)
+        return groups_dense(codes, scales, whole[0] if whole else None, self.constants(weight.layout), weight.dtype)
 
     def reference(self, weight: FrozenWeight) -> Tensor:
         """Dequantize the weight in plain torch; see `groups_dense_reference`."""
+        codes, scales, *whole = weight.tensors
         constants = self.constants(weight.layout)
-        return groups_dense_reference(*self.rows_of(weight), constants, weight.dtype).view(weight.shape)
+        return groups_dense_reference(codes, scales, whole[0] if whole else None, constants, weight.dtype)
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None

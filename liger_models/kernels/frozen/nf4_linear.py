@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.frozen.groups import PIECES, in_pieces, load_pieces
 from liger_models.kernels.frozen.nf4_rows import Packed, nf4_rows, nf4_scale, takes_nf4_rows
 from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import Format, FrozenWeight, register
@@ -33,33 +34,24 @@ from liger_models.kernels.tiles import cdiv
 NF4_BLOCK, MOST_SCALES = 64, 256
 """Number of codes per scale, and maximum number of scales per factor."""
 
-BLOCK = 1024
-NUM_WARPS = 4
-"""Number of bytes of codes that a program reads, and number of its warps. A thread stores the dequantized numbers of
-the bytes that it has read, so threads exchange nothing."""
-
 
 @triton.jit
 def _nf4_weight_kernel(
-    code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, pieces,
-    PAIRS: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr,
-    PIECES_PER_MEAN: tl.constexpr, PIECES: tl.constexpr,
+    code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, pieces, PIECES_PER_MEAN: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, NUMBERS: tl.constexpr, PIECES: tl.constexpr,
+    LARGE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize PIECES pieces per program. A piece is PAIRS bytes of codes, whose common scale is computed once."""
+    """Dequantize PIECES pieces per program, of which each thread has some; see `load_pieces`."""
     dtype: tl.constexpr = table_ptr.dtype.element_ty
-    pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
-    inside = piece < pieces
-    mask = inside[:, None]
+    first, lane, piece, inside, codes = load_pieces(code_ptr, pieces, NUMBERS, PIECES, LARGE)
     if PIECES_PER_MEAN:
         mean_ptr += piece // PIECES_PER_MEAN
     mean = tl.load(mean_ptr, mask=inside if PIECES_PER_MEAN else None).to(tl.float32)
     scale = nf4_scale(scale_ptr, factor_ptr, mean, piece // PIECES_PER_SCALE, inside, dtype, SCALES_PER_FACTOR)
-    pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
-    first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale[:, None]
-    second = tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale[:, None]
-    both = tl.interleave(first, second).to(dtype).to(w_ptr.dtype.element_ty)
-    tl.store(w_ptr + piece[:, None] * (2 * PAIRS) + numbers[None, :], both, mask=mask)
+    number = tl.arange(0, NUMBERS)[None, :]
+    code = (codes >> (4 * (number ^ 1))) & 15  # the first number of a byte is in its upper half
+    numbers = (tl.load(table_ptr + code).to(tl.float32) * scale[:, None]).to(dtype).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + first * NUMBERS + lane[:, None] * NUMBERS + number, numbers, mask=inside[:, None])
 
 
 def nf4_layout(shape: Sequence[int]) -> list[int]:
@@ -86,14 +78,12 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
     codes, scales, factors, mean, table = packed
     rows, columns, codes_per_scale, per_factor = layout
     weight = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    bytes_ = codes_per_scale // 2
-    pairs = min(bytes_ & -bytes_, BLOCK)  # a power of two that divides the bytes of a scale
-    pieces, step = codes.numel() // pairs, BLOCK // pairs
+    pieces, launch = in_pieces(codes, codes_per_scale // 2)
+    per_mean = pieces // mean.numel() if mean.numel() > 1 else 0
     with on_device_of(codes):
-        _nf4_weight_kernel[(cdiv(pieces, step),)](
-            codes, scales, factors, mean, table, weight, pieces, PAIRS=pairs, PIECES_PER_SCALE=bytes_ // pairs,
-            SCALES_PER_FACTOR=per_factor, PIECES_PER_MEAN=pieces // mean.numel() if mean.numel() > 1 else 0,
-            PIECES=step, num_warps=NUM_WARPS,
+        _nf4_weight_kernel[(cdiv(pieces, PIECES),)](
+            codes, scales, factors, mean, table, weight, pieces, PIECES_PER_MEAN=per_mean,
+            SCALES_PER_FACTOR=per_factor, **launch,
         )  # fmt: skip
     return weight
 

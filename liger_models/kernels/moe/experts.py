@@ -32,8 +32,8 @@ separate grouped products, and the backward recomputes A_e · r_j and A_e · p_j
 The inputs r_j and A(u_j) of low-rank terms may have dropout. Only its seed is saved, from which the backward generates
 the same random numbers.
 
-Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before
-each product, and freed after the product.
+Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
+product, and freed after the product. A backward that recomputes u dequantizes gate and up once, for u and for dx.
 
 The stored weights, order, slot, ends, u (without its bias) and, if a gradient needs it, x are saved. With
 ``recompute``, u is not saved. The backward then recomputes u, bitwise identical, and overwrites it with du. The sorted
@@ -246,13 +246,13 @@ def _act(gate_up: Tensor, bias: Tensor | None, ends: Tensor, act: str, limit: fl
 
 
 def _act_backward(
-    g: Tensor | None, gate_up: Tensor, weights: Tensor, order: Tensor, ends: Tensor, d_rows: Tensor,
+    g: Tensor | None, gate_up: Tensor, weights: Tensor, order: Tensor, ends: Tensor, d_rows: Tensor | None,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float, *, need_d_gate_up: bool,
     need_product: bool, need_d_weights: bool, overwrite_gate_up: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the kernel of the activation's backward, and return ``(d_gate_up, weighted product, d_weights)``.
 
-    The weighted product overwrites g. Results that are not needed are None.
+    The weighted product overwrites g. Results that are not needed are None. ``d_rows`` is needed with a bias of down.
     """
     S, F = gate_up.shape[0], gate_up.shape[1] // inputs_of(act)
     d_gate_up = (gate_up if overwrite_gate_up else torch.empty_like(gate_up)) if need_d_gate_up else None
@@ -265,8 +265,9 @@ def _act_backward(
         _act_backward_kernel[(S,)](
             gate_up if g is None else g, gate_up, weights, order, gate_up if d_gate_up is None else d_gate_up,
             gate_up if product is None else product, weights if d_weights is None else d_weights,
-            gate_up if gate_up_bias is None else gate_up_bias, ends, d_rows, d_rows if down_bias is None else down_bias,
-            F, d_rows.shape[1], len(ends), limit, ACT=act, INPUTS=inputs_of(act), BIAS=gate_up_bias is not None,
+            gate_up if gate_up_bias is None else gate_up_bias, ends, gate_up if d_rows is None else d_rows,
+            gate_up if down_bias is None else down_bias, F, 0 if down_bias is None else down_bias.shape[1], len(ends),
+            limit, ACT=act, INPUTS=inputs_of(act), BIAS=gate_up_bias is not None,
             DOWN_BIAS=down_bias is not None and need_d_weights, READ_G=g is not None, STORE_D_GATE_UP=need_d_gate_up,
             STORE_PRODUCT=need_product, STORE_D_WEIGHTS=need_d_weights, **_row_blocks(F, len(ends)),
         )  # fmt: skip
@@ -330,14 +331,14 @@ def _input_gradient(
 
 
 def _low_rank_gradients(
-    d_out: Tensor, h: Tensor | None, rows: Tensor | None, low_rank: LowRank | None, ends: Tensor, library: bool,
+    d_out: Tensor | None, h: Tensor | None, rows: Tensor | None, low_rank: LowRank | None, ends: Tensor, library: bool,
     needs: ProjectionNeeds, drop_rows: Drop,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Compute dA and dB of `_product`. A gradient that is not needed is None.
 
     ``h`` is the second result of `_input_gradient`, or None if that was not called.
     """
-    if low_rank is None or rows is None or not (needs.low_rank_A or needs.low_rank_B):
+    if low_rank is None or rows is None or d_out is None or not (needs.low_rank_A or needs.low_rank_B):
         return None, None
     (A, B), rows = low_rank, drop_rows(rows)
     library = _low_rank_library(library, A, B)
@@ -499,19 +500,25 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
     need_du = needs.x or needs.gate_up.by_rows or needs.gate_up.bias
     rows = g = h = dx = d_rows = None
 
-    # Recompute u, bitwise identical to the forward.
+    # Begin the backward through the down projection.
+    d_out = permute(dy, slot, S, dtype)  # [S, C]
+    if need_du or needs.weights:
+        g, h = _input_gradient(d_out, down.weight, down.low_rank, ends, library, drop_out)  # [S, F]
+    dy_rows = d_out if needs.down.by_rows or down.bias is not None else None
+    del d_out
+
+    # Recompute u, bitwise identical to the forward. Matrices that are dequantized here are kept for the gradient of x.
     recomputed = u is None
     if u is None:
         assert x is not None
         rows = permute(x, slot, S, dtype)  # [S, C]
+        if needs.x and not takes_few(rows, gate_up.weight):
+            gate_up = gate_up._replace(weight=dense(gate_up.weight))
         u = _product(rows, gate_up.weight, gate_up.low_rank, ends, library, drop_in)  # [S, 2 F]
         if not needs.gate_up.by_rows:
             rows = None
 
-    # Continue the backward through the down projection and the activation. If u was recomputed, du overwrites u.
-    dy_rows = permute(dy, slot, S, dtype)  # [S, C]
-    if need_du or needs.weights:
-        g, h = _input_gradient(dy_rows, down.weight, down.low_rank, ends, library, drop_out)  # [S, F]
+    # Continue the backward through the activation. If u was recomputed, du overwrites u.
     du, product, d_weights = _act_backward(
         g, u, weights, order, ends, dy_rows, gate_up.bias, down.bias, act, limit, need_d_gate_up=need_du,
         need_product=needs.down.by_rows, need_d_weights=needs.weights, overwrite_gate_up=recomputed,
@@ -520,9 +527,9 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
 
     # Compute the gradients of the down projection's parameters.
     d_weight = d_bias = None
-    if down.bias is not None and needs.down.bias:
+    if dy_rows is not None and down.bias is not None and needs.down.bias:
         d_bias = grouped_sum(dy_rows, ends, down.bias.dtype, weights, order)
-    if product is not None and needs.down.weight:
+    if dy_rows is not None and product is not None and needs.down.weight:
         d_weight = grouped_outer(dy_rows, product, ends, library)
     pair = _low_rank_gradients(dy_rows, h, product, down.low_rank, ends, library, needs.down, drop_out)
     d_down = ProjectionGradients(d_weight, d_bias, *pair)

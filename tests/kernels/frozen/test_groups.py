@@ -76,6 +76,26 @@ def test_groups_of_any_even_width(kernel_device, width):
     assert torch.equal(weight.dense(), weight.format.reference(weight))
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_codes_anywhere_and_of_large_weights(kernel_device, kind, monkeypatch):
+    """Codes that begin at any address are read in smaller pieces, and indices of large weights have 64 bits."""
+    weight, in_pieces = make(kind, (5, 192), kernel_device), groups.in_pieces
+    want, sizes = weight.format.reference(weight), []
+    for large in (False, True):
+
+        def launched(*given, large=large):
+            pieces, constants = in_pieces(*given)
+            return pieces, constants | {"LARGE": large}
+
+        monkeypatch.setattr(groups, "in_pieces", launched)
+        for offset in range(4):
+            memory = torch.empty(weight.codes.numel() + 16, dtype=torch.uint8, device=kernel_device)
+            codes = memory[offset : offset + weight.codes.numel()].view_as(weight.codes).copy_(weight.codes)
+            sizes.append(in_pieces(codes, 8)[1]["NUMBERS"])
+            assert torch.equal(weight._replace(tensors=(codes, *weight.tensors[1:])).dense(), want)
+    assert sizes == 2 * [8, 2, 4, 2]
+
+
 def test_all_scales_of_a_byte(kernel_device):
     """Exponents of 2 from the least to the largest, and every number of e4m3; both are exact."""
     codes = torch.full((256, 16), 0x21, dtype=torch.uint8, device=kernel_device)

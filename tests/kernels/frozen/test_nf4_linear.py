@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_models.kernels.frozen.nf4_linear import BLOCK, nf4_linear
+from liger_models.kernels.frozen.groups import PIECES
+from liger_models.kernels.frozen.nf4_linear import nf4_linear
 from liger_models.kernels.frozen.nf4_rows import MOST_ROWS
 from liger_models.kernels.frozen.products import quantized_linear, weight_for_op
 from liger_models.kernels.frozen.weight import FrozenWeight
@@ -14,7 +15,7 @@ from ..oracle import opcheck
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
-SIZES = [((3, 64), 1), ((5, 128), 2), ((96, 192), 36), ((2 * BLOCK // 64 + 1, 64), 1)]
+SIZES = [((3, 64), 1), ((5, 128), 2), ((96, 192), 36), ((8 * PIECES // 64 + 1, 64), 1)]
 """[O, C], and scales with one factor."""
 
 

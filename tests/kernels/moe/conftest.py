@@ -29,4 +29,4 @@ def _quick_blocks(monkeypatch):
     if dispatch.INTERPRET:
         monkeypatch.setitem(grouped_mm.PRODUCT_BLOCKS, 2, grouped_mm.PRODUCT_BLOCKS[4])
         monkeypatch.setattr(float8_blocks, "ROWS", 32)
-        monkeypatch.setattr(float8_blocks, "COLUMNS", 64)
+        monkeypatch.setattr(float8_blocks, "PIECES", 8)

@@ -145,6 +145,19 @@ def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):
     assert others == [(20,), (20,), (len(gate_up),), *kept, (2,)]
 
 
+@RECOMPUTE
+def test_the_backward_dequantizes_each_matrix_once(kernel_device, recompute, monkeypatch):
+    """Also gate and up, which it multiplies twice if it recomputes them."""
+    inputs, experts, dy = make(SHAPE, torch.float32, kernel_device)
+    quantized = [quantize(each, "float8") for each in inputs[2:]]
+    monkeypatch.setattr(experts_module, "takes_few", lambda *_: False)
+    y = moe_mlp(inputs[0].requires_grad_(), inputs[1], experts, *quantized, recompute=recompute)
+    dense, shapes = FrozenWeight.dense, []
+    monkeypatch.setattr(FrozenWeight, "dense", lambda weight: shapes.append(weight.shape) or dense(weight))
+    y.backward(dy)
+    assert shapes == [quantized[1].shape, quantized[0].shape]
+
+
 @STORED
 def test_decoding_dequantizes_no_matrix(kernel_device, kind, monkeypatch):
     inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
