@@ -166,7 +166,7 @@ def test_packed_documents_are_separate_documents(pair):
     assert_same_gradients(ours, theirs)
 
 
-@one_case_of_each_kind
+@one_case_each
 def test_tokens_after_the_last_boundary_and_rows_are_documents(pair):
     arch, variant, _, ours = pair
     ids = tokens(arch, variant, 2, 12)
@@ -190,7 +190,7 @@ def test_position_ids(pair):
     assert error(ours(ids, position_ids=positions[0]).logits, want) <= LIMIT
 
 
-@one_case_of_each_kind
+@one_case_each
 def test_causality(pair):
     arch, variant, _, ours = pair
     ids = tokens(arch, variant, 1, 16)
@@ -229,7 +229,7 @@ def test_checkpointing_policies_give_identical_gradients(pair):
         assert all(torch.equal(gradient, other[name]) for name, gradient in gradients[0].items())
 
 
-@one_case_of_each_kind
+@one_case_each
 def test_logits_beside_the_loss_and_only_the_last(pair):
     arch, variant, _, ours = pair
     ids = tokens(arch, variant, 2, 10)
@@ -248,7 +248,7 @@ def test_inputs_embeds(pair):
     assert error(ours(inputs_embeds=embeds).logits, theirs(inputs_embeds=embeds).logits) <= LIMIT
 
 
-@one_case_of_each_kind
+@one_case_each
 def test_one_token_and_an_empty_batch(pair):
     arch, variant, theirs, ours = pair
     one = tokens(arch, variant, 1, 1)
@@ -384,7 +384,7 @@ def test_cast_keeps_the_rotary_tables(pair):
     assert all(torch.equal(a, b) for a, b in zip(tables(ours.half().to("cpu")), want, strict=True))
 
 
-@one_case_of_each_kind
+@one_case_each
 def test_more_tokens(pair, tmp_path):
     """With more rows, new tokens among them, saved and read by transformers; then with as few as before."""
     arch, variant, _, ours = pair

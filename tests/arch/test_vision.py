@@ -305,7 +305,6 @@ def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return ids, kinds, batch.mask.flip(1)
 
 
-@pytest.mark.cases(36)
 @one_video_case_each
 @every_batch
 def test_generate(pair, rows, use_cache):

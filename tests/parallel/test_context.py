@@ -156,7 +156,7 @@ def with_images_spread(name: str) -> dict[str, Any]:
     return averaged(with_images(name, shared=True))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=beyond_kinds_of_run(name)) for name in FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_images(two, name):
     """Their tokens stand on both ranks, of which each computes the whole tower."""
     expected = with_images(name, shared=False)
