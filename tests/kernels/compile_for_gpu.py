@@ -410,7 +410,7 @@ if __name__ == "__main__":
         importlib.import_module(f"liger_models.kernels.frozen.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
     code_rows = importlib.import_module("liger_models.kernels.frozen.code_rows")
     code_rows.num_programs = lambda x, each: 132 * each
-    for name in ("overlap", "matmul.row_linear", "frozen.code_rows"):
+    for name in ("overlap", "matmul.row_linear"):
         importlib.import_module(f"liger_models.kernels.{name}").can_overlap = lambda device: sys.argv[1] == "sm_90"
     # The other targets have 64 KB and 160 KB of shared memory.
     wide_heads = importlib.import_module("liger_models.kernels.attention.causal_attention")

@@ -20,10 +20,8 @@ of B is a row of x. For a single row of x, this would leave seven columns unused
 of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B is x, both at the
 columns that belong to group n of four lanes. So the diagonal of the result holds what is to be added, and the other
 elements are not used. The columns of the groups can then be any, and a warp reads 512 contiguous bytes of a row of W.
-While a program multiplies eight rows of W, Hopper and later GPUs load its next eight rows into the second-level cache.
 
-Sources: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma and
-https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-bulk-copy.
+Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
 
 from typing import Any
@@ -40,7 +38,7 @@ from liger_models.kernels.matmul.row_linear import (
     store_row,
     store_rows,
 )
-from liger_models.kernels.overlap import can_overlap, end_previous, start_next
+from liger_models.kernels.overlap import end_previous, start_next
 from liger_models.kernels.tiles import cdiv
 
 MOST_ROWS = 16
@@ -252,12 +250,6 @@ def _gather() -> str:
     return ptx + "mov.f32 $0, v0;\n}"
 
 
-PREFETCH = tl.constexpr(
-    "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}"
-)
-"""PTX that loads $2 bytes from address $1 on into the second-level cache, or nothing for 0 bytes. $0 is unused. Address
-and number of bytes must be multiples of 16."""
-
 FILL, FILL_FP32 = (tl.constexpr(fill(first_is_upper=False, size=size)) for size in (2, 4))
 GATHER = tl.constexpr(_gather())
 ONE_SCALE_1, ONE_SCALE_2 = (tl.constexpr(_several_step("one_scale", tiles)) for tiles in (1, 2))
@@ -317,19 +309,11 @@ def _scales_of_row(
 
 
 @triton.jit
-def _prefetch_rows(code_ptr, tile, N, size, thread):
-    """Begin to load the codes of a tile of eight rows of ``size`` bytes, if there is this tile. One thread does so."""
-    at = code_ptr + tl.minimum(tile * 8, N - 8).to(tl.int64) * size + tl.zeros_like(thread)
-    count = tl.where((thread == 0) & (tile * 8 < N), 8 * size, 0)
-    tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [at.to(tl.uint64, bitcast=True), count], tl.int32, False, 1)
-
-
-@triton.jit
 def _single_row_kernel(
     x_ptr, code_ptr, scale_ptr, whole_ptr, table_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, G, R,
     KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr, WARPS: tl.constexpr,
-    ALIKE: tl.constexpr, PREFETCHES: tl.constexpr,
+    ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Compute results for a single row of x. A tensor holds one element per thread; see `_single_step`.
 
@@ -341,20 +325,16 @@ def _single_row_kernel(
     thread = tl.arange(0, 32 * WARPS)
     warp, lane = thread // 32, thread % 32
     odd = lane // 4 % 2
-    size = K // 2  # bytes of a row of W
-    if PREFETCHES:  # no kernel writes to weights
-        _prefetch_rows(code_ptr, tl.program_id(0), N, size, thread)
     BUILD: tl.constexpr = FILL_FP32 if KIND == "products" else FILL
     pairs = tl.inline_asm_elementwise(BUILD, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
     if LOW != "awaited":
         end_previous(OVERLAPS)
+    size = K // 2  # bytes of a row of W
     loads = (scale_ptr, whole_ptr, G)
     stride = tl.zeros([32 * WARPS], tl.int64) + size
     tiles = tl.cdiv(N, 8)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         begin = tl.minimum(tile * 8, N - 8).to(tl.int64)  # the last tile may repeat results
-        if PREFETCHES:
-            _prefetch_rows(code_ptr, tile + tl.num_programs(0), N, size, thread)
         if RANKS:
             B = load_B(B_ptr, begin + tl.arange(0, 8), N, R, RANKS)
         t0 = tl.zeros([32 * WARPS], tl.float32)
@@ -526,8 +506,8 @@ def code_rows(
     with on_device_of(x):
         if M == 1:
             _single_row_kernel[(min(cdiv(N, ROW_TILE), num_programs(x, ROW_PROGRAMS)),)](
-                x, codes, scales, whole, table, *ends, N, K, G, R, WARPS=ROW_WARPS, ALIKE=size % 512 == 0,
-                PREFETCHES=can_overlap(x.device), **constants, num_warps=ROW_WARPS,
+                x, codes, scales, whole, table, *ends, N, K, G, R, WARPS=ROW_WARPS, ALIKE=size % 512 == 0, **constants,
+                num_warps=ROW_WARPS,
             )  # fmt: skip
         else:
             _several_rows_kernel[(cdiv(N, TILE),)](

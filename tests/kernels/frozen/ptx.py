@@ -49,13 +49,10 @@ def fragments(registers, rows, columns):
 
 
 class Warp:
-    """The registers of a warp: 64 bits for each lane, by name. Global addresses are those of this process.
+    """The registers of a warp: 64 bits for each lane, by name. Global addresses are those of this process."""
 
-    ``prefetched`` gets the address and the number of bytes of each bulk copy into the cache.
-    """
-
-    def __init__(self, registers, shared, prefetched, first_thread):
-        self.registers, self.shared, self.prefetched = registers, shared, prefetched
+    def __init__(self, registers, shared, first_thread):
+        self.registers, self.shared = registers, shared
         self.registers |= {"%laneid": LANE, "%tid.x": LANE + np.uint64(first_thread), "pairs": np.zeros_like(LANE)}
 
     def get(self, operand):
@@ -112,10 +109,6 @@ class Warp:
                         self.shared[int(place[lane]) : int(place[lane]) + 4].view(np.uint32)[:] = register[lane]
                 else:
                     self.put(register, self.load(place, size, mask, operation[1] == "shared"), mask)
-        elif operation[0] == "cp":
-            for at, count in zip(self.addresses(to)[mask], self.get(sources[0])[mask], strict=True):
-                assert at % 16 == count % 16 == 0
-                self.prefetched.append((int(at), int(count)))
         elif operation[0] == "mma":
             a, b = fragments(map(self.get, sources[0]), 16, 16), fragments(map(self.get, sources[1]), 16, 8)
             product = a @ b
@@ -169,7 +162,7 @@ class Assembly:
     """In place of ``tl.inline_asm_elementwise``, for tensors with one element per thread, and one block of memory."""
 
     def __init__(self):
-        self.memory = np.zeros(2**15, np.uint8), []
+        self.shared = np.zeros(2**15, np.uint8)
 
     def __call__(self, ptx, constraints, args, dtype, is_pure, pack, _semantic=None):
         ptx, dtype = getattr(ptx, "value", ptx), getattr(dtype, "value", dtype)
@@ -181,7 +174,7 @@ class Assembly:
         for first in range(0, threads, LANES):
             parts = [np.ascontiguousarray(array[first : first + LANES]) for array in arrays]
             bits = [part.view(f"u{part.itemsize}").astype(np.uint64) for part in parts]
-            warp = Warp({f"${len(dtypes) + i}": part for i, part in enumerate(bits)}, *self.memory, first)
+            warp = Warp({f"${len(dtypes) + i}": part for i, part in enumerate(bits)}, self.shared, first)
             warp.run(ptx)
             for i, result in enumerate(results):
                 result[first : first + LANES] = warp.get(f"${i}").astype(np.uint32)
