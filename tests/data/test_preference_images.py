@@ -206,7 +206,7 @@ def test_a_step_of_dpo(model):
     [
         ({"images": [SMALL]}, r"pair 1: an example must have a place for each of its 1 images, .*got 2"),
         ({"images": []}, r"pair 1: an example must have a place for each of its 0 images, .*got 2"),
-        ({"prompt": "What?"}, "pair 1: must be all texts or all messages, got both"),
+        ({"prompt": "What?"}, "pair 1: must be all texts or all messages, got "),
         ({"chosen": None}, "pair 1: must have prompt, chosen and rejected, or the same with _ids"),
         (dict.fromkeys(("prompt", "chosen", "rejected"), "A"), "images stand in messages, got a field image beside te"),
         ({"videos": ["a.mp4"]}, "pair 1: must be text and image, got videos, which the model does not take"),
