@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -75,19 +75,13 @@ class GLM4Config(GLMConfig):
     """Sizes and constants of a GLM-4 model, as in `GLMConfig`."""
 
 
-class GLM4Block(nn.Module):
+class GLM4Block(GLMBlock):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
     def __init__(self, config: GLM4Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
+        super().__init__(config, layer, kernels)
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, interleaved=True
-        )
         self.post_self_attn_layernorm = norm()
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.post_mlp_layernorm = norm()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
