@@ -98,13 +98,8 @@ def _read_calls(where: str, number: int, content: Any) -> list[dict[str, Any]]:
 
 
 def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
-    instruction = _first(record, "instruction|question")
-    context = _first(record, "input|context")
-    output = _first(record, "output|response|answer")
-    for names in ("instruction|question", "input|context", "output|response|answer"):
-        name = next((name for name in names.split("|") if record.get(name) is not None), None)
-        if name is not None and not isinstance(record[name], str):
-            raise ValueError(f"{where}: {name} must be a text, got {str(record[name])[:60]!r}. Correct it.")
+    columns = ("instruction|question", "input|context", "output|response|answer")
+    instruction, context, output = (_first_text(where, record, names) for names in columns)
     history = record.get("history") or ()
     if not isinstance(history, list | tuple) or not all(
         isinstance(turn, list | tuple) and len(turn) == 2 for turn in history
@@ -179,6 +174,15 @@ def _with_system(record: Columns, messages: list[dict[str, Any]]) -> list[dict[s
 
 def _first(columns: Columns, names: str) -> Any:
     return next((columns[name] for name in names.split("|") if columns.get(name) is not None), None)
+
+
+def _first_text(where: str, columns: Columns, names: str) -> Any:
+    """Return the value of the first of several columns that has one; None if there is none."""
+    name = next((name for name in names.split("|") if columns.get(name) is not None), names)
+    value = columns.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where}: {name} must be a text, got {str(value)[:60]!r}. Correct it.")
+    return value
 
 
 def _only(columns: Columns, *names: str) -> dict[str, Any]:
