@@ -30,13 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> list[Plan]:
     """Plans for the ceilings, and for every op with each of its installed peers, or of ``peers`` in their order."""
-    pairs = [
-        (name, peer)
-        for name in names
-        for available in [OPS[name].available()]
-        for peer in (peers or available)
-        if peer in available
-    ]
+    installed = {name: OPS[name].available() for name in names}
+    pairs = [(name, peer) for name in names for peer in peers or installed[name] if peer in installed[name]]
     return [
         Plan({"benchmark": "ops", "op": op, "mode": peer}, ("benchmarks.ops", op, peer), file)
         for op, peer in [("ceilings", "torch"), *pairs]

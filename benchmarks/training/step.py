@@ -71,7 +71,7 @@ def balanced_experts(model: Any, ids: Tensor) -> Tensor:
     routers = model.routers
     if not routers:
         raise ValueError(f"balanced: is for models with routed experts, got {type(model).__name__} without any.")
-    K, X = routers[0].top_k, routers[0].shape_of("down_weight")[0]
+    K, X = routers[0].top_k, routers[0].num_experts
     first = torch.arange(ids.numel(), device=ids.device).view(*ids.shape, 1, 1)
     experts = (first + torch.arange(K, device=ids.device) * (X // K)) % X
     return experts.to(torch.int16).expand(-1, -1, len(routers), -1)

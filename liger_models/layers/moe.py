@@ -271,7 +271,7 @@ class LigerMoE(Layer):
         Raises:
             ValueError: the number of experts is not a multiple of the number of ranks.
         """
-        check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], group)
+        check_divisible("LigerMoE", "num_experts", self.num_experts, group)
         self.groups = replace(self.groups, expert=group)
         # Each rank has some of the experts, with all their parameters and adapters.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}

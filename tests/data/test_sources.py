@@ -67,7 +67,7 @@ def test_tables_of_text_and_compressed_files(make, tmp_path):
 
 
 def test_folders_of_datasets(make, tmp_path):
-    """What `save_to_disk` writes is a source. A folder of splits is none, and its error names them."""
+    """A folder that `save_to_disk` wrote is read. A folder of splits is refused, and the error names the splits."""
     datasets = pytest.importorskip("datasets")
     examples = texts(9)
     datasets.DatasetDict(train=datasets.Dataset.from_list(examples)).save_to_disk(
