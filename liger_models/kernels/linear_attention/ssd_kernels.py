@@ -276,7 +276,7 @@ def _head_gradients(
         if HAS_D:
             skipped = dy.to(tl.float32)
             u += tl.load(d_ptr + head).to(tl.float32) * skipped
-            d_skip = tl.sum(tl.sum(x.to(tl.float32) * skipped, 1), 0)
+            d_skip = tl.sum(x.to(tl.float32) * skipped)
             tl.store(d_d_ptr + (2 * slot + (0 if FIRST else 1)) * H + head, d_skip)
         at_out = dx_ptr + (first + BEGIN) * (H * P) + head * P + (index[:, None] * (H * P) + columns[None, :])
         tl.store(at_out, u.to(dtype), mask=inside[:, None] & (columns < P)[None, :])
@@ -289,7 +289,7 @@ def _head_gradients(
         tl.store(d_sums_ptr + H * tokens + at_rows, tl.sum(by_decay, 1), mask=inside)
         if not FIRST:
             state = _load_state(states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P)
-            both = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
+            both = tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
             tl.store(kept_ptr + slot * H + head, both * tl.exp2(whole))
 
     at_pairs = pairs_ptr + (first_head // HEADS * tokens + first + BEGIN) * C + BEGIN
