@@ -136,20 +136,23 @@ def scans_kernel(
 
 
 @triton.jit
-def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a tile [rows, BLOCK] that begins at ``ptr``, by 32-bit offsets. Rows from ``count`` on are 0."""
-    columns = tl.arange(0, BLOCK)[None, :]
+def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, start=0):
+    """Load a tile [rows, BLOCK] of a matrix [tokens, WIDTH], from column ``start`` on, by 32-bit offsets.
+
+    Rows from ``count`` on are 0.
+    """
+    columns = start + tl.arange(0, BLOCK)[None, :]
     mask = (index < count)[:, None]
-    if WIDTH != BLOCK:
+    if WIDTH % BLOCK != 0:
         mask = mask & (columns < WIDTH)
     return tl.load(ptr + (index[:, None] * stride + columns), mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Load rows and columns of a state [N, P]."""
-    rows, columns = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_P)[None, :]
-    if N == BLOCK_N and P == BLOCK_P:
+def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, start=0):
+    """Load the rows of a state [N, P], and BLOCK_P columns from ``start`` on."""
+    rows, columns = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_P)[None, :]
+    if N == BLOCK_N and P % BLOCK_P == 0:
         return tl.load(ptr + (rows * P + columns))
     return tl.load(ptr + (rows * P + columns), mask=(rows < N) & (columns < P), other=0.0)
 
@@ -161,7 +164,7 @@ def read_kernel(
     P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute y of HEADS heads of one chunk.
+    """Compute BLOCK_P columns of y of HEADS heads of one chunk.
 
     A chunk has two tiles of tokens. The decay from a token j of the first tile to a token i of the second is the
     product of the decays from j to the end of the first tile, and from there to i. So there are exponentials only of
@@ -173,7 +176,8 @@ def read_kernel(
     TILE: tl.constexpr = C // 2
     slot, first_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
     count = (end - first).to(tl.int32)
-    index, columns = tl.arange(0, TILE), tl.arange(0, BLOCK_P)
+    index, start = tl.arange(0, TILE), tl.program_id(2) * BLOCK_P
+    columns = start + tl.arange(0, BLOCK_P)
     near, far = tl.minimum(index, count - 1), tl.minimum(TILE + index, count - 1)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
@@ -197,9 +201,9 @@ def read_kernel(
         at += H * tokens
         delta0 = tl.load(at + index, mask=index < count, other=0.0)
         delta1 = tl.load(at + TILE + index, mask=index < count - TILE, other=0.0)
-        x0 = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P)
-        x1 = _load_tile(x_ptr + head * x_h + TILE * x_t, index, x_t, count - TILE, P, BLOCK_P)
-        state = _load_state(states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P)
+        x0 = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P, start)
+        x1 = _load_tile(x_ptr + head * x_h + TILE * x_t, index, x_t, count - TILE, P, BLOCK_P, start)
+        state = _load_state(states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P, start)
 
         # y_i = e^{G_i} · C_i S + Σ_j M_ij x_j, [TILE, BLOCK_P] of each tile.
         pairs = m00.to(tl.float32) * tl.exp2(tl.minimum(total0[:, None] - total0[None, :], 0.0)) * delta0[None, :]

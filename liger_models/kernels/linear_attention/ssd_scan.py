@@ -76,7 +76,7 @@ MOST_HEADS = 8
 """Largest number of heads of a group for which a program computes one product of B and C, and sums the gradients of B
 and C."""
 
-READ_WARPS, READ_STAGES = 4, 2
+READ_WARPS, READ_STAGES, READ_COLUMNS = 4, 2, 64
 HEAD_WARPS, HEAD_STAGES = 4, 2
 SHARED_WARPS, SHARED_STAGES = 4, 2
 SHARED_COLUMNS = 128
@@ -139,17 +139,20 @@ class _Sizes:
         constants = {"BLOCK_N": rows, "BLOCK_P": columns, "STAGES": stages, "num_warps": SCAN_WARPS}
         return programs, self.shape | constants
 
-    def tiles(self, x: Tensor, rows: int, stages: int, warps: int, columns: int | None = None) -> dict[str, Any]:
+    def tiles(
+        self, x: Tensor, rows: int, stages: int, warps: int, *, block_n: int | None = None, block_p: int | None = None
+    ) -> dict[str, Any]:
         """Return the constants of a kernel that processes the chunks in parallel.
 
         ``rows`` is the number of rows of x or of its gradient that the kernel loads for a head, beside a state.
+        ``block_n`` and ``block_p`` are the sizes of the state's block; None for the whole state.
         """
-        columns = self.block_n if columns is None else columns
-        stage = self.block_p * (columns + rows) * x.element_size()
+        block_n, block_p = block_n or self.block_n, block_p or self.block_p
+        stage = block_p * (block_n + rows) * x.element_size()
         outside = CHUNK * self.block_n * x.element_size()
         while stages > 1 and fitting_stages(x, stages, stage + cdiv(outside, stages)) == 1:
             stages -= 1
-        constants = {"BLOCK_N": columns, "BLOCK_P": self.block_p, "HEADS": self.heads, "STAGES": stages}
+        constants = {"BLOCK_N": block_n, "BLOCK_P": block_p, "HEADS": self.heads, "STAGES": stages}
         return self.shape | self.chunked | constants | {"num_warps": warps}
 
     def shared(self, x: Tensor) -> Tensor:
@@ -203,10 +206,10 @@ def _ssd_scan(
             B, x, sizes.cu, sums, sums if initial_state is None else initial_state.contiguous(), final, states,
             sizes.tokens, *B.stride()[:2], *x.stride()[:2], HAS_INITIAL=initial_state is not None, **constants,
         )  # fmt: skip
-        read_kernel[(sizes.slots, sizes.parts)](
+        constants = sizes.tiles(x, CHUNK, READ_STAGES, READ_WARPS, block_p=min(sizes.block_p, READ_COLUMNS))
+        read_kernel[(sizes.slots, sizes.parts, cdiv(sizes.P, constants["BLOCK_P"]))](
             C, B, x, sums if D is None else D.contiguous(), sizes.cu, sums, states, out, *sizes.counts,
-            *C.stride()[:2], *B.stride()[:2], *x.stride()[:2], HAS_D=D is not None,
-            **sizes.tiles(x, CHUNK, READ_STAGES, READ_WARPS),
+            *C.stride()[:2], *B.stride()[:2], *x.stride()[:2], HAS_D=D is not None, **constants,
         )  # fmt: skip
     return out, final
 
@@ -258,7 +261,7 @@ def _ssd_scan_backward(
 
         # Gradients of B, C and g.
         grid = 2 * sizes.slots, sizes.parts, blocks
-        constants = sizes.tiles(x, CHUNK // 2, SHARED_STAGES, SHARED_WARPS, columns)
+        constants = sizes.tiles(x, CHUNK // 2, SHARED_STAGES, SHARED_WARPS, block_n=columns)
         shared_gradients_kernel[grid](
             dy, C, B, sizes.cu, sums, states, pairs, read, shared_c, *sizes.counts, *dy.stride()[:2], *C.stride()[:2],
             *B.stride()[:2], REVERSE=False, **constants,
