@@ -68,17 +68,22 @@ MOST_STATE = 256
 """Largest N of the kernels."""
 
 SUM_HEADS = 16
-SCAN_ROWS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 128, 32, 4, 3
-"""A program of a scan holds SCAN_ROWS x SCAN_COLUMNS of one head's state. With 32 columns, 64 heads of 64 columns have
-128 programs, so that a single sequence occupies a GPU."""
+SCAN_BLOCK, SCANS_BLOCK = (128, 32), (64, 64)
+"""Rows and columns of one head's state that a program of a scan holds, in the forward and in the backward. In the
+forward, 64 heads of 64 columns have 128 programs, so that a single sequence occupies a GPU."""
+SCAN_WARPS, SCAN_STAGES = 4, 3
+
+LEAST_COLUMNS = 64
+"""Least width of tiles in half precision. The assembler of Triton 3.6 for Hopper (ptxas 12.8) can lose the address of a
+narrower operand that does not move in the loop, and products are then wrong."""
 
 MOST_HEADS = 8
 """Largest number of heads of a group for which a program computes one product of B and C, and sums the gradients of B
 and C."""
 
 READ_WARPS, READ_STAGES, READ_COLUMNS = 4, 2, 64
-HEAD_WARPS, HEAD_STAGES = 4, 2
-SHARED_WARPS, SHARED_STAGES = 4, 2
+HEAD_WARPS, HEAD_STAGES = 4, 1
+SHARED_WARPS, SHARED_STAGES = 4, 1
 SHARED_COLUMNS = 128
 """Largest number of columns of B and C whose gradients a program sums over heads."""
 
@@ -122,7 +127,8 @@ class _Sizes:
         self.cu = bounds(x, cu_seqlens)
         self.documents = len(self.cu) - 1
         self.slots = slots(self.tokens, self.documents, CHUNK)
-        self.block_n, self.block_p = (max(next_power_of_2(size), 16) for size in (self.N, self.P))
+        least = LEAST_COLUMNS if x.element_size() == 2 else 16
+        self.block_n, self.block_p = (max(next_power_of_2(size), least) for size in (self.N, self.P))
         # A program computes as many heads of a group as possible, but at most MOST_HEADS.
         self.heads = next(heads for heads in range(min(self.group, MOST_HEADS), 0, -1) if self.group % heads == 0)
         self.parts = self.H // self.heads
@@ -131,9 +137,9 @@ class _Sizes:
         self.shape = {"H": self.H, "GROUP": self.group, "C": CHUNK, "N": self.N, "P": self.P, "PRECISION": precision}
         self.chunked = {"DOCUMENTS": next_power_of_2(self.documents)}
 
-    def scan(self, x: Tensor) -> tuple[int, dict[str, Any]]:
-        """Return the number of programs of one scan, and its constants."""
-        rows, columns = min(self.block_n, SCAN_ROWS), min(self.block_p, SCAN_COLUMNS)
+    def scan(self, x: Tensor, block: tuple[int, int]) -> tuple[int, dict[str, Any]]:
+        """Return the number of programs of one scan, each of which holds a block of the state, and its constants."""
+        rows, columns = min(self.block_n, block[0]), min(self.block_p, block[1])
         programs = self.documents * self.H * cdiv(self.N, rows) * cdiv(self.P, columns)
         stages = fitting_stages(x, SCAN_STAGES, CHUNK * (rows + columns) * x.element_size())
         constants = {"BLOCK_N": rows, "BLOCK_P": columns, "STAGES": stages, "num_warps": SCAN_WARPS}
@@ -198,7 +204,7 @@ def _ssd_scan(
         return out, final.zero_() if initial_state is None else final.copy_(initial_state)
     x, B, C, delta, g = map(flat, (x, B, C, delta, g))
     states = x.new_empty(sizes.slots * sizes.H, sizes.N, sizes.P)
-    programs, constants = sizes.scan(x)
+    programs, constants = sizes.scan(x, SCAN_BLOCK)
     with on_device_of(x):
         sums = _running_sums(delta, g, sizes)
         # Arguments that the kernels do not use must be tensors, too.
@@ -228,7 +234,7 @@ def _ssd_scan_backward(
         return grads
     dy, x, B, C, delta, g = map(flat, (dy, x, B, C, delta, g))
     states, d_states = (x.new_empty(sizes.slots * sizes.H, sizes.N, sizes.P) for _ in range(2))
-    programs, constants = sizes.scan(x)
+    programs, constants = sizes.scan(x, SCANS_BLOCK)
     columns = min(sizes.block_n, SHARED_COLUMNS)
     blocks = cdiv(sizes.N, columns)
     with on_device_of(x):
