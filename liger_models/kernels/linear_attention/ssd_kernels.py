@@ -164,64 +164,39 @@ def read_kernel(
     P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_P columns of y of HEADS heads of one chunk.
-
-    A chunk has two tiles of tokens. The decay from a token j of the first tile to a token i of the second is the
-    product of the decays from j to the end of the first tile, and from there to i. So there are exponentials only of
-    pairs of tokens in one tile.
-    """
+    """Compute BLOCK_P columns of y of HEADS heads of one chunk."""
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
-    TILE: tl.constexpr = C // 2
     slot, first_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
     count = (end - first).to(tl.int32)
-    index, start = tl.arange(0, TILE), tl.program_id(2) * BLOCK_P
+    index, start = tl.arange(0, C), tl.program_id(2) * BLOCK_P
     columns = start + tl.arange(0, BLOCK_P)
-    near, far = tl.minimum(index, count - 1), tl.minimum(TILE + index, count - 1)
+    inside = index < count
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
-    # All heads of the group share the products of B and C, [TILE, TILE].
-    c_ptr += first_head // GROUP * c_h + first * c_t
-    b_ptr += first_head // GROUP * b_h + first * b_t
+    # All heads of the group share the products of B and C, [C, C].
+    c = _load_tile(c_ptr + (first_head // GROUP * c_h + first * c_t), index, c_t, count, N, BLOCK_N)
+    b = _load_tile(b_ptr + (first_head // GROUP * b_h + first * b_t), index, b_t, count, N, BLOCK_N)
+    keep = index[:, None] >= index[None, :]
+    products = tl.where(keep, tl.dot(c, tl.trans(b), input_precision=PRECISION), 0.0)
     x_ptr += first * x_t
     out_ptr += first * (H * P)
-    c0 = _load_tile(c_ptr, index, c_t, count, N, BLOCK_N)
-    c1 = _load_tile(c_ptr + TILE * c_t, index, c_t, count - TILE, N, BLOCK_N)
-    b0 = tl.trans(_load_tile(b_ptr, index, b_t, count, N, BLOCK_N))
-    b1 = tl.trans(_load_tile(b_ptr + TILE * b_t, index, b_t, count - TILE, N, BLOCK_N))
-    keep = index[:, None] >= index[None, :]
-    m00 = tl.where(keep, tl.dot(c0, b0, input_precision=PRECISION), 0.0).to(dtype)
-    m10 = tl.dot(c1, b0, input_precision=PRECISION).to(dtype)
-    m11 = tl.where(keep, tl.dot(c1, b1, input_precision=PRECISION), 0.0).to(dtype)
-
     for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
         at = sums_ptr + head * tokens + first
-        total0, total1, middle = tl.load(at + near), tl.load(at + far), tl.load(at + tl.minimum(count, TILE) - 1)
-        at += H * tokens
-        delta0 = tl.load(at + index, mask=index < count, other=0.0)
-        delta1 = tl.load(at + TILE + index, mask=index < count - TILE, other=0.0)
-        x0 = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P, start)
-        x1 = _load_tile(x_ptr + head * x_h + TILE * x_t, index, x_t, count - TILE, P, BLOCK_P, start)
+        total = tl.load(at + index, mask=inside, other=0.0)
+        delta = tl.load(at + H * tokens + index, mask=inside, other=0.0)
+        pairs = products * tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0)) * delta[None, :]
         state = _load_state(states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P, start)
+        x = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P, start)
 
-        # y_i = e^{G_i} · C_i S + Σ_j M_ij x_j, [TILE, BLOCK_P] of each tile.
-        pairs = m00.to(tl.float32) * tl.exp2(tl.minimum(total0[:, None] - total0[None, :], 0.0)) * delta0[None, :]
-        y0 = tl.dot(c0, state, input_precision=PRECISION) * tl.exp2(total0)[:, None]
-        y0 = tl.dot(pairs.to(dtype), x0, y0, input_precision=PRECISION)
-        y1 = tl.dot(c1, state, input_precision=PRECISION) * tl.exp2(middle)
-        pairs = m10.to(tl.float32) * (tl.exp2(middle - total0) * delta0)[None, :]
-        y1 = tl.dot(pairs.to(dtype), x0, y1, input_precision=PRECISION) * tl.exp2(total1 - middle)[:, None]
-        pairs = m11.to(tl.float32) * tl.exp2(tl.minimum(total1[:, None] - total1[None, :], 0.0)) * delta1[None, :]
-        y1 = tl.dot(pairs.to(dtype), x1, y1, input_precision=PRECISION)
+        # y_i = e^{G_i} · C_i S + Σ_j M_ij x_j, [C, BLOCK_P]
+        y = tl.dot(c, state, input_precision=PRECISION) * tl.exp2(total)[:, None]
+        y = tl.dot(pairs.to(dtype), x, y, input_precision=PRECISION)
         if HAS_D:
-            skip = tl.load(d_ptr + head).to(tl.float32)
-            y0 += skip * x0.to(tl.float32)
-            y1 += skip * x1.to(tl.float32)
+            y += tl.load(d_ptr + head).to(tl.float32) * x.to(tl.float32)
         at_out = out_ptr + head * P + (index[:, None] * (H * P) + columns[None, :])
-        inside_p = (columns < P)[None, :]
-        tl.store(at_out, y0.to(dtype), mask=(index < count)[:, None] & inside_p)
-        tl.store(at_out + TILE * H * P, y1.to(dtype), mask=(index < count - TILE)[:, None] & inside_p)
+        tl.store(at_out, y.to(dtype), mask=inside[:, None] & (columns < P)[None, :])
 
 
 @triton.jit

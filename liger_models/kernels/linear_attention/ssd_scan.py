@@ -19,9 +19,9 @@ opposite order for the gradients of the states after each chunk, dS ← e^G · d
     W_ij = Σ_heads dy_i·x_j · E_ij · δ_j
     dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
 
-A chunk has two tiles of tokens. Exponentials are computed of pairs of tokens in one tile. The decay from a token j of
-the first tile to a token i of the second is the product of two factors of at most 1: the decay from j to the last token
-m of the first tile, and the decay from m to i. E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
+In the backward, a chunk has two tiles of tokens, and exponentials are computed of pairs of tokens in one tile. The
+decay from a token j of the first tile to a token i of the second is the product of two factors of at most 1: the decay
+from j to the last token m of the first tile, and the decay from m to i. E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
 
 The decay of token k is part of the decays from each earlier to each later token, so dg_k sums these terms, in fp32. The
 diagonal of M has no decay and is left out. The operands of products are in the dtype of x, and the products are summed
