@@ -210,7 +210,6 @@ def _head_gradients(
     TILE: tl.constexpr = C // 2
     BEGIN: tl.constexpr = 0 if FIRST else TILE
     index, columns = tl.arange(0, TILE), tl.arange(0, BLOCK_P)
-    near, far = tl.minimum(BEGIN + index, count - 1), tl.minimum(TILE + index, count - 1)
     inside = index < count - BEGIN
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
@@ -226,7 +225,7 @@ def _head_gradients(
     pairs = tl.zeros([TILE, TILE], tl.float32)
     for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
         at = sums_ptr + head * tokens + first
-        total, whole = tl.load(at + near), tl.load(at + count - 1)
+        total, whole = tl.load(at + BEGIN + index, mask=inside, other=0.0), tl.load(at + count - 1)
         delta = tl.load(at + H * tokens + BEGIN + index, mask=inside, other=0.0)
         x = _load_tile(x_ptr + head * x_h + BEGIN * x_t, index, x_t, count - BEGIN, P, BLOCK_P)
         dy = _load_tile(dy_ptr + head * dy_h + BEGIN * dy_t, index, dy_t, count - BEGIN, P, BLOCK_P)
@@ -240,7 +239,8 @@ def _head_gradients(
             until = tl.exp2(middle - total)
             u *= tl.exp2(whole - middle)
             written = tl.sum(x.to(tl.float32) * u, 1) * until * delta
-            weights = far_products * tl.exp2(tl.load(at + far) - middle)[None, :]
+            far = tl.load(at + TILE + index, mask=index < count - TILE, other=float("-inf"))
+            weights = far_products * tl.exp2(far - middle)[None, :]
             u = tl.dot(weights.to(dtype), dy_far, u, input_precision=PRECISION) * until[:, None]
         else:
             u *= tl.exp2(whole - total)[:, None]
@@ -285,7 +285,6 @@ def _far_pairs(
     """Compute the sums over pairs of a token j of the first tile of a chunk and a token i of the second."""
     TILE: tl.constexpr = C // 2
     index = tl.arange(0, TILE)
-    near, far = tl.minimum(index, count - 1), tl.minimum(TILE + index, count - 1)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     b = _load_tile(b_ptr, index, b_t, count, N, BLOCK_N)
     c = _load_tile(c_ptr + TILE * c_t, index, c_t, count - TILE, N, BLOCK_N)
@@ -295,7 +294,9 @@ def _far_pairs(
         at = sums_ptr + head * tokens + first
         middle = tl.load(at + tl.minimum(count, TILE) - 1)
         delta = tl.load(at + H * tokens + index, mask=index < count, other=0.0)
-        until, since = tl.exp2(middle - tl.load(at + near)) * delta, tl.exp2(tl.load(at + far) - middle)
+        near = tl.load(at + index, mask=index < count, other=0.0)
+        far = tl.load(at + TILE + index, mask=index < count - TILE, other=float("-inf"))
+        until, since = tl.exp2(middle - near) * delta, tl.exp2(far - middle)
         x = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P)
         dy = _load_tile(dy_ptr + head * dy_h + TILE * dy_t, index, dy_t, count - TILE, P, BLOCK_P)
         product = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * until[:, None] * since[None, :]
