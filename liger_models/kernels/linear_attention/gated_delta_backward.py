@@ -5,7 +5,8 @@ The formulas are in the docstring of `gated_delta_rule.py`.
 
 from liger_models.kernels.dispatch import tl, triton
 from liger_models.kernels.linear_attention.documents import locate
-from liger_models.kernels.linear_attention.gated_delta_forward import decays, load_rows, owned_columns, scan
+from liger_models.kernels.linear_attention.gated_delta_forward import load_rows, owned_columns, scan
+from liger_models.kernels.tiles import exp
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _scan_back(
         rounded = d_state.to(dtype)
         tl.store(d_states_ptr + at_state, rounded, mask=inside_state)
         dd = tl.dot(k, rounded, input_precision=PRECISION) * write_factor[:, None]
-        d_state *= tl.exp(whole)
+        d_state *= exp(whole)
         if HAS_OUT:
             q = tl.load(q_ptr + at_q, mask=rows & inside_k, other=0.0)
             p = tl.load(p_ptr + at_a, mask=rows, other=0.0)
@@ -135,6 +136,12 @@ def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _decays(total):
+    """Compute exp(total_i − total_j) for i ≥ j. Other elements are at most 1."""
+    return exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+
+
+@triton.jit
 def pair_kernel(
     d, d_out, dx, v, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, q_norm_ptr, k_norm_ptr, dv_ptr,
     q_pairs_ptr, k_pairs_ptr, d_total_ptr, d_beta_ptr, tokens, documents, q_t, q_h, k_t, k_h, scale,
@@ -181,7 +188,7 @@ def pair_kernel(
             tl.store(at_dv, (wide * beta[:, None]).to(k.dtype), mask=inside[:, None] & (columns < DV))
 
         # The gradients of β and of the running sums of g are sums over rows and columns of E ∘ dX Dᵀ ∘ k̂ · k̂ᵀ.
-        product = tl.where(keep, product * decays(total, total, keep), 0.0)
+        product = tl.where(keep, product * _decays(total), 0.0)
         by_decay = product * kk
         by_row = tl.sum(by_decay, 1)
         tl.store(d_beta_ptr + at_head + rows, along - by_row, mask=inside)
@@ -209,7 +216,7 @@ def pair_kernel(
                 d_tile, out = _tile(d, matrix, at, start, C, BLOCK_V), _tile(d_out, matrix, at, start, C, BLOCK_V)
                 product = tl.dot(out, tl.trans(d_tile), product, input_precision=PRECISION)
             total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
-            product = tl.where(keep, product * decays(total, total, keep), 0.0)
+            product = tl.where(keep, product * _decays(total), 0.0)
             pairs += product
             product *= qk
             d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
@@ -287,7 +294,7 @@ def query_gradients_kernel(
         at_head = head * tokens + first
         total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
         read, along = _through_state(
-            d_out, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * q_norm * scale, queries,
+            d_out, states, head.to(tl.int32), at, slot + head.to(tl.int32), exp(total) * q_norm * scale, queries,
             key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
         )  # fmt: skip
         dq += read
@@ -341,11 +348,11 @@ def key_gradients_kernel(
             d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
             state = _tile(states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
             product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-        carried = tl.sum(product, 0) * tl.exp(whole)
+        carried = tl.sum(product, 0) * exp(whole)
 
         # Compute R, the gradient of the keys' reads. R enters dβ and dk with the opposite sign.
         read, along = _through_state(
-            dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * k_norm, keys,
+            dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), exp(total) * k_norm, keys,
             key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
         )  # fmt: skip
         dk -= read * beta[:, None]
@@ -354,7 +361,7 @@ def key_gradients_kernel(
         d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
 
         # Compute W, the gradient of the keys' writes.
-        factor = tl.exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
+        factor = exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
         write, along = _through_state(
             d, d_states, head.to(tl.int32), at, slot + head.to(tl.int32), factor, keys, key_matrix, inside, C, BLOCK_K,
             DV, BLOCK_V, PRECISION, STAGES,

@@ -6,6 +6,7 @@ the states.
 
 from liger_models.kernels.dispatch import tl, triton
 from liger_models.kernels.linear_attention.documents import locate
+from liger_models.kernels.tiles import exp
 
 LEAST_DECAY = tl.constexpr(-87.0)
 """Lower bound to which logarithms of decays are raised. It is the logarithm of 1e-38. The logarithm of the decay
@@ -31,7 +32,7 @@ def inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
 @triton.jit
 def decays(left, right, keep):
     """Compute exp(left_i − right_j) where ``keep`` is True, and 0 elsewhere."""
-    return tl.exp(tl.where(keep, left[:, None] - right[None, :], float("-inf")))
+    return exp(tl.where(keep, left[:, None] - right[None, :], float("-inf")))
 
 
 @triton.jit
@@ -72,14 +73,14 @@ def similarity_kernel(
         tl.store(total_ptr + head * tokens + rows, total, mask=inside)
         factors = factor_ptr + 4 * head * tokens + rows
         tl.store(factors, beta, mask=inside)
-        tl.store(factors + tokens, beta * tl.exp(total) * k_norm, mask=inside)
+        tl.store(factors + tokens, beta * exp(total) * k_norm, mask=inside)
         whole = tl.sum(tl.where(rows == end - 1, total, 0.0), 0)
-        tl.store(factors + 2 * tokens, tl.exp(whole - total) * k_norm, mask=inside)
+        tl.store(factors + 2 * tokens, exp(whole - total) * k_norm, mask=inside)
         if NEED_P:
             p = qk * decays(total, total, index[:, None] >= index[None, :])
             at = (head * tokens + rows)[:, None] * C + index[None, :]
             tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside[:, None])
-            tl.store(factors + 3 * tokens, tl.exp(total) * q_norm * scale, mask=inside)
+            tl.store(factors + 3 * tokens, exp(total) * q_norm * scale, mask=inside)
 
 
 @triton.jit
@@ -304,7 +305,7 @@ def scan(
 
         # Update S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D.
         update = (d * write_factor[:, None]).to(dtype)
-        state = tl.dot(tl.trans(k), update, state * tl.exp(whole), input_precision=PRECISION)
+        state = tl.dot(tl.trans(k), update, state * exp(whole), input_precision=PRECISION)
 
         q_ptr += C * q_t
         k_ptr += C * k_t

@@ -2,7 +2,7 @@
 
 from liger_models.kernels.dispatch import tl, triton
 from liger_models.kernels.linear_attention.documents import locate
-from liger_models.kernels.linear_attention.gated_delta_forward import LEAST_DECAY, decays, load_rows
+from liger_models.kernels.linear_attention.gated_delta_forward import LEAST_DECAY
 
 
 @triton.jit
@@ -10,7 +10,10 @@ def sums_kernel(
     g_ptr, delta_ptr, cu_ptr, sums_ptr, tokens, documents, g_t, g_h, delta_t, delta_h, H, C: tl.constexpr,
     HEADS: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the running sums of g within each chunk, and δ, as [2, H, tokens], for HEADS heads of one chunk."""
+    """Store G · log2(e), where G are the running sums of g within each chunk, and δ, as [2, H, tokens].
+
+    A program computes HEADS heads of one chunk. The scale saves the other kernels a product for each exponential.
+    """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
@@ -19,7 +22,7 @@ def sums_kernel(
     mask = (rows < end) & (heads < H)
     g = tl.load(g_ptr + rows * g_t + heads * g_h, mask=mask, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + rows * delta_t + heads * delta_h, mask=mask, other=0.0).to(tl.float32)
-    total = tl.cumsum(tl.where(g < LEAST_DECAY, LEAST_DECAY, g), 0)
+    total = tl.cumsum(tl.where(g < LEAST_DECAY, LEAST_DECAY, g) * 1.4426950408889634, 0)
     tl.store(sums_ptr + heads * tokens + rows, total, mask=mask)
     tl.store(sums_ptr + (H + heads) * tokens + rows, delta, mask=mask)
 
@@ -81,12 +84,12 @@ def scan(
 
         # S ← e^G · S + Bᵀ (δ · e^{G − G_i} · x), or dS ← e^G · dS + Cᵀ (e^{G_i} · dy).
         if REVERSE:
-            factor = tl.exp(total)
+            factor = tl.exp2(total)
         else:
             delta = tl.load(sums_ptr + H * tokens + index, mask=inside, other=0.0)
-            factor = delta * tl.exp(tl.where(inside, whole - total, 0.0))
+            factor = delta * tl.exp2(tl.where(inside, whole - total, 0.0))
         scaled = (right.to(tl.float32) * factor[:, None]).to(dtype)
-        state = tl.dot(tl.trans(left), scaled, state * tl.exp(whole), input_precision=PRECISION)
+        state = tl.dot(tl.trans(left), scaled, state * tl.exp2(whole), input_precision=PRECISION)
 
         left_ptr += move * left_t
         right_ptr += move * right_t
@@ -133,238 +136,326 @@ def scans_kernel(
 
 
 @triton.jit
-def _products(
-    left_ptr, right_ptr, left_t, right_t, left_rows, right_rows, end, N: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute left_i · right_j of two sets of rows, which are multiplied BLOCK_N columns at a time."""
-    product = tl.zeros([left_rows.shape[0], right_rows.shape[0]], tl.float32)
-    for start in tl.static_range(0, N, BLOCK_N):
-        left = load_rows(left_ptr + start, left_rows, left_t, end, N - start, BLOCK_N)
-        right = load_rows(right_ptr + start, right_rows, right_t, end, N - start, BLOCK_N)
-        product = tl.dot(left, tl.trans(right), product, input_precision=PRECISION)
-    return product
+def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, start=0):
+    """Load a tile [rows, BLOCK] of a matrix [tokens, WIDTH], from column ``start`` on, by 32-bit offsets.
+
+    Rows from ``count`` on are 0.
+    """
+    columns = start + tl.arange(0, BLOCK)[None, :]
+    mask = (index < count)[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (columns < WIDTH)
+    return tl.load(ptr + (index[:, None] * stride + columns), mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, start=0):
+    """Load the rows of a state [N, P], and BLOCK_P columns from ``start`` on."""
+    rows, columns = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_P)[None, :]
+    if N == BLOCK_N and P % BLOCK_P == 0:
+        return tl.load(ptr + (rows * P + columns))
+    return tl.load(ptr + (rows * P + columns), mask=(rows < N) & (columns < P), other=0.0)
 
 
 @triton.jit
 def read_kernel(
-    left_ptr, right_ptr, v_ptr, x_ptr, d_ptr, cu_ptr, sums_ptr, states_ptr, out_ptr, d_delta_ptr, d_d_ptr, tokens,
-    documents, left_t, left_h, right_t, right_h, v_t, v_h, x_t, x_h, H: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
-    BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    c_ptr, b_ptr, x_ptr, d_ptr, cu_ptr, sums_ptr, states_ptr, out_ptr, tokens, documents, c_t, c_h, b_t, b_h, x_t, x_h,
+    H: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute y of HEADS heads of one chunk or, with REVERSE, dx, dδ and a partial sum of dD.
-
-    ``left``, ``right`` and ``v`` are C, B and x or, with REVERSE, B, C and dy.
-    """
+    """Compute BLOCK_P columns of y of HEADS heads of one chunk."""
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
-        if REVERSE and HAS_D:
-            for head in range(tl.program_id(1) * HEADS, (tl.program_id(1) + 1) * HEADS):
-                tl.store(d_d_ptr + tl.program_id(0).to(tl.int64) * H + head, 0.0)
         return
     slot, first_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
-    rows = first + tl.arange(0, C)
-    index, inside = tl.arange(0, C), rows < end
-    columns = tl.arange(0, BLOCK_P)
-    dtype: tl.constexpr = v_ptr.dtype.element_ty
+    count = (end - first).to(tl.int32)
+    index, start = tl.arange(0, C), tl.program_id(2) * BLOCK_P
+    columns = start + tl.arange(0, BLOCK_P)
+    inside = index < count
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
 
     # All heads of the group share the products of B and C, [C, C].
-    left_ptr += first_head // GROUP * left_h
-    right_ptr += first_head // GROUP * right_h
-    products = _products(left_ptr, right_ptr, left_t, right_t, rows, rows, end, N, BLOCK_N, PRECISION)
-    keep = (index[:, None] <= index[None, :]) if REVERSE else (index[:, None] >= index[None, :])
-    keep = keep & inside[:, None] & inside[None, :]
-    left = load_rows(left_ptr, rows, left_t, end, N, BLOCK_N)
-
+    c = _load_tile(c_ptr + (first_head // GROUP * c_h + first * c_t), index, c_t, count, N, BLOCK_N)
+    b = _load_tile(b_ptr + (first_head // GROUP * b_h + first * b_t), index, b_t, count, N, BLOCK_N)
+    keep = index[:, None] >= index[None, :]
+    products = tl.where(keep, tl.dot(c, tl.trans(b), input_precision=PRECISION), 0.0)
+    x_ptr += first * x_t
+    out_ptr += first * (H * P)
     for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
-        total = tl.load(sums_ptr + head * tokens + rows, mask=inside, other=0.0)
-        delta = tl.load(sums_ptr + (H + head) * tokens + rows, mask=inside, other=0.0)
-        # The weights of the chunk's tokens, and the decay between the state and each token.
-        if REVERSE:
-            whole = tl.load(sums_ptr + head * tokens + end - 1)
-            pairs = products * tl.exp(tl.where(keep, total[None, :] - total[:, None], float("-inf")))
-            since = tl.exp(tl.where(inside, whole - total, 0.0))
-        else:
-            pairs = products * decays(total, total, keep) * delta[None, :]
-            since = tl.exp(total)
-        pairs = pairs.to(dtype)
+        at = sums_ptr + head * tokens + first
+        total = tl.load(at + index, mask=inside, other=0.0)
+        delta = tl.load(at + H * tokens + index, mask=inside, other=0.0)
+        pairs = products * tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0)) * delta[None, :]
+        state = _load_state(states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P, start)
+        x = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P, start)
+
+        # y_i = e^{G_i} · C_i S + Σ_j M_ij x_j, [C, BLOCK_P]
+        y = tl.dot(c, state, input_precision=PRECISION) * tl.exp2(total)[:, None]
+        y = tl.dot(pairs.to(dtype), x, y, input_precision=PRECISION)
         if HAS_D:
-            skip = tl.load(d_ptr + head).to(tl.float32)
-        d_delta, d_skip = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-        for start in tl.static_range(0, P, BLOCK_P):
-            inside_p = (start + columns < P)[None, :]
-            # y_i = e^{G_i} · C_i S + Σ_j ..., [C, BLOCK_P]
-            at_state = states_ptr + (slot * H + head) * (N * P) + start + columns[None, :]
-            out = tl.zeros([C, BLOCK_P], tl.float32)
-            for k in tl.static_range(0, N, BLOCK_N):
-                n = k + tl.arange(0, BLOCK_N)[:, None]
-                state = tl.load(at_state + n * P, mask=(n < N) & inside_p, other=0.0)
-                if N > BLOCK_N:
-                    left = load_rows(left_ptr + k, rows, left_t, end, N - k, BLOCK_N)
-                out = tl.dot(left, state, out, input_precision=PRECISION)
-            out *= since[:, None]
-            v = load_rows(v_ptr + head * v_h + start, rows, v_t, end, P - start, BLOCK_P)
-            out = tl.dot(pairs, v, out, input_precision=PRECISION)
-            if REVERSE:
-                x = load_rows(x_ptr + head * x_h + start, rows, x_t, end, P - start, BLOCK_P).to(tl.float32)
-                d_delta += tl.sum(x * out, 1)
-                out *= delta[:, None]
-                if HAS_D:
-                    d_skip += tl.sum(x * v.to(tl.float32), 1)
-            if HAS_D:
-                out += skip * v.to(tl.float32)
-            at_out = out_ptr + (rows[:, None] * H + head) * P + start + columns[None, :]
-            tl.store(at_out, out.to(dtype), mask=inside[:, None] & inside_p)
-        if REVERSE:
-            tl.store(d_delta_ptr + rows * H + head, d_delta, mask=inside)
-            if HAS_D:
-                tl.store(d_d_ptr + slot * H + head, tl.sum(d_skip, 0))
+            y += tl.load(d_ptr + head).to(tl.float32) * x.to(tl.float32)
+        at_out = out_ptr + head * P + (index[:, None] * (H * P) + columns[None, :])
+        tl.store(at_out, y.to(dtype), mask=inside[:, None] & (columns < P)[None, :])
 
 
 @triton.jit
-def pair_kernel(
-    b_ptr, c_ptr, x_ptr, dy_ptr, cu_ptr, sums_ptr, pairs_ptr, d_sums_ptr, tokens, documents, b_t, b_h, c_t, c_h, x_t,
-    x_h, dy_t, dy_h, H: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def _head_gradients(
+    b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr, pairs_ptr,
+    d_sums_ptr, written_ptr, kept_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h, dy_t, dy_h, slot,
+    H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
+    BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of C_i · B_j over HEADS heads, for a tile of i and a tile of j of one chunk.
+    """Compute the gradients of the first or the second tile of a chunk, and the sums over pairs of its tokens."""
+    TILE: tl.constexpr = C // 2
+    BEGIN: tl.constexpr = 0 if FIRST else TILE
+    index, columns = tl.arange(0, TILE), tl.arange(0, BLOCK_P)
+    inside = index < count - BEGIN
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
 
-    The kernel also computes what the decays between these tokens add to the gradients of the running sums of g:
-    ``d_sums`` [2, H, tokens] has the terms of pairs in one tile, and then those of pairs in two tiles.
-    """
-    _, _, _, chunk, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
-    if chunk == end:
-        return
-    # A chunk has two tiles, and three pairs of tiles: (0, 0), (1, 0) and (1, 1).
-    pair, first_head = tl.program_id(2), tl.program_id(1).to(tl.int64) * HEADS
-    tile_i, tile_j = (pair + 1) // 2, pair // 2
-    index = tl.arange(0, TILE)
-    i, j = chunk + tile_i * TILE + index, chunk + tile_j * TILE + index
-    keep = (i[:, None] >= j[None, :]) & (i < end)[:, None]
-    strict = i[:, None] > j[None, :]
+    # All heads of the group share the products of B_j and C_i, [TILE, TILE]. The rows are j.
+    b = _load_tile(b_ptr + BEGIN * b_t, index, b_t, count - BEGIN, N, BLOCK_N)
+    c = _load_tile(c_ptr + BEGIN * c_t, index, c_t, count - BEGIN, N, BLOCK_N)
+    keep, strict = index[:, None] <= index[None, :], index[:, None] < index[None, :]
+    products = tl.where(keep, tl.dot(b, tl.trans(c), input_precision=PRECISION), 0.0)
+    if FIRST:
+        c = _load_tile(c_ptr + TILE * c_t, index, c_t, count - TILE, N, BLOCK_N)
+        far_products = tl.dot(b, tl.trans(c), input_precision=PRECISION)
 
-    at_b, at_c = b_ptr + first_head // GROUP * b_h, c_ptr + first_head // GROUP * c_h
-    products = _products(at_c, at_b, c_t, b_t, i, j, end, N, BLOCK_N, PRECISION)
     pairs = tl.zeros([TILE, TILE], tl.float32)
     for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
-        total_i = tl.load(sums_ptr + head * tokens + i, mask=i < end, other=0.0)
-        total_j = tl.load(sums_ptr + head * tokens + j, mask=j < end, other=0.0)
-        delta = tl.load(sums_ptr + (H + head) * tokens + j, mask=j < end, other=0.0)
-        product = _products(
-            dy_ptr + head * dy_h, x_ptr + head * x_h, dy_t, x_t, i, j, end, P, BLOCK_P, PRECISION
-        )  # fmt: skip
-        product *= decays(total_i, total_j, keep) * delta[None, :]
+        at = sums_ptr + head * tokens + first
+        total, whole = tl.load(at + BEGIN + index, mask=inside, other=0.0), tl.load(at + count - 1)
+        delta = tl.load(at + H * tokens + BEGIN + index, mask=inside, other=0.0)
+        x = _load_tile(x_ptr + head * x_h + BEGIN * x_t, index, x_t, count - BEGIN, P, BLOCK_P)
+        dy = _load_tile(dy_ptr + head * dy_h + BEGIN * dy_t, index, dy_t, count - BEGIN, P, BLOCK_P)
+        d_state = _load_state(d_states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P)
+
+        # U_j = e^{G − G_j} · B_j dS + Σ_i (C_i·B_j) E_ij dy_i, [TILE, BLOCK_P].
+        u = tl.dot(b, d_state, input_precision=PRECISION)
+        if FIRST:
+            middle = tl.load(at + tl.minimum(count, TILE) - 1)
+            dy_far = _load_tile(dy_ptr + head * dy_h + TILE * dy_t, index, dy_t, count - TILE, P, BLOCK_P)
+            until = tl.exp2(middle - total)
+            u *= tl.exp2(whole - middle)
+            written = tl.sum(x.to(tl.float32) * u, 1) * until * delta
+            far = tl.load(at + TILE + index, mask=index < count - TILE, other=float("-inf"))
+            weights = far_products * tl.exp2(far - middle)[None, :]
+            u = tl.dot(weights.to(dtype), dy_far, u, input_precision=PRECISION) * until[:, None]
+        else:
+            u *= tl.exp2(whole - total)[:, None]
+            written = tl.sum(x.to(tl.float32) * u, 1) * delta
+        decay = tl.exp2(tl.minimum(total[None, :] - total[:, None], 0.0))
+        u = tl.dot((products * decay).to(dtype), dy, u, input_precision=PRECISION)
+        at_rows = head * tokens + first + BEGIN + index
+        tl.store(written_ptr + at_rows, written, mask=inside)
+        at_step = (first + BEGIN + index) * H + head
+        tl.store(d_delta_ptr + at_step, tl.sum(x.to(tl.float32) * u, 1), mask=inside)
+        u *= delta[:, None]
+        if HAS_D:
+            skipped = dy.to(tl.float32)
+            u += tl.load(d_ptr + head).to(tl.float32) * skipped
+            d_skip = tl.sum(x.to(tl.float32) * skipped)
+            tl.store(d_d_ptr + (2 * slot + (0 if FIRST else 1)) * H + head, d_skip)
+        at_out = dx_ptr + (first + BEGIN) * (H * P) + head * P + (index[:, None] * (H * P) + columns[None, :])
+        tl.store(at_out, u.to(dtype), mask=inside[:, None] & (columns < P)[None, :])
+
+        # Sum the gradients of C_i · B_j, and what the decays from j to i add to the gradients of the running sums.
+        product = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * decay * delta[:, None]
         pairs += product
         by_decay = tl.where(strict, product * products, 0.0)
-        by_row, by_column = tl.sum(by_decay, 1), tl.sum(by_decay, 0)
-        at = d_sums_ptr + head * tokens
-        if tile_i == tile_j:
-            tl.store(at + i, by_row - by_column, mask=i < end)
-        else:
-            tl.store(at + H * tokens + i, by_row, mask=i < end)
-            tl.store(at + H * tokens + j, -by_column, mask=j < end)
-    at_pairs = pairs_ptr + (tl.program_id(1).to(tl.int64) * tokens + i[:, None]) * C + (j - chunk)[None, :]
-    tl.store(at_pairs, pairs.to(pairs_ptr.dtype.element_ty), mask=(i < end)[:, None])
+        tl.store(d_sums_ptr + at_rows, tl.sum(by_decay, 0), mask=inside)
+        tl.store(d_sums_ptr + H * tokens + at_rows, tl.sum(by_decay, 1), mask=inside)
+        if not FIRST:
+            state = _load_state(states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P)
+            both = tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
+            tl.store(kept_ptr + slot * H + head, both * tl.exp2(whole))
+
+    at_pairs = pairs_ptr + (first_head // HEADS * tokens + first + BEGIN) * C + BEGIN
+    at_pairs += index[:, None] * C + index[None, :]
+    tl.store(at_pairs, tl.where(keep, pairs, 0.0).to(dtype), mask=inside[:, None])
+
+
+@triton.jit
+def _far_pairs(
+    b_ptr, c_ptr, x_ptr, dy_ptr, sums_ptr, pairs_ptr, d_sums_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h,
+    dy_t, dy_h, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the sums over pairs of a token j of the first tile of a chunk and a token i of the second."""
+    TILE: tl.constexpr = C // 2
+    index = tl.arange(0, TILE)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    b = _load_tile(b_ptr, index, b_t, count, N, BLOCK_N)
+    c = _load_tile(c_ptr + TILE * c_t, index, c_t, count - TILE, N, BLOCK_N)
+    products = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+    pairs = tl.zeros([TILE, TILE], tl.float32)
+    for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
+        at = sums_ptr + head * tokens + first
+        middle = tl.load(at + tl.minimum(count, TILE) - 1)
+        delta = tl.load(at + H * tokens + index, mask=index < count, other=0.0)
+        near = tl.load(at + index, mask=index < count, other=0.0)
+        far = tl.load(at + TILE + index, mask=index < count - TILE, other=float("-inf"))
+        until, since = tl.exp2(middle - near) * delta, tl.exp2(far - middle)
+        x = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P)
+        dy = _load_tile(dy_ptr + head * dy_h + TILE * dy_t, index, dy_t, count - TILE, P, BLOCK_P)
+        product = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * until[:, None] * since[None, :]
+        pairs += product
+        product *= products
+        at_far = d_sums_ptr + (2 * H + head) * tokens + first + index
+        tl.store(at_far, tl.sum(product, 1), mask=index < count)
+        tl.store(at_far + TILE, tl.sum(product, 0), mask=index < count - TILE)
+    at_pairs = pairs_ptr + (first_head // HEADS * tokens + first) * C + TILE + (index[:, None] * C + index[None, :])
+    tl.store(at_pairs, pairs.to(dtype), mask=(index < count)[:, None])
+
+
+@triton.jit
+def head_gradients_kernel(
+    b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, cu_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr,
+    pairs_ptr, d_sums_ptr, written_ptr, kept_ptr, tokens, documents, b_t, b_h, c_t, c_h, x_t, x_h, dy_t, dy_h,
+    H: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute dx, dδ and partial sums of dD of HEADS heads, and the sums over heads of the gradients of C_i · B_j.
+
+    A chunk has two tiles of tokens, and three programs: one for each tile, and one for the pairs of tokens in two
+    tiles. The kernel also computes what the decays between these tokens add to the gradients of the running sums of g:
+    ``d_sums`` [3, H, tokens] has sums over the pairs in one tile for the later and for the earlier token, and sums over
+    the pairs in two tiles for both.
+    """
+    role, slot = tl.program_id(0) % 3, (tl.program_id(0) // 3).to(tl.int64)
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0) // 3, documents, DOCUMENTS, C)
+    first_head = tl.program_id(1).to(tl.int64) * HEADS
+    count = (end - first).to(tl.int32)
+    if count == 0:
+        if HAS_D and role < 2:
+            for head in range(first_head, first_head + HEADS):
+                tl.store(d_d_ptr + (2 * slot + role) * H + head, 0.0)
+        return
+    b_ptr += first_head // GROUP * b_h + first * b_t
+    c_ptr += first_head // GROUP * c_h + first * c_t
+    x_ptr += first * x_t
+    dy_ptr += first * dy_t
+    if role == 0:
+        _head_gradients(
+            b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr,
+            pairs_ptr, d_sums_ptr, written_ptr, kept_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h, dy_t,
+            dy_h, slot, H, HEADS, C, N, BLOCK_N, P, BLOCK_P, HAS_D, True, PRECISION, STAGES,
+        )  # fmt: skip
+    elif role == 1:
+        _head_gradients(
+            b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr,
+            pairs_ptr, d_sums_ptr, written_ptr, kept_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h, dy_t,
+            dy_h, slot, H, HEADS, C, N, BLOCK_N, P, BLOCK_P, HAS_D, False, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _far_pairs(
+            b_ptr, c_ptr, x_ptr, dy_ptr, sums_ptr, pairs_ptr, d_sums_ptr, tokens, first, count, first_head, b_t, c_t,
+            x_t, x_h, dy_t, dy_h, H, HEADS, C, N, BLOCK_N, P, BLOCK_P, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
 def shared_gradients_kernel(
-    v_ptr, own_ptr, other_ptr, cu_ptr, sums_ptr, states_ptr, other_states_ptr, pairs_ptr, along_ptr, kept_ptr, out_ptr,
-    tokens, documents, v_t, v_h, own_t, own_h, other_t, other_h, H: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
-    BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    v_ptr, own_ptr, other_ptr, cu_ptr, sums_ptr, states_ptr, pairs_ptr, read_ptr, out_ptr, tokens, documents, v_t, v_h,
+    own_t, own_h, other_t, other_h, H: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of dC or, with REVERSE, of dB, for one chunk and group.
+    """Compute BLOCK_N columns of dC or, with REVERSE, of dB, summed over HEADS heads, for a tile of tokens of a chunk.
 
-    ``v``, ``own``, ``other`` and ``states`` are dy, C, B and S or, with REVERSE, x, B, C and dS. The kernel also
-    computes, for each head, the terms C_i · dC_i and B_j · dB_j that go through the state, ``along`` [blocks, H,
-    tokens], and with REVERSE e^G · Σ S ∘ dS, ``kept`` [blocks, slots, H].
+    ``v``, ``own``, ``other`` and ``states`` are dy, C, B and S or, with REVERSE, x, B, C and dS. Without REVERSE, the
+    kernel also computes, for each head, C_i · dC_i through the state, ``read`` [blocks, H, tokens].
     """
-    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
-    if first == end:
+    TILE: tl.constexpr = C // 2
+    tile, slot = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0) // 2, documents, DOCUMENTS, C)
+    begin = tile * TILE
+    count = (end - first).to(tl.int32)
+    if count <= begin:
         return
-    slot, group, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    index = tl.arange(0, C)
-    rows = first + index
-    inside = rows < end
+    part, block = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    group, first_head = part * HEADS // GROUP, part * HEADS
+    index = tl.arange(0, TILE)
+    near, inside = tl.minimum(begin + index, count - 1), index < count - begin
+    dtype: tl.constexpr = v_ptr.dtype.element_ty
     n, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
-    own = load_rows(own_ptr + group * own_h + block * BLOCK_N, rows, own_t, end, N - block * BLOCK_N, BLOCK_N)
-    own = own.to(tl.float32)
+    at_state, inside_n = n[:, None] * P + columns[None, :], (n < N)[None, :]
+    inside_state = (n < N)[:, None] & (columns < P)[None, :]
+    v_ptr += (first + begin) * v_t
+    if not REVERSE:
+        at_own = own_ptr + group * own_h + (first + begin) * own_t + (index[:, None] * own_t + n[None, :])
+        own = tl.load(at_own, mask=inside[:, None] & inside_n, other=0.0)
 
-    gradient = tl.zeros([C, BLOCK_N], tl.float32)
-    for head in tl.range(group * GROUP, (group + 1) * GROUP, num_stages=STAGES):
-        total = tl.load(sums_ptr + head * tokens + rows, mask=inside, other=0.0)
-        whole = tl.load(sums_ptr + head * tokens + end - 1)
+    # The gradient is transposed, [BLOCK_N, TILE]. Triton 3.6 can give a wrong sum on Hopper if the left operands of its
+    # products are computed in the loop, and so are in registers.
+    gradient = tl.zeros([BLOCK_N, TILE], tl.float32)
+    for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
+        at = sums_ptr + head * tokens + first
+        v = _load_tile(v_ptr + head * v_h, index, v_t, count - begin, P, BLOCK_P)
+        state = tl.load(states_ptr + (slot * H + head) * (N * P) + at_state, mask=inside_state, other=0.0)
+        total = tl.load(at + near)
         if REVERSE:
-            delta = tl.load(sums_ptr + (H + head) * tokens + rows, mask=inside, other=0.0)
-            factor = delta * tl.exp(tl.where(inside, whole - total, 0.0))
+            delta = tl.load(at + H * tokens + begin + index, mask=inside, other=0.0)
+            factor = delta * tl.exp2(tl.load(at + count - 1) - total)
         else:
-            factor = tl.exp(total)
-        product = tl.zeros([C, BLOCK_N], tl.float32)
-        kept = tl.zeros([BLOCK_N], tl.float32)
-        for start in tl.static_range(0, P, BLOCK_P):
-            v = load_rows(v_ptr + head * v_h + start, rows, v_t, end, P - start, BLOCK_P)
-            at = (slot * H + head) * (N * P) + n[:, None] * P + start + columns[None, :]
-            mask = (n < N)[:, None] & (start + columns < P)[None, :]
-            state = tl.load(states_ptr + at, mask=mask, other=0.0)
-            product = tl.dot(v, tl.trans(state), product, input_precision=PRECISION)
-            if REVERSE:
-                other = tl.load(other_states_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                kept += tl.sum(other * state.to(tl.float32), 1)
-        product *= factor[:, None]
-        tl.store(along_ptr + (block * H + head) * tokens + rows, tl.sum(product * own, 1), mask=inside)
-        gradient += product
-        if REVERSE:
-            at_kept = kept_ptr + (block * tl.num_programs(0) + slot) * H + head
-            tl.store(at_kept, tl.sum(kept, 0) * tl.exp(whole))
+            factor = tl.exp2(total)
+            read = tl.sum(v.to(tl.float32) * tl.dot(own, state, input_precision=PRECISION), 1) * factor
+            tl.store(read_ptr + (block * H + head) * tokens + first + begin + index, read, mask=inside)
+        scaled = (v.to(tl.float32) * factor[:, None]).to(dtype)
+        gradient = tl.dot(state, tl.trans(scaled), gradient, input_precision=PRECISION)
 
-    # Add the products with the tokens of the chunk. The loop is separate from the one above, in which Triton would
-    # otherwise give the product to only some of the warps.
-    other = load_rows(
-        other_ptr + group * other_h + block * BLOCK_N, rows, other_t, end, N - block * BLOCK_N, BLOCK_N
-    )  # fmt: skip
-    for part in tl.range(group * (GROUP // HEADS), (group + 1) * (GROUP // HEADS), num_stages=1):
-        at_pairs = pairs_ptr + (part * tokens + rows)[:, None] * C + index[None, :]
-        keep = (index[:, None] >= index[None, :]) & inside[:, None]
-        pairs = tl.load(at_pairs, mask=keep, other=0.0)
+    # Add the products with the tokens of the chunk: for dC those of this and the previous tile, for dB those of this
+    # and the next tile. The rows of ``pairs`` are j. The loop is separate, because Triton would otherwise give products
+    # to only some of the warps.
+    first_tile, last_tile = (tile, 1) if REVERSE else (0, tile)
+    for other_tile in tl.range(first_tile, last_tile + 1, num_stages=1):
+        start = other_tile * TILE
+        at_other = other_ptr + group * other_h + (first + start) * other_t + (index[:, None] * other_t + n[None, :])
+        other = tl.load(at_other, mask=(index < count - start)[:, None] & inside_n, other=0.0)
+        j, i = (begin, start) if REVERSE else (start, begin)
+        at_pairs = pairs_ptr + (part * tokens + first + j) * C + i + (index[:, None] * C + index[None, :])
+        pairs = tl.load(at_pairs, mask=(index < count - j)[:, None], other=0.0)
         pairs = tl.trans(pairs) if REVERSE else pairs
-        gradient = tl.dot(pairs, other, gradient, input_precision=PRECISION)
-    at_out = out_ptr + (rows[:, None] * (H // GROUP) + group) * N + n[None, :]
-    tl.store(at_out, gradient.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+        gradient = tl.dot(tl.trans(other), pairs, gradient, input_precision=PRECISION)
+    PARTS: tl.constexpr = GROUP // HEADS
+    rows = part % PARTS * tokens + first + begin + index
+    at_out = (rows * (H // GROUP) + group)[:, None] * N + n[None, :]
+    tl.store(out_ptr + at_out, tl.trans(gradient.to(out_ptr.dtype.element_ty)), mask=inside[:, None] & inside_n)
 
 
 @triton.jit
 def decay_kernel(
-    cu_ptr, d_sums_ptr, read_ptr, written_ptr, kept_ptr, dg_ptr, tokens, documents, H: tl.constexpr, C: tl.constexpr,
-    BLOCKS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    cu_ptr, d_sums_ptr, read_ptr, written_ptr, kept_ptr, dg_ptr, tokens, documents, H, C: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dg of one chunk and head.
+    """Compute dg of HEADS heads of one chunk.
 
-    The decay of a token is in the decays between each earlier and each later token, between the state and each later
-    token (``read``), between each earlier token and the next state (``written``), and between both states (``kept``).
+    The decay of a token is in the decays between each earlier and each later token (``d_sums``), between the state and
+    each later token (``read``), between each earlier token and the next state (``written``), and between both states
+    (``kept``).
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
-    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     rows = first + tl.arange(0, C)
-    inside = rows < end
-    at = head * tokens + rows
+    inside = (rows < end)[:, None] & (heads < H)[None, :]
+    at = heads[None, :] * tokens + rows[:, None]
+    # The gradients of the running sums are positive for the later token of a pair, and negative for the earlier one.
     later = tl.load(d_sums_ptr + at, mask=inside, other=0.0)
-    later += tl.load(d_sums_ptr + H * tokens + at, mask=inside, other=0.0)
-    earlier, kept = tl.zeros([C], tl.float32), 0.0
+    later -= tl.load(d_sums_ptr + H.to(tl.int64) * tokens + at, mask=inside, other=0.0)
+    between = tl.load(d_sums_ptr + 2 * H.to(tl.int64) * tokens + at, mask=inside, other=0.0)
+    later += tl.where((rows < first + C // 2)[:, None], -between, between)
     for block in tl.static_range(BLOCKS):
-        later += tl.load(read_ptr + block * H * tokens + at, mask=inside, other=0.0)
-        # The sum of the terms of all earlier tokens of the chunk excludes the token itself.
-        before = inside & (rows > first)
-        earlier += tl.load(written_ptr + block * H * tokens + at - 1, mask=before, other=0.0)
-        kept += tl.load(kept_ptr + (block * tl.num_programs(0) + slot) * H + head)
-    dg = tl.cumsum(later, 0, reverse=True) + tl.cumsum(earlier, 0) + kept
-    tl.store(dg_ptr + rows * H + head, dg, mask=inside)
+        later += tl.load(read_ptr + block * H.to(tl.int64) * tokens + at, mask=inside, other=0.0)
+    # The sum of the terms of all earlier tokens of the chunk excludes the token itself.
+    earlier = tl.load(written_ptr + at - 1, mask=inside & (rows > first)[:, None], other=0.0)
+    kept = tl.load(kept_ptr + slot * H + heads, mask=heads < H, other=0.0)
+    dg = tl.cumsum(later, 0, reverse=True) + tl.cumsum(earlier, 0) + kept[None, :]
+    tl.store(dg_ptr + rows[:, None] * H + heads[None, :], dg, mask=inside)
 
 
 @triton.jit

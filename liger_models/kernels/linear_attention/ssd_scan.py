@@ -19,9 +19,14 @@ opposite order for the gradients of the states after each chunk, dS ← e^G · d
     W_ij = Σ_heads dy_i·x_j · E_ij · δ_j
     dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
 
+In the backward, a chunk has two tiles of tokens, and exponentials are computed of pairs of tokens in one tile. The
+decay from a token j of the first tile to a token i of the second is the product of two factors of at most 1: the decay
+from j to the last token m of the first tile, and the decay from m to i. E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
+
 The decay of token k is part of the decays from each earlier to each later token, so dg_k sums these terms, in fp32. The
 diagonal of M has no decay and is left out. The operands of products are in the dtype of x, and the products are summed
-in fp32. Only the inputs are saved.
+in fp32. If a group has more than `MOST_HEADS` heads, several programs sum dB and dC over some of the heads each, and a
+last sum in fp32 adds their results. Only the inputs are saved.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -41,7 +46,7 @@ from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.in_chunks import in_chunks
 from liger_models.kernels.linear_attention.ssd_kernels import (
     decay_kernel,
-    pair_kernel,
+    head_gradients_kernel,
     read_kernel,
     scan_kernel,
     scans_kernel,
@@ -56,9 +61,6 @@ CHUNK = 128
 """Number of tokens in a chunk. States of larger chunks take less memory and traffic, and products within larger chunks
 take more operations."""
 
-TILE = CHUNK // 2
-"""Number of tokens of one side of the tiles in `pair_kernel`, which holds three tiles in registers."""
-
 STEP_TOKENS = 16
 """Largest number of tokens for which the recurrence is computed token by token if no gradient is needed."""
 
@@ -66,18 +68,25 @@ MOST_STATE = 256
 """Largest N of the kernels."""
 
 SUM_HEADS = 16
-SCAN_ROWS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 128, 32, 4, 3
-"""A program of a scan holds SCAN_ROWS x SCAN_COLUMNS of one head's state. With 32 columns, 64 heads of 64 columns have
-128 programs, so that a single sequence occupies a GPU."""
+SCAN_BLOCK, SCANS_BLOCK = (128, 32), (64, 64)
+"""Rows and columns of one head's state that a program of a scan holds, in the forward and in the backward. In the
+forward, 64 heads of 64 columns have 128 programs, so that a single sequence occupies a GPU."""
+SCAN_WARPS, SCAN_STAGES = 4, 3
 
-READ_HEADS, READ_COLUMNS = 8, 64
-"""READ_HEADS is the largest number of heads of a group for which a program computes one product of B and C."""
-READ_WARPS, READ_STAGES = (4, 8), (2, 3)
-"""In the forward and in the backward. With one stage, half precision and fewer than 64 columns, the code that Triton
-3.6 generates for Hopper computes wrong products."""
+LEAST_COLUMNS = 64
+"""Least width of tiles in half precision. The assembler of Triton 3.6 for Hopper (ptxas 12.8) can lose the address of a
+narrower operand that does not move in the loop, and products are then wrong."""
 
-PAIR_WARPS, PAIR_STAGES = 8, 3
-SHARED_WARPS, SHARED_STAGES = 8, 1
+MOST_HEADS = 8
+"""Largest number of heads of a group for which a program computes one product of B and C, and sums the gradients of B
+and C."""
+
+READ_WARPS, READ_STAGES, READ_COLUMNS = 4, 2, 64
+HEAD_WARPS, HEAD_STAGES = 4, 1
+SHARED_WARPS, SHARED_STAGES = 4, 1
+SHARED_COLUMNS = 128
+"""Largest number of columns of B and C whose gradients a program sums over heads."""
+
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
 
@@ -118,43 +127,45 @@ class _Sizes:
         self.cu = bounds(x, cu_seqlens)
         self.documents = len(self.cu) - 1
         self.slots = slots(self.tokens, self.documents, CHUNK)
-        self.block_n, self.block_p = (max(next_power_of_2(size), 16) for size in (self.N, self.P))
-        # A program reads the state for as many heads of a group as possible, but at most READ_HEADS.
-        self.heads = next(heads for heads in range(min(self.group, READ_HEADS), 0, -1) if self.group % heads == 0)
+        least = LEAST_COLUMNS if x.element_size() == 2 else 16
+        self.block_n, self.block_p = (max(next_power_of_2(size), least) for size in (self.N, self.P))
+        # A program computes as many heads of a group as possible, but at most MOST_HEADS.
+        self.heads = next(heads for heads in range(min(self.group, MOST_HEADS), 0, -1) if self.group % heads == 0)
         self.parts = self.H // self.heads
         self.counts = self.tokens, self.documents
         precision = "ieee" if torch.version.hip is not None else "tf32x3"
         self.shape = {"H": self.H, "GROUP": self.group, "C": CHUNK, "N": self.N, "P": self.P, "PRECISION": precision}
         self.chunked = {"DOCUMENTS": next_power_of_2(self.documents)}
 
-    def scan(self, x: Tensor) -> tuple[int, dict[str, Any]]:
-        """Return the number of programs of one scan, and its constants."""
-        rows, columns = min(self.block_n, SCAN_ROWS), min(self.block_p, SCAN_COLUMNS)
+    def scan(self, x: Tensor, block: tuple[int, int]) -> tuple[int, dict[str, Any]]:
+        """Return the number of programs of one scan, each of which holds a block of the state, and its constants."""
+        rows, columns = min(self.block_n, block[0]), min(self.block_p, block[1])
         programs = self.documents * self.H * cdiv(self.N, rows) * cdiv(self.P, columns)
         stages = fitting_stages(x, SCAN_STAGES, CHUNK * (rows + columns) * x.element_size())
         constants = {"BLOCK_N": rows, "BLOCK_P": columns, "STAGES": stages, "num_warps": SCAN_WARPS}
         return programs, self.shape | constants
 
-    def read(self, x: Tensor, *, reverse: bool) -> dict[str, Any]:
-        """Return the constants of the kernel that reads the states."""
-        tiles = self.tiles()
-        rows, columns = tiles["BLOCK_N"], tiles["BLOCK_P"]
-        # A stage holds what the program loads for one head: states, x or dy and, in the backward, x, and also B or C if
-        # these are wider than a block.
-        blocks_n, blocks_p = cdiv(self.N, rows), cdiv(self.P, columns)
-        stage = blocks_p * columns * (blocks_n * rows + (2 if reverse else 1) * CHUNK)
-        outside = CHUNK * CHUNK + CHUNK * rows  # the weights of pairs of tokens, and B or C
-        if blocks_n > 1:
-            stage, outside = stage + blocks_p * blocks_n * CHUNK * rows, CHUNK * CHUNK
-        stages = READ_STAGES[reverse]
-        while stages > 1 and fitting_stages(x, stages, (stage + cdiv(outside, stages)) * x.element_size()) == 1:
-            stages -= 1
-        return tiles | {"REVERSE": reverse, "STAGES": stages, "num_warps": READ_WARPS[reverse]}
+    def tiles(
+        self, x: Tensor, rows: int, stages: int, warps: int, *, block_n: int | None = None, block_p: int | None = None
+    ) -> dict[str, Any]:
+        """Return the constants of a kernel that processes the chunks in parallel.
 
-    def tiles(self) -> dict[str, Any]:
-        """Return the constants of the kernels that process the chunks in parallel."""
-        blocks = {"BLOCK_N": min(self.block_n, SCAN_ROWS), "BLOCK_P": min(self.block_p, READ_COLUMNS)}
-        return self.shape | self.chunked | blocks | {"HEADS": self.heads}
+        ``rows`` is the number of rows of x or of its gradient that the kernel loads for a head, beside a state.
+        ``block_n`` and ``block_p`` are the sizes of the state's block; None for the whole state.
+        """
+        block_n, block_p = block_n or self.block_n, block_p or self.block_p
+        stage = block_p * (block_n + rows) * x.element_size()
+        outside = CHUNK * self.block_n * x.element_size()
+        while stages > 1 and fitting_stages(x, stages, stage + cdiv(outside, stages)) == 1:
+            stages -= 1
+        constants = {"BLOCK_N": block_n, "BLOCK_P": block_p, "HEADS": self.heads, "STAGES": stages}
+        return self.shape | self.chunked | constants | {"num_warps": warps}
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Allocate the gradient of B or C, [parts of a group, tokens, G, N], in fp32 if it must still be summed."""
+        parts = self.group // self.heads
+        dtype = x.dtype if parts == 1 else torch.float32
+        return x.new_empty(parts, self.tokens, self.G, self.N, dtype=dtype)
 
 
 def _running_sums(delta: Tensor, g: Tensor, sizes: _Sizes) -> Tensor:
@@ -193,7 +204,7 @@ def _ssd_scan(
         return out, final.zero_() if initial_state is None else final.copy_(initial_state)
     x, B, C, delta, g = map(flat, (x, B, C, delta, g))
     states = x.new_empty(sizes.slots * sizes.H, sizes.N, sizes.P)
-    programs, constants = sizes.scan(x)
+    programs, constants = sizes.scan(x, SCAN_BLOCK)
     with on_device_of(x):
         sums = _running_sums(delta, g, sizes)
         # Arguments that the kernels do not use must be tensors, too.
@@ -201,10 +212,10 @@ def _ssd_scan(
             B, x, sizes.cu, sums, sums if initial_state is None else initial_state.contiguous(), final, states,
             sizes.tokens, *B.stride()[:2], *x.stride()[:2], HAS_INITIAL=initial_state is not None, **constants,
         )  # fmt: skip
-        read_kernel[(sizes.slots, sizes.parts)](
-            C, B, x, x, sums if D is None else D.contiguous(), sizes.cu, sums, states, out, sums, sums, *sizes.counts,
-            *C.stride()[:2], *B.stride()[:2], *x.stride()[:2], *x.stride()[:2], HAS_D=D is not None,
-            **sizes.read(x, reverse=False),
+        constants = sizes.tiles(x, CHUNK, READ_STAGES, READ_WARPS, block_p=min(sizes.block_p, READ_COLUMNS))
+        read_kernel[(sizes.slots, sizes.parts, cdiv(sizes.P, constants["BLOCK_P"]))](
+            C, B, x, sums if D is None else D.contiguous(), sizes.cu, sums, states, out, *sizes.counts,
+            *C.stride()[:2], *B.stride()[:2], *x.stride()[:2], HAS_D=D is not None, **constants,
         )  # fmt: skip
     return out, final
 
@@ -223,9 +234,9 @@ def _ssd_scan_backward(
         return grads
     dy, x, B, C, delta, g = map(flat, (dy, x, B, C, delta, g))
     states, d_states = (x.new_empty(sizes.slots * sizes.H, sizes.N, sizes.P) for _ in range(2))
-    programs, constants = sizes.scan(x)
-    tiles = sizes.tiles()
-    blocks = cdiv(sizes.N, tiles["BLOCK_N"])
+    programs, constants = sizes.scan(x, SCANS_BLOCK)
+    columns = min(sizes.block_n, SHARED_COLUMNS)
+    blocks = cdiv(sizes.N, columns)
     with on_device_of(x):
         sums = _running_sums(delta, g, sizes)
         # Arguments that the kernels do not use must be tensors, too.
@@ -237,41 +248,40 @@ def _ssd_scan_backward(
         )  # fmt: skip
 
         # Gradients of x, δ and D.
-        partial_d = sums.new_empty(sizes.slots, sizes.H)
+        partial_d = sums.new_empty(2 * sizes.slots, sizes.H)
         d_steps = sums.new_empty(sizes.tokens, sizes.H)
-        read_kernel[(sizes.slots, sizes.parts)](
-            B, C, dy, x, sums if D is None else D.contiguous(), sizes.cu, sums, d_states, dx, d_steps, partial_d,
-            *sizes.counts, *B.stride()[:2], *C.stride()[:2], *dy.stride()[:2], *x.stride()[:2], HAS_D=D is not None,
-            **sizes.read(x, reverse=True),
+        pairs = x.new_empty(sizes.parts, sizes.tokens, CHUNK)
+        d_sums = sums.new_empty(3, sizes.H, sizes.tokens)
+        read = sums.new_empty(blocks, sizes.H, sizes.tokens)
+        written, kept = sums.new_empty(sizes.H, sizes.tokens), sums.new_empty(sizes.slots, sizes.H)
+        shared_b, shared_c = sizes.shared(x), sizes.shared(x)
+        head_gradients_kernel[(3 * sizes.slots, sizes.parts)](
+            B, C, x, dy, sums if D is None else D.contiguous(), sizes.cu, sums, states, d_states, dx, d_steps,
+            partial_d, pairs, d_sums, written, kept, *sizes.counts, *B.stride()[:2], *C.stride()[:2],
+            *x.stride()[:2], *dy.stride()[:2], HAS_D=D is not None,
+            **sizes.tiles(x, 3 * CHUNK // 2, HEAD_STAGES, HEAD_WARPS),
         )  # fmt: skip
         d_delta.copy_(d_steps.view(d_delta.shape))
         if D is not None:
             sum_partials(partial_d, d_d)
 
         # Gradients of B, C and g.
-        pairs = x.new_empty(sizes.parts, sizes.tokens, CHUNK)
-        d_sums = torch.empty_like(sums)
-        columns = cdiv(sizes.P, tiles["BLOCK_P"]) * tiles["BLOCK_P"]
-        stages = fitting_stages(x, PAIR_STAGES, 2 * TILE * columns * x.element_size())
-        pair_kernel[(sizes.slots, sizes.parts, 3)](
-            B, C, x, dy, sizes.cu, sums, pairs, d_sums, *sizes.counts, *B.stride()[:2], *C.stride()[:2],
-            *x.stride()[:2], *dy.stride()[:2], TILE=TILE, STAGES=stages, num_warps=PAIR_WARPS, **tiles,
-        )  # fmt: skip
-        read, written = (sums.new_empty(blocks, sizes.H, sizes.tokens) for _ in range(2))
-        kept = sums.new_empty(blocks, sizes.slots, sizes.H)
-        grid = sizes.slots, sizes.G, blocks
-        options = {"STAGES": SHARED_STAGES, "num_warps": SHARED_WARPS, **tiles}
+        grid = 2 * sizes.slots, sizes.parts, blocks
+        constants = sizes.tiles(x, CHUNK // 2, SHARED_STAGES, SHARED_WARPS, block_n=columns)
         shared_gradients_kernel[grid](
-            dy, C, B, sizes.cu, sums, states, states, pairs, read, kept, d_c, *sizes.counts, *dy.stride()[:2],
-            *C.stride()[:2], *B.stride()[:2], REVERSE=False, **options,
+            dy, C, B, sizes.cu, sums, states, pairs, read, shared_c, *sizes.counts, *dy.stride()[:2], *C.stride()[:2],
+            *B.stride()[:2], REVERSE=False, **constants,
         )  # fmt: skip
         shared_gradients_kernel[grid](
-            x, B, C, sizes.cu, sums, d_states, states, pairs, written, kept, d_b, *sizes.counts, *x.stride()[:2],
-            *B.stride()[:2], *C.stride()[:2], REVERSE=True, **options,
+            x, B, C, sizes.cu, sums, d_states, pairs, read, shared_b, *sizes.counts, *x.stride()[:2], *B.stride()[:2],
+            *C.stride()[:2], REVERSE=True, **constants,
         )  # fmt: skip
-        decay_kernel[(sizes.slots, sizes.H)](
-            sizes.cu, d_sums, read, written, kept, dg, *sizes.counts, H=sizes.H, C=CHUNK, BLOCKS=blocks, num_warps=4,
-            **sizes.chunked,
+        for shared, gradient in ((shared_b, d_b), (shared_c, d_c)):
+            gradient.copy_((shared[0] if len(shared) == 1 else shared.sum(0)).view(gradient.shape))
+        heads = min(next_power_of_2(sizes.H), SUM_HEADS)
+        decay_kernel[(sizes.slots, cdiv(sizes.H, heads))](
+            sizes.cu, d_sums, read, written, kept, dg, *sizes.counts, sizes.H, C=CHUNK, HEADS=heads, BLOCKS=blocks,
+            num_warps=4, **sizes.chunked,
         )  # fmt: skip
     return grads
 
