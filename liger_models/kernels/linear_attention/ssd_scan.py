@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.in_chunks import in_chunks
@@ -179,21 +179,6 @@ def _running_sums(delta: Tensor, g: Tensor, sizes: _Sizes) -> Tensor:
     return sums
 
 
-LIBRARY.define(
-    "ssd_scan(Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D, Tensor? initial_state,"
-    " Tensor? cu_seqlens) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "ssd_scan_backward(Tensor dy, Tensor? d_final, Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D,"
-    " Tensor? initial_state, Tensor? cu_seqlens) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "ssd_step(Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D, Tensor? initial_state)"
-    " -> (Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "ssd_scan", "CompositeExplicitAutograd")
 def _ssd_scan(
     x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -220,7 +205,6 @@ def _ssd_scan(
     return out, final
 
 
-@torch.library.impl(LIBRARY, "ssd_scan_backward", "CompositeExplicitAutograd")
 def _ssd_scan_backward(
     dy: Tensor, d_final: Tensor | None, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
@@ -286,7 +270,6 @@ def _ssd_scan_backward(
     return grads
 
 
-@torch.library.impl(LIBRARY, "ssd_step", "CompositeExplicitAutograd")
 def _ssd_step(
     x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -323,37 +306,23 @@ def _gradients_like(
     return *(tensor.new_empty(tensor.shape) for tensor in (x, B, C, delta)), d_g, d_d, d_initial
 
 
-@torch.library.register_fake("liger_models::ssd_scan", lib=LIBRARY)
-def _ssd_scan_fake(x, B, C, delta, g, D, initial_state, cu_seqlens):
-    return _outputs(x, B, cu_seqlens)
+def _gradients(
+    dy: Tensor | None, d_final: Tensor | None, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor,
+    D: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dy = torch.zeros_like(x) if dy is None else dy
+    return BACKWARD(dy, d_final, x, B, C, delta, g, D, initial_state, cu_seqlens)
 
 
-@torch.library.register_fake("liger_models::ssd_scan_backward", lib=LIBRARY)
-def _ssd_scan_backward_fake(dy, d_final, x, B, C, delta, g, D, initial_state, cu_seqlens):
-    return _gradients_like(x, B, C, delta, g, D, initial_state)
-
-
-@torch.library.register_fake("liger_models::ssd_step", lib=LIBRARY)
-def _ssd_step_fake(x, B, *_):
-    return _outputs(x, B, None)
-
-
-def _setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy, d_final):
-    if dy is None and d_final is None:
-        return (None,) * 8
-    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
-    dy = torch.zeros_like(saved[0]) if dy is None else dy
-    grads = BACKWARD(dy, d_final, *saved)
-    return *(None if tensor is None else grad for tensor, grad in zip(saved, grads, strict=False)), None
-
-
-FORWARD = register_autograd("ssd_scan", _backward, _setup, _ssd_scan)
-BACKWARD = without_dispatcher(torch.ops.liger_models.ssd_scan_backward.default, _ssd_scan_backward)
+BACKWARD = define_op(
+    "ssd_scan_backward", _ssd_scan_backward, lambda dy, d_final, *inputs: _gradients_like(*inputs[:7]),
+    outputs="x B C delta g D initial_state",
+)  # fmt: skip
+FORWARD = define_op(
+    "ssd_scan", _ssd_scan, lambda x, B, *others: _outputs(x, B, others[-1]),
+    outputs="y final", backward=_gradients, gradients="x B C delta g D initial_state",
+)  # fmt: skip
+STEP = define_op("ssd_step", _ssd_step, lambda x, B, *_: _outputs(x, B, None))
 
 
 def _check(
@@ -452,7 +421,7 @@ def ssd_scan(
     if not is_fused(x, B):
         out, state = ssd_scan_reference(*inputs[:6], initial_state=initial_state, cu_seqlens=cu_seqlens)
     elif cu_seqlens is None and x.shape[1] <= STEP_TOKENS and not _differentiable(*inputs):
-        out, state = torch.ops.liger_models.ssd_step(*inputs)
+        out, state = STEP(*inputs)
     else:
         out, state = FORWARD(*inputs, cu_seqlens)
     return (out, state) if return_state else out

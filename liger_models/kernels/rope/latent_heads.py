@@ -228,7 +228,8 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dq, dk, dv):
-    return *BACKWARD(dq, dk, dv, *ctx.saved_tensors, ctx.width, ctx.interleaved), None, None, None, None
+    cos, sin = ctx.saved_tensors
+    return *BACKWARD(dq, dk, dv, cos, sin, ctx.width, ctx.interleaved), None, None, None, None
 
 
 BACKWARD = define_op(
