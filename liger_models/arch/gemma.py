@@ -54,15 +54,15 @@ class GemmaConfig(RMSNormDecoderConfig):
 class GemmaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = zero_centered_norm(config, kernels)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerAttention.from_config(
+    norm_factory = staticmethod(zero_centered_norm)
+
+    def build_attention(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(
             config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
+
+    def build_mlp(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> GatedMLP:
+        return GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
 
 
 class LigerGemma(GemmaModel):

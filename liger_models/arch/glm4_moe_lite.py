@@ -27,7 +27,6 @@ from liger_models.layers.config import LatentDecoderConfig, check_layer_types, c
 from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 LAYER_TYPES = ("dense", "sparse")
 
@@ -82,17 +81,15 @@ class Glm4MoeLiteConfig(LatentDecoderConfig):
 class Glm4MoeLiteBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+    def build_attention(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
+        return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
+
+    def build_mlp(
+        self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions
+    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        return LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
 
 class LigerGlm4MoeLite(CausalLM):

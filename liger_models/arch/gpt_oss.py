@@ -105,11 +105,10 @@ class GptOssAttention(LigerAttention):
 class GptOssBlock(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = fp32_norm(config, kernels)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = GptOssAttention.from_config(
+    norm_factory = staticmethod(fp32_norm)
+
+    def build_attention(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> GptOssAttention:
+        return GptOssAttention.from_config(
             config,
             layer,
             kernels,
@@ -117,13 +116,15 @@ class GptOssBlock(PreNormBlock):
             o_bias=config.attention_bias,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
+
+    def build_mlp(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
+        routing = Routing(config.num_experts_per_tok, normalize=True, round_weights=True)
         # Experts have biases, and their activation clamps gate and up.
-        self.mlp = LigerMoE(
+        return LigerMoE(
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            Routing(config.num_experts_per_tok, normalize=True, round_weights=True),
+            routing,
             act="clamped_swiglu",
             limit=config.swiglu_limit,
             bias=True,

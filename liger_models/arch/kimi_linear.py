@@ -16,7 +16,6 @@ Source: https://arxiv.org/abs/2510.26692, transformers ``models/kimi_linear``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -42,7 +41,6 @@ from liger_models.layers.kimi_delta_attention import LigerKimiDeltaAttention
 from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -119,24 +117,22 @@ class KimiLinearConfig(LatentDecoderConfig):
 class KimiLinearBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: KimiLinearConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn: LigerKimiDeltaAttention | LigerLatentAttention
-        if config.is_linear(layer):
-            self.self_attn = LigerKimiDeltaAttention(
-                config.hidden_size, config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim,
-                layer=layer, eps=config.rms_norm_eps, kernel=kernels.linear_attention,
-            )  # fmt: skip
-        else:
-            self.self_attn = LigerLatentAttention.from_config(config, layer, kernels, rotary=None)
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
-        if config.is_sparse(layer):
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
-        else:
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(
+        self, config: KimiLinearConfig, layer: int, kernels: KernelOptions
+    ) -> LigerKimiDeltaAttention | LigerLatentAttention:
+        if not config.is_linear(layer):
+            return LigerLatentAttention.from_config(config, layer, kernels, rotary=None)
+        return LigerKimiDeltaAttention(
+            config.hidden_size, config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim,
+            layer=layer, eps=config.rms_norm_eps, kernel=kernels.linear_attention,
+        )  # fmt: skip
+
+    def build_mlp(
+        self, config: KimiLinearConfig, layer: int, kernels: KernelOptions
+    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
+        if not config.is_sparse(layer):
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        return LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
 
 class LigerKimiLinear(CausalLM):

@@ -8,7 +8,6 @@ Source: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115, tran
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -17,8 +16,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +45,8 @@ class Qwen2Config(RMSNormDecoderConfig):
 class Qwen2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen2Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(self, config: Qwen2Config, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
 
 
 class LigerQwen2(CausalLM):

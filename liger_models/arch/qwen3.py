@@ -8,7 +8,6 @@ Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -16,8 +15,6 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -51,21 +48,16 @@ class Qwen3Config(RMSNormDecoderConfig):
 class Qwen3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
+    def build_attention(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
+        return LigerQKNormAttention.from_config(
             config,
             layer,
             kernels,
-            norm=norm,
+            norm=self.norm_factory(config, kernels),
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class LigerQwen3(CausalLM):

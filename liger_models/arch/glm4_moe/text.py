@@ -29,7 +29,6 @@ from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -78,18 +77,18 @@ class Glm4MoeConfig(RMSNormDecoderConfig):
 class Glm4MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        attention, options = (LigerQKNormAttention, {"norm": norm}) if config.use_qk_norm else (LigerAttention, {})
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = attention.from_config(config, layer, kernels, qkv_bias=config.attention_bias, **options)
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+    def build_attention(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        if not config.use_qk_norm:
+            return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.attention_bias)
+        norm = self.norm_factory(config, kernels)
+        return LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, qkv_bias=config.attention_bias)
+
+    def build_mlp(
+        self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions
+    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        return LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
 
 class LigerGlm4Moe(CausalLM):

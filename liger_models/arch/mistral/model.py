@@ -11,7 +11,6 @@ Source: https://arxiv.org/abs/2310.06825, https://mistral.ai/news/ministraux, tr
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -20,8 +19,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +43,8 @@ class MistralConfig(RMSNormDecoderConfig):
 class MistralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, window=config.window(layer))
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, window=config.window(layer))
 
 
 class LigerMistral(CausalLM):

@@ -37,7 +37,6 @@ from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
@@ -49,18 +48,6 @@ from liger_models.layers.norm import LigerRMSNorm
 
 PLACEHOLDERS = 8
 """Number of embedding rows after the vocabulary. The first of these rows is the image placeholder."""
-
-
-class MllamaBlock(PreNormBlock):
-    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
-
-    def __init__(self, config: MllamaConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels)
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class MllamaCrossBlock(Layer):
@@ -115,7 +102,7 @@ class LigerMllama(VisionLanguageModel):
     """Llama 3.2 Vision with its language-model head."""
 
     config_class = MllamaConfig
-    block_class = MllamaBlock
+    block_class = PreNormBlock
     tower_class = MllamaTower
     layout_class = CrossLayout
     processor_class = MllamaProcessor
@@ -133,7 +120,7 @@ class LigerMllama(VisionLanguageModel):
 
     def build_block(self, config: MllamaConfig, layer: int) -> nn.Module:
         """Build a block with self-attention over the text, or with cross-attention to the images."""
-        block_class = MllamaCrossBlock if layer in config.cross_attention_layers else MllamaBlock
+        block_class = MllamaCrossBlock if layer in config.cross_attention_layers else PreNormBlock
         return block_class(config, layer, self.kernels)
 
     def forward(
