@@ -26,7 +26,7 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, check_values, is_sliding
 from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.linear import local
 from liger_models.layers.moe import LigerMoE
@@ -66,7 +66,6 @@ class GptOssConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("GptOssConfig", self.layer_types, self.num_hidden_layers)
         check_values(self, swiglu_alpha=(1.702,))
 
     def window(self, layer: int) -> int | None:

@@ -54,6 +54,8 @@ class KimiLinearConfig(LatentDecoderConfig):
     all layers but the first have experts.
     """
 
+    layer_kinds = (LINEAR, FULL)
+
     vocab_size: int = 163840
     hidden_size: int = 2304
     intermediate_size: int = 9216
@@ -82,7 +84,6 @@ class KimiLinearConfig(LatentDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("KimiLinearConfig", self.layer_types, self.num_hidden_layers, (LINEAR, FULL))
         check_layer_types("KimiLinearConfig", self.mlp_layer_types, self.num_hidden_layers, (DENSE, SPARSE))
         if any(map(self.is_sparse, range(self.num_hidden_layers))):
             self.routing.check("KimiLinearConfig", self.num_experts)

@@ -20,7 +20,7 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 
@@ -52,10 +52,6 @@ class Qwen2MoeConfig(RMSNormDecoderConfig):
     router_aux_loss_coef: float = 0.001
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types("Qwen2MoeConfig", self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""

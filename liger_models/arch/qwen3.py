@@ -14,7 +14,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -34,10 +34,6 @@ class Qwen3Config(RMSNormDecoderConfig):
     layer_types: list[str] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types("Qwen3Config", self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""

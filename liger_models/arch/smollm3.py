@@ -17,7 +17,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,6 @@ class SmolLM3Config(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("SmolLM3Config", self.layer_types, self.num_hidden_layers)
         entries = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
         if not entries >= self.num_hidden_layers:
             raise ValueError(

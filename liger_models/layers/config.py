@@ -118,6 +118,9 @@ class DecoderConfig(BaseConfig):
     rope_aliases: ClassVar[Mapping[str, str]] = {}
     """Maps rope types in config.json files of this architecture to the types that they stand for."""
 
+    layer_kinds: ClassVar[tuple[str, ...]] = LAYER_TYPES
+    """Values that ``layer_types`` may hold, if the config has this field."""
+
     original_length: ClassVar[int | None] = None
     """Default of ``original_max_position_embeddings`` at config.json's top level; None if the key is not read there."""
 
@@ -158,6 +161,7 @@ class DecoderConfig(BaseConfig):
                 f"{name}: hidden_act must be {' or '.join(map(repr, self.activations))}, got {self.hidden_act!r}. The "
                 "architecture supports no other activation."
             )
+        check_layer_types(name, getattr(self, "layer_types", None), self.num_hidden_layers, self.layer_kinds)
 
     @property
     def kv_heads(self) -> int:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,6 @@ class Qwen2VLTextConfig(RMSNormDecoderConfig):
     eos_token_id: int | list[int] | None = 151645
     image_token_id: int = 151655
     video_token_id: int = 151656
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""

@@ -18,7 +18,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,6 @@ class MistralConfig(RMSNormDecoderConfig):
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""
