@@ -162,7 +162,8 @@ def _terms(
     N, V = student.shape
     block = min(next_power_of_2(V), TERMS_BLOCK)
     blocks = cdiv(V, block)
-    out = torch.empty(N, V if terms else blocks if sums else 0, dtype=torch.float32, device=student.device)
+    columns = V if terms else blocks * sums
+    out = torch.empty(N, columns, dtype=torch.float32, device=student.device)
     if student.numel():
         with on_device_of(student):
             _terms_kernel[(N * blocks,)](
