@@ -22,11 +22,9 @@ from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import LatentDecoderConfig, check_layer_types, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
 
 LAYER_TYPES = ("dense", "sparse")
 
@@ -78,18 +76,11 @@ class Glm4MoeLiteConfig(LatentDecoderConfig):
         return layer > 0 if self.mlp_layer_types is None else self.mlp_layer_types[layer] == "sparse"
 
 
-class Glm4MoeLiteBlock(PreNormBlock):
+class Glm4MoeLiteBlock(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def build_attention(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
         return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
-
-    def build_mlp(
-        self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        return LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
 
 class LigerGlm4MoeLite(CausalLM):

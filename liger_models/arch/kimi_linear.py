@@ -35,12 +35,10 @@ from liger_models.convert.weight_map import (
 )
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import LatentDecoderConfig, check_layer_types
 from liger_models.layers.kimi_delta_attention import LigerKimiDeltaAttention
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -115,7 +113,7 @@ class KimiLinearConfig(LatentDecoderConfig):
         return layer > 0 if self.mlp_layer_types is None else self.mlp_layer_types[layer] == SPARSE
 
 
-class KimiLinearBlock(PreNormBlock):
+class KimiLinearBlock(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def build_attention(
@@ -127,13 +125,6 @@ class KimiLinearBlock(PreNormBlock):
             config.hidden_size, config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim,
             layer=layer, eps=config.rms_norm_eps, kernel=kernels.linear_attention,
         )  # fmt: skip
-
-    def build_mlp(
-        self, config: KimiLinearConfig, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        return LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
 
 class LigerKimiLinear(CausalLM):

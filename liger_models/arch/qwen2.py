@@ -15,27 +15,18 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
+from liger_models.layers.config import LateWindowDecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(RMSNormDecoderConfig):
+class Qwen2Config(LateWindowDecoderConfig):
     """Sizes and constants of a Qwen2 model."""
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: list[str] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    def window(self, layer: int) -> int | None:
-        """The attention window of a layer, in tokens; None for full attention."""
-        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
-        return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen2Block(PreNormBlock):

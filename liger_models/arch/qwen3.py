@@ -14,12 +14,12 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
+from liger_models.layers.config import LateWindowDecoderConfig
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Config(RMSNormDecoderConfig):
+class Qwen3Config(LateWindowDecoderConfig):
     """Sizes and constants of a Qwen3 model."""
 
     vocab_size: int = 151936
@@ -28,17 +28,8 @@ class Qwen3Config(RMSNormDecoderConfig):
     head_dim: int | None = 128
     max_position_embeddings: int = 32768
     attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: list[str] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    def window(self, layer: int) -> int | None:
-        """The attention window of a layer, in tokens; None for full attention."""
-        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
-        return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen3Block(PreNormBlock):

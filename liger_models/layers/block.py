@@ -1,8 +1,8 @@
 """The block of most decoders: attention and an MLP, each with a norm before it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -10,6 +10,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm
 
 
@@ -45,3 +46,19 @@ class PreNormBlock(nn.Module):
         # A layout has experts only for a mixture.
         outputs: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
         return outputs
+
+
+class SharedExpertBlock(PreNormBlock):
+    """A `PreNormBlock` with a mixture of experts and shared experts in the layers for which ``is_sparse`` is True.
+
+    ``is_sparse(layer)`` is a method of the config.
+    """
+
+    experts: ClassVar[Mapping[str, Any]] = {"correction_bias": True}
+    """Arguments of `LigerSharedExpertMoE.from_config`."""
+
+    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
+        """Create the MLP or the mixture of experts of a layer."""
+        if not config.is_sparse(layer):
+            return super().build_mlp(config, layer, kernels)
+        return LigerSharedExpertMoE.from_config(config, kernels, **self.experts)

@@ -188,6 +188,21 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LateWindowDecoderConfig(RMSNormDecoderConfig):
+    """`RMSNormDecoderConfig` of a decoder whose layers from ``max_window_layers`` on may have an attention window."""
+
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of a layer, in tokens; None for full attention."""
+        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
+        return self.sliding_window if self.use_sliding_window and sliding else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentDecoderConfig(RMSNormDecoderConfig):
     """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
 

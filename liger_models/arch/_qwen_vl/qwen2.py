@@ -7,11 +7,11 @@ from typing import ClassVar
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
+from liger_models.layers.config import LateWindowDecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VLTextConfig(RMSNormDecoderConfig):
+class Qwen2VLTextConfig(LateWindowDecoderConfig):
     """Sizes and constants of the language model of Qwen2-VL and Qwen2.5-VL."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {"mrope": "default"}
@@ -26,19 +26,11 @@ class Qwen2VLTextConfig(RMSNormDecoderConfig):
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1000000.0
     mrope_section: list[int] = field(default_factory=lambda: [16, 24, 24])
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
     max_window_layers: int = 80
-    layer_types: list[str] | None = None
     bos_token_id: int | None = 151643
     eos_token_id: int | list[int] | None = 151645
     image_token_id: int = 151655
     video_token_id: int = 151656
-
-    def window(self, layer: int) -> int | None:
-        """The attention window of a layer, in tokens; None for full attention."""
-        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
-        return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen2VLBlock(PreNormBlock):

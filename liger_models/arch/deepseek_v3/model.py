@@ -20,15 +20,14 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +68,11 @@ class DeepseekV3Config(LatentDecoderConfig):
         return layer >= self.first_k_dense_replace
 
 
-class DeepseekV3Block(PreNormBlock):
+class DeepseekV3Block(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def build_attention(self, config: DeepseekV3Config, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
         return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
-
-    def build_mlp(
-        self, config: DeepseekV3Config, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        return LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
 
 class LigerDeepseekV3(CausalLM):
@@ -104,10 +96,8 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys that transformers 5 writes."""
-    names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-    return {names.get(key, key): value for key, value in hf.items()}
+from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})
+"""Renames keys that transformers 5 writes."""
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

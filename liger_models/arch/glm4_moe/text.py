@@ -13,22 +13,20 @@ gradients do not train it. The layer for multi-token prediction is kept and save
 Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -74,7 +72,7 @@ class Glm4MoeConfig(RMSNormDecoderConfig):
         return layer >= self.first_k_dense_replace
 
 
-class Glm4MoeBlock(PreNormBlock):
+class Glm4MoeBlock(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def build_attention(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
@@ -82,13 +80,6 @@ class Glm4MoeBlock(PreNormBlock):
             return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.attention_bias)
         norm = self.norm_factory(config, kernels)
         return LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, qkv_bias=config.attention_bias)
-
-    def build_mlp(
-        self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        return LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
 
 
 class LigerGlm4Moe(CausalLM):
@@ -109,10 +100,8 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys that transformers 5 writes."""
-    names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-    return {names.get(key, key): value for key, value in hf.items()}
+from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})
+"""Renames keys that transformers 5 writes."""
 
 
 def weight_map(config: Glm4MoeConfig, *, fused: bool = False, prefix: str = "model", **more: Any) -> WeightMap:
