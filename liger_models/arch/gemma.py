@@ -13,7 +13,6 @@ from liger_models.arch._gemma.base import GemmaModel
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.mlp import GatedMLP
@@ -55,11 +54,6 @@ class GemmaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     norm_factory = staticmethod(zero_centered_norm)
-
-    def build_attention(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
 
     def build_mlp(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> GatedMLP:
         return GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)

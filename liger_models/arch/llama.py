@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 
@@ -27,11 +25,6 @@ class LlamaConfig(RMSNormDecoderConfig):
 
 class LlamaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
-
-    def build_attention(self, config: LlamaConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
 
 
 class LigerLlama(CausalLM):

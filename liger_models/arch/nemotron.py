@@ -14,7 +14,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
@@ -51,11 +50,6 @@ class NemotronBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     norm_factory = staticmethod(norm1p)
-
-    def build_attention(self, config: NemotronConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
 
     def build_mlp(self, config: NemotronConfig, layer: int, kernels: KernelOptions) -> LigerMLP:
         return LigerMLP(

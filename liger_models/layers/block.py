@@ -33,8 +33,9 @@ class PreNormBlock(nn.Module):
         return partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
 
     def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the attention of a layer."""
-        return LigerAttention.from_config(config, layer, kernels)
+        """Create the attention of a layer. Its projections have biases if the config has ``attention_bias``."""
+        bias = getattr(config, "attention_bias", False)
+        return LigerAttention.from_config(config, layer, kernels, qkv_bias=bias, o_bias=bias)
 
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
         """Create the MLP of a layer, which may be a mixture of experts."""

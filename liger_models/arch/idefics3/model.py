@@ -22,19 +22,12 @@ from liger_models.arch.registry import add_family
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.decoder import CausalLMOutput
 
 
 class Idefics3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
-
-    def build_attention(self, config: Idefics3Config, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
 
 
 class Idefics3Model(TileModel):

@@ -50,6 +50,10 @@ PLACEHOLDERS = 8
 """Number of embedding rows after the vocabulary. The first of these rows is the image placeholder."""
 
 
+class MllamaBlock(PreNormBlock):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
+
+
 class MllamaCrossBlock(Layer):
     """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with learned gates a and b.
 
@@ -102,7 +106,7 @@ class LigerMllama(VisionLanguageModel):
     """Llama 3.2 Vision with its language-model head."""
 
     config_class = MllamaConfig
-    block_class = PreNormBlock
+    block_class = MllamaBlock
     tower_class = MllamaTower
     layout_class = CrossLayout
     processor_class = MllamaProcessor
@@ -120,7 +124,7 @@ class LigerMllama(VisionLanguageModel):
 
     def build_block(self, config: MllamaConfig, layer: int) -> nn.Module:
         """Build a block with self-attention over the text, or with cross-attention to the images."""
-        block_class = MllamaCrossBlock if layer in config.cross_attention_layers else PreNormBlock
+        block_class = MllamaCrossBlock if layer in config.cross_attention_layers else MllamaBlock
         return block_class(config, layer, self.kernels)
 
     def forward(
