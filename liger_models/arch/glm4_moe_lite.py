@@ -20,17 +20,16 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import SharedExpertBlock
-from liger_models.layers.config import LatentDecoderConfig, check_layer_types, check_values
+from liger_models.layers.config import GroupedExperts, LatentDecoderConfig, check_layer_types, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
 
 LAYER_TYPES = ("dense", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4MoeLiteConfig(LatentDecoderConfig):
+class Glm4MoeLiteConfig(GroupedExperts, LatentDecoderConfig):
     """Sizes and constants of a GLM-4.7-Flash model. The whole rotated part of a head is rotated."""
 
     vocab_size: int = 154880
@@ -62,14 +61,6 @@ class Glm4MoeLiteConfig(LatentDecoderConfig):
         super().__post_init__()
         check_values(self, partial_rotary_factor=(1.0,))
         check_layer_types("Glm4MoeLiteConfig", self.mlp_layer_types, self.num_hidden_layers, LAYER_TYPES)
-
-    @property
-    def routing(self) -> Routing:
-        """How experts are chosen, and how their weights are computed."""
-        return Routing(
-            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
-            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
-        )  # fmt: skip
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the MLP of a layer is a mixture of experts."""

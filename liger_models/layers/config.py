@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
+from liger_models.kernels.moe.routing import Routing
 from liger_models.layers.rope import RopeScaling, YarnScaling, yarn_mscale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -200,6 +201,22 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
         """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
         return self.sliding_window if self.use_sliding_window and sliding else None
+
+
+class GroupedExperts:
+    """Methods of a config whose experts are chosen from the best groups, after some dense layers."""
+
+    @property
+    def routing(self: Any) -> Routing:
+        """How experts are chosen, and how their weights are computed."""
+        return Routing(
+            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
+        )  # fmt: skip
+
+    def is_sparse(self: Any, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return bool(layer >= self.first_k_dense_replace)
 
 
 @dataclass(frozen=True, kw_only=True)

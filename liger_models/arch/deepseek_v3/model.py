@@ -23,15 +23,14 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import SharedExpertBlock
-from liger_models.layers.config import LatentDecoderConfig
+from liger_models.layers.config import GroupedExperts, LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Config(LatentDecoderConfig):
+class DeepseekV3Config(GroupedExperts, LatentDecoderConfig):
     """Sizes and constants of a DeepSeek V3 model."""
 
     vocab_size: int = 129280
@@ -54,18 +53,6 @@ class DeepseekV3Config(LatentDecoderConfig):
     num_nextn_predict_layers: int = 1
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 1
-
-    @property
-    def routing(self) -> Routing:
-        """How experts are chosen, and how their weights are computed."""
-        return Routing(
-            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
-            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
-        )  # fmt: skip
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the MLP of a layer is a mixture of experts."""
-        return layer >= self.first_k_dense_replace
 
 
 class DeepseekV3Block(SharedExpertBlock):
