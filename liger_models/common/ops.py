@@ -478,57 +478,68 @@ def _autograd_functions(
         hints: the annotations of the forward.
     """
     inputs = [name for name in hints if name != "return"]
-    backward_hints = get_type_hints(backward, include_extras=True)
     parameters = list(signature(backward).parameters)
-    upstream = dict(zip([name for name in outputs if name not in constants], parameters, strict=False))
-    by_need = {f"need_{name}": [name] for name in inputs} | needs
-    saved = [name for name in parameters[len(upstream) :] if name not in by_need]
-    unknown = set(saved) - {*inputs, *outputs} | set(gradients) - set(inputs) | set(constants) - set(outputs)
+
+    # A parameter of `backward` takes the gradient of an output, whether gradients are needed, or a saved value.
+    differentiable = [name for name in outputs if name not in constants]
+    upstream = dict(zip(differentiable, parameters, strict=False))
+    flags = {f"need_{name}": [name] for name in inputs} | needs
+    saved = [name for name in parameters[len(upstream) :] if name not in flags]
+    unknown = {*saved, *constants}.difference(inputs, outputs) | {*gradients}.difference(inputs)
     if unknown:
         raise ValueError(f"define_op: names must be those of inputs or outputs, got {', '.join(sorted(unknown))}.")
 
-    def is_tensor(name: str) -> bool:
-        return name in outputs or _type_name(hints[name]) in ("Tensor", "Tensor?")
+    # Autograd saves tensors, and the context holds all other values.
+    is_tensor = {name: name in outputs or _type_name(hints[name]) in ("Tensor", "Tensor?") for name in saved}
+    tensors = "".join(f"{name}, " for name in saved if is_tensor[name])
+    others = "".join(f"{name}, " for name in saved if not is_tensor[name])
 
-    def need(names: list[str]) -> str:
-        return " or ".join(f"need[{inputs.index(name)}]" for name in names)
+    # Autograd makes zeros for missing gradients of outputs, unless `backward` takes None, or takes only one gradient.
+    backward_hints = get_type_hints(backward, include_extras=True)
+    takes_none = any(_type_name(backward_hints[name]) == "Tensor?" for name in upstream.values())
+    keeps_none = takes_none or len(upstream) == 1 < len(outputs)
 
-    tensors = "".join(f"{name}, " for name in saved if is_tensor(name))
-    numbers = "".join(f"{name}, " for name in saved if not is_tensor(name))
-    # Zeros for missing gradients are only made if `backward` needs them.
-    is_optional = any(_type_name(backward_hints[name]) == "Tensor?" for name in upstream.values())
-    keeps_none = is_optional or len(upstream) == 1 < len(outputs)
-    results = {name: f"_d_{name}" for name in gradients}
+    # The function that runs after the forward unpacks only what it needs.
+    setup = []
+    if {*saved, *constants} & {*inputs}:
+        setup.append(f"({', '.join(inputs)},) = _inputs")
+    if {*saved, *constants} & {*outputs}:
+        setup.append(f"({', '.join(outputs)},) = {'_output' if len(outputs) > 1 else '(_output,)'}")
+    if keeps_none:
+        setup.append("_ctx.set_materialize_grads(False)")
+    if constants:
+        setup.append(f"_ctx.mark_non_differentiable({', '.join(constants)})")
+    if others:
+        setup.append(f"_ctx.others = ({others})")
+    setup.append(f"_ctx.save_for_backward({tensors})")
+
+    # The function that runs in the backward. The saved tensors are read once, because each read recomputes them under
+    # checkpointing. An input that is None must not get a gradient.
+    need = {name: f"_need[{place}]" for place, name in enumerate(inputs)}
+    arguments = [" or ".join(map(need.__getitem__, flags[name])) if name in flags else name for name in parameters]
+    results = dict.fromkeys(inputs, "None")
     for name in gradients:
-        if _type_name(hints[name]) == "Tensor?":  # an input that is None must not get a gradient
-            results[name] = f"_d_{name} if {need([name])} else None"
+        is_optional = _type_name(hints[name]) == "Tensor?"
+        results[name] = f"_d_{name} if {need[name]} else None" if is_optional else f"_d_{name}"
+    differentiate = []
+    if keeps_none:
+        differentiate.append(f"if {' is None and '.join(upstream.values())} is None:")
+        differentiate.append(f"    return {(None,) * len(inputs)}")
+    if tensors:
+        differentiate.append(f"({tensors}) = _ctx.saved_tensors")
+    if others:
+        differentiate.append(f"({others}) = _ctx.others")
+    if any("_need[" in text for text in (*arguments, *results.values())):
+        differentiate.append("_need = _ctx.needs_input_grad")
+    differentiate.append(f"{', '.join(f'_d_{name}' for name in gradients)} = _backward({', '.join(arguments)})")
+    differentiate.append(f"return ({', '.join(results.values())},)")
 
-    kept = {*saved, *constants}
-    setup = [
-        f"({', '.join(inputs)},) = _inputs" if kept & {*inputs} else "",
-        f"({', '.join(outputs)},) = {'_output' if len(outputs) > 1 else '(_output,)'}" if kept & {*outputs} else "",
-        "_ctx.set_materialize_grads(False)" if keeps_none else "",
-        f"_ctx.mark_non_differentiable({', '.join(constants)})" if constants else "",
-        f"_ctx.constants = ({numbers})" if numbers else "",
-        f"_ctx.save_for_backward({tensors})" if tensors else "",
-    ]
-    is_missing = " and ".join(f"{name} is None" for name in upstream.values())
-    passed = [f"({need(by_need[name])})" if name in by_need else name for name in parameters]
-    uses_need = any("need[" in text for text in (*passed, *results.values()))
-    differentiate = [
-        f"if {is_missing}: return {(None,) * len(inputs)}" if keeps_none else "",
-        f"({tensors}) = _ctx.saved_tensors" if tensors else "",  # read once, as each read recomputes with checkpoints
-        f"({numbers}) = _ctx.constants" if numbers else "",
-        "need = _ctx.needs_input_grad" if uses_need else "",
-        f"{', '.join(f'_d_{name}' for name in gradients)} = _backward({', '.join(passed)})",
-        f"return ({', '.join(results.get(name, 'None') for name in inputs)},)",
-    ]
     d_outputs = ", ".join(upstream.get(name, f"_d_{name}") for name in outputs)
     source = [
         "def setup(_ctx, _inputs, _output):",
-        *(f"    {line}" for line in setup if line),
+        *(f"    {line}" for line in setup),
         f"def differentiate(_ctx, {d_outputs}):",
-        *(f"    {line}" for line in differentiate if line),
+        *(f"    {line}" for line in differentiate),
     ]
     namespace: dict[str, Any] = {"_backward": backward}
     exec(compile("\n".join(source), f"<gradients of {', '.join(gradients)}>", "exec"), namespace)
