@@ -259,18 +259,16 @@ class LigerMamba2(LinearAttention):
         self, projected: Tensor, states: tuple[Tensor, ...] | None, padding: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """See `LinearAttention.mix`."""
-        split = projected.unflatten(-1, (self.units, -1)).split([*self.sizes], -1)
-        parts = [part.flatten(2) for part in split]
-        if any(multiplier != 1.0 for multiplier in self.multipliers):
-            parts = [part * multiplier for part, multiplier in zip(parts, self.multipliers, strict=True)]
-        gate, *values, steps = parts
+        # The inputs of the convolution are all values, then B, then C.
+        sizes = self.sizes[1:4]
+        gate, values, steps = self.split(projected, (self.sizes[:1], sizes, self.sizes[4:]), self.multipliers)
 
-        # The inputs of the convolution are all values, then B, then C. With a bias, the outputs for padding are not 0.
+        # With a bias, the outputs of the convolution for padding are not 0.
         conv_state, state = (None, None) if states is None else states
-        convolved, conv_state = self.convolve(values, [*self.sizes[1:4]], conv_state, options)
+        convolved, conv_state = self.convolve(values, sizes, conv_state, options)
         if padding is not None:
             convolved = convolved.masked_fill(padding, 0)
-        x, *shared = convolved.split([self.units * size for size in self.sizes[1:4]], -1)
+        x, *shared = convolved.split([self.units * size for size in sizes], -1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [B, T, H, P]
         B, C = (self._own_groups(part) for part in shared)  # [B, T, G, N]
 
@@ -279,10 +277,10 @@ class LigerMamba2(LinearAttention):
         if padding is not None:
             delta, g = (t.masked_fill(padding, 0) for t in (delta, g))
         out, state = run(ssd_scan, ssd_scan_reference, x, B, C, delta, g, D, initial_state=state, **options)
-        out = out.flatten(2)
         if self.norm is None:
-            return out * F.silu(gate), (conv_state, state)
-        normed: Tensor = self.norm(out, gate, self.own(self.norm.weight), self.ranks)
+            gated = (gated_norm if self.kernel else gated_norm_reference)(out, gate.view_as(out), None)
+            return gated, (conv_state, state)
+        normed: Tensor = self.norm(out.flatten(2), gate, self.own(self.norm.weight), self.ranks)
         return normed, (conv_state, state)
 
     def _own_groups(self, part: Tensor) -> Tensor:

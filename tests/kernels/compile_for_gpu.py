@@ -48,6 +48,7 @@ from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_r
 from liger_models.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
 from liger_models.kernels.linear_attention.short_conv import short_conv
 from liger_models.kernels.linear_attention.ssd_scan import ssd_scan
+from liger_models.kernels.linear_attention.unit_parts import unit_parts
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
 from liger_models.kernels.loss.divergence import KINDS, linear_divergence
@@ -257,7 +258,10 @@ def run_delta_rule(dtype: torch.dtype) -> None:
     run_kimi_delta_rule(dtype, 64, packed)
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(128)))
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(4, 128), gate_first=True))
+    differentiate(gated_norm(v, draw_(1, 70, 4, 128), None))
     differentiate(short_conv(draw_(1, 70, 1024), draw_(1024, 4)))
+    differentiate(unit_parts(draw_(1, 70, 64 * 161), 64, ((64,), (64, 16, 16), (1,)), (1.0, 2.0, 1.0, 0.5, 1.0)))
+    differentiate(unit_parts(draw_(1, 1, 16 * 772), 16, ((128, 128, 256), (256,), (2,), (2,))))
     differentiate(
         short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
     )
