@@ -33,6 +33,7 @@ from liger_models.kernels.attention.decode_attention import decode_attention
 from liger_models.kernels.attention.invariant_attention import invariant_attention
 from liger_models.kernels.attention.sink_attention import sink_attention
 from liger_models.kernels.attention.write_pages import write_pages
+from liger_models.kernels.embedding import embedding
 from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
 from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
@@ -221,6 +222,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(rope(draw_(1, 3, heads, D), cos, sin))
         differentiate(qk_norm_rope(packed, cos, sin, heads, kv_heads, D, draw_(D), draw_(D)))
         differentiate(qk_norm_rope(packed, cos, sin, heads, kv_heads, D, draw_(heads * D), draw_(kv_heads * D)))
+    differentiate(embedding(draw_(V, 64), torch.tensor([[1, 1, 5] * 7]), 0))
     target = torch.tensor([1, 2, -100])
     for options in ({}, {"softcap": 30.0}, {"label_smoothing": 0.1, "return_token_accuracy": True}):
         differentiate(cross_entropy(draw_(3, V), target, **options).loss)
