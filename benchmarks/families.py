@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--families", type=several("|".join(FAMILIES)), default=",".join(FAMILIES), help="comma-separated"
     )
     modes = 'comma-separated, as for train, and "floor" and "error"'
-    add_modes(parser, "floor,hf,hf+liger,ours,error", f"{MODE}|floor|error", modes)
+    add_modes(parser, "floor,hf,hf+liger,ours,ours+adamw,error", f"{MODE}|floor|error", modes)
     add_batch(parser)
     add_steps(parser, 10, train.STEPS_HELP)
 
@@ -175,14 +175,16 @@ def by_family(rows: Rows) -> dict[str, Rows]:
 def table(rows: Rows) -> str:
     """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty.
 
-    The share is the floor of the time, divided by the time.
+    All step by torch's fused AdamW, and this package by `LigerAdamW`, too. The share is the floor of the time, divided
+    by the shorter of its times.
     """
     # Each cell shows what a mode measured, or that it failed.
     lines = []
     for family, group in by_family(rows).items():
         by_mode = {row["mode"]: row for row in group}
         peers = [row for row in group if of_transformers(row) and "error" not in row]
-        ours, error, warm = by_mode.get("ours", {}), by_mode.get("error"), by_mode.get("ours+warm")
+        ours, adamw, warm = (by_mode.get(mode, {}) for mode in ("ours", "ours+adamw", "ours+warm"))
+        error = by_mode.get("error")
         floor = by_mode.get("floor", {}).get("floor_ms", "")
         warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
 
@@ -195,15 +197,18 @@ def table(rows: Rows) -> str:
             return " / ".join("failed" if value is None else f"{value:.2e}" for value in values)
 
         least_memory = smallest(peers, lambda row: row.get("peak_gib"))
+        least_ms = smallest(peers, step_ms).get("step_ms")
         lines.append((
-            family, *show("step_ms"), ratio(smallest(peers, step_ms).get("step_ms"), ours.get("step_ms")),
-            floor, ratio(floor, ours.get("step_ms")),
+            family, *show("step_ms"), ratio(least_ms, ours.get("step_ms")),
+            "" if not adamw else adamw.get("step_ms", "failed"), ratio(least_ms, adamw.get("step_ms")),
+            floor, ratio(floor, smallest([ours, adamw], step_ms).get("step_ms")),
             *show("peak_gib"), ratio(ours.get("peak_gib"), least_memory.get("peak_gib")),
             " / ".join(show("first_step_s")) + warmed, pair("logits"), pair("gradients"),
         ))  # fmt: skip
     return markdown(
-        "family|HF ms|HF + Liger ms|ours ms|speed ratio|floor ms|share of floor|HF GiB|HF + Liger GiB|ours GiB"
-        "|memory ratio|first step s, HF / HF + Liger / ours (after warm_up)|logits error, HF / ours"
+        "family|HF ms|HF + Liger ms|ours ms|speed ratio|with LigerAdamW ms|speed ratio|floor ms|share of floor"
+        "|HF GiB|HF + Liger GiB|ours GiB|memory ratio"
+        "|first step s, HF / HF + Liger / ours (after warm_up)|logits error, HF / ours"
         "|gradients error, HF / ours",
         lines,
     )

@@ -4,14 +4,42 @@
 module to register the model type.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from transformers import PreTrainedConfig
+from torch import Tensor
+from transformers import PreTrainedConfig, StoppingCriteria, StoppingCriteriaList
 
 from liger_models.adapters.unpacked import unpack_projections
 from liger_models.hf.auto import model_class
+
+TOKENS_PER_CHECK = 16
+"""Number of new tokens after which `StopTexts` decodes the answers."""
+
+
+class StopTexts(StoppingCriteria):
+    """Ends a batch once each answer has a stop text, which it notices up to `TOKENS_PER_CHECK` - 1 tokens late.
+
+    The harness cuts answers before their stop texts, so its results are those of its own criterion, which decodes all
+    answers after each token. That takes longer than computing the token.
+
+    Args:
+        texts: the stop texts.
+        tokenizer: decodes the answers.
+        prompt_tokens: length of the prompts, with padding.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any, prompt_tokens: int) -> None:
+        self.texts, self.tokenizer, self.prompt_tokens = texts, tokenizer, prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> bool:
+        new = input_ids.shape[1] - self.prompt_tokens
+        if new % TOKENS_PER_CHECK:
+            return False
+        answers = self.tokenizer.batch_decode(input_ids[:, self.prompt_tokens :].tolist())
+        return all(any(text in answer for text in self.texts) for answer in answers)
 
 
 @register_model("liger_models")
@@ -33,6 +61,24 @@ class LigerLM(HFLM):
             self._model = PeftModel.from_pretrained(
                 unpack_projections(self._model), peft, revision=options.get("revision")
             )
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """Generate as the harness does, but with `StopTexts`."""
+        # Tokens after a stop text would count if the harness searched them for the end of a chain of thought.
+        thinks = getattr(self, "think_end_token", None) is not None
+        if not stop or thinks or self.mixed_precision_dtype is not None:
+            answers: Tensor = super()._model_generate(context, max_length, stop, **options)
+            return answers
+        # The harness means greedy decoding by a temperature of 0, which transformers refuses.
+        if options.setdefault("temperature", 0.0) == 0 and not options.get("do_sample"):
+            del options["temperature"]
+            options["do_sample"] = False
+        criteria = StoppingCriteriaList([StopTexts(stop, self.tokenizer, context.shape[1])])
+        answers = self.model.generate(
+            input_ids=context, max_length=max_length, stopping_criteria=criteria,
+            pad_token_id=self.tokenizer.pad_token_id, use_cache=True, **options,
+        )  # fmt: skip
+        return answers
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from liger_models.hf import generate
-from liger_models.hf.lm_eval import LigerLM
+from liger_models.hf.lm_eval import TOKENS_PER_CHECK, LigerLM
 
 from ..arch.families import make_folder
 from ..benchmarks.test_paths import few, test_requests_of_the_harness_are_timed  # noqa: F401 collected here, too
@@ -105,6 +105,20 @@ def test_by_its_name(folder, monkeypatch):
     assert type(lm.model).__module__ == "liger_models.hf"
     assert_same_answers(lm, make(HFLM))
     assert {*reasons} == {None}
+
+
+def test_a_batch_ends_soon_after_its_last_stop_text(folder):
+    stops = [f"w{n}" for n in range(0, 101, 4)]
+    prompts = [(words(n, n), {"until": stops, "max_gen_toks": 50}) for n in LENGTHS[:3]]
+    lm, widths = make(LigerLM), []
+    original = lm.model.generate
+    lm.model.generate = lambda **options: widths.append(original(**options)) or widths[-1]
+    texts = lm.generate_until(requests("generate_until", [(prompt, {**options}) for prompt, options in prompts]))
+    assert texts == make(HFLM).generate_until(requests("generate_until", prompts))
+    new = widths[0].shape[1] - max(LENGTHS[:3])
+    assert new < 50
+    assert new % TOKENS_PER_CHECK == 0
+    assert not any(text in answer for text in stops for answer in texts)
 
 
 def test_a_model_that_is_there(folder):
