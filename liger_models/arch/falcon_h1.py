@@ -15,6 +15,7 @@ Source: https://arxiv.org/abs/2507.22448, transformers ``models/falcon_h1``.
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.arch._mamba import (
@@ -89,23 +90,18 @@ class FalconH1Config(MambaHybridConfig):
         return super().mixer_width if self.mamba_d_ssm is None else self.mamba_d_ssm
 
 
-class FalconH1Attention(LigerAttention):
-    """`LigerAttention` whose input and whose keys are multiplied by constants."""
-
-    input_scale, key_scale = 1.0, 1.0
-
-    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super()._split(qkv * self.input_scale, layout)
-        return q, k * self.key_scale, v
-
-
 class FalconH1Block(nn.Module):
-    """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``."""
+    """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``.
+
+    The multipliers c of attention's input and κ of its keys are factors of the scores, c² · κ, and of the result, c.
+    """
 
     def __init__(self, config: FalconH1Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
         norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.mixer_scale, self.attention_scale = config.ssm_out_multiplier, config.attention_out_multiplier
+        input_scale = config.attention_in_multiplier
+        self.mixer_scale = config.ssm_out_multiplier
+        self.attention_scale = config.attention_out_multiplier * input_scale
         self.input_layernorm = norm()
         gate, value, B, C, step = (config.ssm_in_multiplier * number for number in config.ssm_multipliers)
         self.mamba = build_mixer(
@@ -116,10 +112,14 @@ class FalconH1Block(nn.Module):
             gate_first=not config.mamba_norm_before_gate if config.mamba_rms_norm else None,
             multipliers=(gate, value, B, C, step),
         )
-        self.self_attn = FalconH1Attention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+        self.self_attn = LigerAttention.from_config(
+            config,
+            layer,
+            kernels,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            scale=config.head_size**-0.5 * config.key_multiplier * input_scale**2,
         )
-        self.self_attn.input_scale, self.self_attn.key_scale = config.attention_in_multiplier, config.key_multiplier
         self.pre_ff_layernorm = norm()
         self.feed_forward = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
@@ -127,7 +127,8 @@ class FalconH1Block(nn.Module):
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         mixed, residual = self.mamba.add_norm(self.input_layernorm, None, residual, layout)
-        x = attended * self.attention_scale + mixed * self.mixer_scale
+        mixed = mixed if self.mixer_scale == 1.0 else mixed * self.mixer_scale
+        x = torch.add(mixed, attended, alpha=self.attention_scale)
         return self.feed_forward.add_norm(self.pre_ff_layernorm, x, residual)
 
 
@@ -146,7 +147,8 @@ class LigerFalconH1(CausalLM):
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
         """See `Decoder.embed`. The embeddings of ids are scaled."""
         embeds, shape = super().embed(input_ids, inputs_embeds)
-        return embeds if input_ids is None else embeds * self.config.embedding_multiplier, shape
+        scale = 1.0 if input_ids is None else self.config.embedding_multiplier
+        return embeds if scale == 1.0 else embeds * scale, shape
 
 
 def weight_map(config: FalconH1Config) -> WeightMap:

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.distributed.groups import ParallelGroups
-from liger_models.generation.prefill import MOST_GRAPHS, PromptBatch, PromptGraph, most_tokens, padded_length
+from liger_models.generation.prefill import (
+    MOST_GRAPHS,
+    PromptBatch,
+    PromptGraph,
+    can_move_padding,
+    most_tokens,
+    padded_length,
+)
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import overlapping
@@ -162,6 +169,8 @@ class DecodeStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.most_prompt_tokens = 0
         """The largest number of tokens, with padding, of prompts whose forward is captured; 0 to capture none."""
+        self.moves_padding = False
+        """Whether padding of prompts is moved to the right."""
         self._prompts: dict[Hashable, PromptGraph] = {}
         self._pool: Any = None
         self._called = False
@@ -198,8 +207,10 @@ class DecodeStep:
             The logits of the last tokens, [B, V].
         """
         (B, T), length = ids.shape, padded_length(ids.shape[1])
-        if not inputs and B * length <= self.most_prompt_tokens and length <= self.cache.capacity:
-            logits = self._prefill_padded(model, PromptBatch(ids, position_ids, length, attention_mask), repeats)
+        is_captured = B * length <= self.most_prompt_tokens and length <= self.cache.capacity
+        if not inputs and (is_captured or (self.moves_padding and attention_mask is not None)):
+            batch = PromptBatch(ids, position_ids, length if is_captured else T, attention_mask)
+            logits = self._prefill_padded(model, batch, repeats, is_captured)
             self.cache.length = T
         else:
             self.cache.start(B, T, attention_mask, repeats)
@@ -210,10 +221,15 @@ class DecodeStep:
             self.graph, self._called = None, False
         return logits
 
-    def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int) -> Tensor:
-        """Run prompts that are padded on the right, by a graph if there is one, and otherwise capture a graph."""
+    def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int, is_captured: bool) -> Tensor:
+        """Run prompts that are padded on the right.
+
+        If they are to be captured, they run by a graph if there is one, and otherwise a graph is captured.
+        """
         B, length = batch.ids.shape
         self.cache.start(B, length, batch.mask, repeats)
+        if not is_captured:
+            return batch.logits(model, self.cache)
         captured = self._prompts.get(batch.key)
         if captured is not None:
             return captured.replay(batch, self.cache.slots)
@@ -315,7 +331,9 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
         tokens: number of tokens per row that the cache must hold.
     """
     if not can_capture(model):
-        yield DecodeStep(PagedCache(B, tokens, model.device), captured=False)
+        step = DecodeStep(PagedCache(B, tokens, model.device), captured=False)
+        step.moves_padding = can_move_padding(model)
+        yield step
         return
 
     # Take the smallest kept step that is large enough, or make one. Steps of an earlier state of the model are dropped.
@@ -330,7 +348,8 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     else:
         cache = PagedCache(rows, rounded_tokens(tokens), model.device)
         step = DecodeStep(cache, captured=True, model_state=state)
-        if is_kept(model):
+        step.moves_padding = can_move_padding(model)
+        if step.moves_padding and is_kept(model):
             step.most_prompt_tokens = most_tokens(model)
     # Keep the step, and drop the oldest ones if there are too many or they take too much memory.
     try:

@@ -2,8 +2,9 @@
 
 The host takes longer to launch the kernels of a short prompt than a GPU takes to run them. A graph needs one launch.
 Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. No token attends to the
-padding, which comes after it, and the cache does not store the padding. Padding on the left is moved to the right, so
-that prompts of different lengths need no attention mask either, for which the host would wait for the GPU.
+padding, which comes after it, and the cache does not store the padding. Padding on the left is moved to the right, for
+long prompts, too. Prompts of different lengths then need no attention mask, for which the host would wait for the GPU,
+and flex_attention would be compiled again for some lengths.
 """
 
 from typing import Any
@@ -104,13 +105,16 @@ class PromptGraph:
         return self.logits.clone()  # the next replay overwrites them
 
 
-def most_tokens(model: Decoder) -> int:
-    """Return how many tokens a captured forward of prompts may have; 0 if prompts must not be padded on the right.
+def can_move_padding(model: Decoder) -> bool:
+    """Whether prompts may be padded on the right.
 
     Padding would change the states of recurrent layers, and rotary frequencies that depend on the length of a row.
     """
-    if any(layer.recurrent or getattr(layer, "needs_lengths", False) for layer in layers_of(model)):
-        return 0
+    return not any(layer.recurrent or getattr(layer, "needs_lengths", False) for layer in layers_of(model))
+
+
+def most_tokens(model: Decoder) -> int:
+    """Return how many tokens a captured forward of prompts may have."""
     return int(MOST_OPERATIONS / (2 * sum(parameter.numel() for parameter in model.parameters())))
 
 

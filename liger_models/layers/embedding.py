@@ -4,10 +4,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from liger_models.common.errors import is_traced
 from liger_models.distributed.collectives import Group, reduce_from_region
+from liger_models.kernels.embedding import embedding
 from liger_models.kernels.loss.linear_cross_entropy import VocabShard
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
@@ -56,14 +56,19 @@ class LigerEmbedding(nn.Embedding, Layer):
                     f"LigerEmbedding: input_ids must lie in [0, {self.num_embeddings}), "
                     f"got {low if low < 0 else high}. Check the tokenizer and vocab_size."
                 )
-        x = super().forward(input_ids) if self.vocab_shard is None else self._of_all_words(input_ids, self.vocab_shard)
+        if self.vocab_shard is not None:
+            x = self._of_all_words(input_ids, self.vocab_shard)
+        elif self.max_norm is None and not self.scale_grad_by_freq and not self.sparse and not is_sharded(self.weight):
+            x = embedding(self.weight, input_ids, -1 if self.padding_idx is None else self.padding_idx)
+        else:
+            x = super().forward(input_ids)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=self.weight.dtype, device="cpu")
 
     def _of_all_words(self, input_ids: Tensor, vocab_shard: VocabShard) -> Tensor:
         rows = input_ids - vocab_shard.start
         here = (rows >= 0) & (rows < vocab_shard.count)
-        padding = -1 if self.padding_idx is None else self.padding_idx - vocab_shard.start
-        x = F.embedding(rows.where(here, 0), local(self.weight), padding if 0 <= padding < vocab_shard.count else None)
+        padding = -1 if self.padding_idx is None else max(self.padding_idx - vocab_shard.start, -1)
+        x = embedding(local(self.weight), rows.where(here, 0), padding if padding < vocab_shard.count else -1)
         return reduce_from_region(x * here.unsqueeze(-1), vocab_shard.ranks)
 
 

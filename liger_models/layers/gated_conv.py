@@ -72,6 +72,6 @@ class LigerGatedConv(LinearAttention):
         """See `LinearAttention.mix`."""
         B, C, x = projected.unflatten(-1, (self.units, 3, self.width)).unbind(-2)  # [B, T, U, channels of a unit]
         state = None if states is None else states[0]
-        convolved, state = self.convolve([(B * x).flatten(2)], [self.width], state, options, activation=None)
+        convolved, state = self.convolve((B * x).flatten(2), [self.width], state, options, activation=None)
         gated: Tensor = C.flatten(2) * convolved
         return gated, (state,)

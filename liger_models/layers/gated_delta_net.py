@@ -109,24 +109,23 @@ class LigerGatedDeltaNet(LinearAttention):
         self, projected: Tensor, states: tuple[Tensor, ...] | None, padding: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """See `LinearAttention.mix`."""
-        *qkv, z, b, a = projected.unflatten(-1, (self.units, -1)).split([*self.sizes], -1)
+        # The inputs of the convolution are all queries, then all keys, then all values: [B, T, Hk · (2 Dk) + Hv · Dv].
+        sizes = self.sizes[:3]
+        qkv, z, b, a = self.split(projected, (sizes, *([size] for size in self.sizes[3:])))
 
         # Update rates β and logarithms of the decays, [B, T, Hv]. Decays are computed in fp32, because their errors
         # multiply. Padding neither writes to the state nor lets it decay.
-        beta, decay = b.flatten(2).sigmoid(), self.own(self.A_log).float().exp()
-        g = -decay * F.softplus(a.flatten(2).float() + self.own(self.dt_bias).float())
+        beta, decay = b.sigmoid(), self.own(self.A_log).float().exp()
+        g = -decay * F.softplus(a.float() + self.own(self.dt_bias).float())
         if padding is not None:
             beta, g = (x.masked_fill(padding, 0) for x in (beta, g))
 
-        # The inputs of the convolution are all queries, then all keys, then all values: [B, T, Hk · (2 Dk) + Hv · Dv].
         # Convolution and delta rule continue from the states in the cache.
         conv_state, state = (None, None) if states is None else states
-        convolved, conv_state = self.convolve(
-            [part.flatten(2) for part in qkv], [*self.sizes[:3]], conv_state, options
-        )  # fmt: skip
-        q, k, v = convolved.split([self.units * size for size in self.sizes[:3]], -1)
+        convolved, conv_state = self.convolve(qkv, sizes, conv_state, options)
+        q, k, v = convolved.split([self.units * size for size in sizes], -1)
         q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))  # [B, T, Hk, Dk]
-        v, z = (x.unflatten(-1, (-1, self.value_dim)) for x in (v, z.flatten(2)))  # [B, T, Hv, Dv]
+        v, z = (x.unflatten(-1, (-1, self.value_dim)) for x in (v, z))  # [B, T, Hv, Dv]
         out, state = run(gated_delta_rule, gated_delta_rule_reference, q, k, v, g, beta, initial_state=state, **options)
         normed: Tensor = self.norm(out, z)
         return normed, (conv_state, state)

@@ -160,8 +160,9 @@ class LigerKimiDeltaAttention(LinearAttention):
         self, projected: Tensor, states: tuple[Tensor, ...] | None, padding: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """See `LinearAttention.mix`."""
-        split = projected.unflatten(-1, (self.units, -1)).split([*self.sizes], -1)
-        *qkv, f, z, b = (part.flatten(2) for part in split)
+        # The inputs of the convolution are all queries, then all keys, then all values.
+        sizes = self.sizes[:3]
+        qkv, f, z, b = self.split(projected, (sizes, *([size] for size in self.sizes[3:])))
 
         # Update rates β [B, T, H], and logarithms of the decays [B, T, H, D] in fp32, because their errors multiply.
         # Padding neither writes to the state nor lets it decay.
@@ -169,10 +170,9 @@ class LigerKimiDeltaAttention(LinearAttention):
         if padding is not None:
             beta, g = beta.masked_fill(padding, 0), g.masked_fill(padding[..., None], 0)
 
-        # The inputs of the convolution are all queries, then all keys, then all values. Convolution and delta rule
-        # continue from the states in the cache.
+        # Convolution and delta rule continue from the states in the cache.
         conv_state, state = (None, None) if states is None else states
-        convolved, conv_state = self.convolve(qkv, [*self.sizes[:3]], conv_state, options)
+        convolved, conv_state = self.convolve(qkv, sizes, conv_state, options)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in convolved.chunk(3, -1))  # [B, T, H, D]
         out, state = run(kimi_delta_rule, kimi_delta_rule_reference, q, k, v, g, beta, initial_state=state, **options)
         gate = self._of_latent(self.g_b_proj, z).unflatten(-1, (-1, self.head_dim))

@@ -1,7 +1,7 @@
 """The base class of layers that mix tokens by a short convolution and by a recurrence over a state."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from liger_models.distributed.collectives import Group, sum_gradient, to_heads, to_tokens
 from liger_models.kernels.linear_attention.short_conv import MAX_WIDTH, short_conv, short_conv_reference
+from liger_models.kernels.linear_attention.unit_parts import unit_parts, unit_parts_reference
 from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import Layer
@@ -242,22 +243,27 @@ class LinearAttention(Layer):
             outs.append(out.flatten(2))
         return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
-    def by_part(self, parameter: Tensor, sizes: list[int]) -> Tensor:
+    def by_part(self, parameter: Tensor, sizes: Sequence[int]) -> Tensor:
         """Reorder the rows of this rank's part of a parameter from units to parts.
 
         ``sizes`` has the number of rows of each part in a unit.
         """
         rows = self.own(parameter).unflatten(0, (self.units, -1))
-        return torch.cat([part.flatten(0, 1) for part in rows.split(sizes, 1)])
+        return torch.cat([part.flatten(0, 1) for part in rows.split([*sizes], 1)])
+
+    def split(
+        self, projected: Tensor, outputs: Sequence[Sequence[int]], scales: Sequence[float] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Split the output of ``in_proj`` [B, T, rows] from units to parts; see `unit_parts`."""
+        return (unit_parts if self.kernel else unit_parts_reference)(projected, self.units, outputs, scales)
 
     def convolve(
-        self, parts: list[Tensor], sizes: list[int], state: Tensor | None, options: dict[str, Any],
+        self, inputs: Tensor, sizes: Sequence[int], state: Tensor | None, options: dict[str, Any],
         activation: str | None = "silu",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Convolve the parts [B, T, U · size] of all units, which are concatenated. Returns ``(result, state)``."""
+        """Convolve the parts of all units [B, T, sum of U · size], one after the other. Returns ``(result, state)``."""
         weight = self.by_part(self.conv_weight, sizes)[:, 0]
         bias = None if self.conv_bias is None else self.by_part(self.conv_bias, sizes)
-        inputs = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return run(
             short_conv, short_conv_reference, inputs, weight, bias, initial_state=state, activation=activation,
             **options,

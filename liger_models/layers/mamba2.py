@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.distributed.collectives import Group, gather_channels
-from liger_models.kernels.linear_attention.ssd_scan import ssd_scan, ssd_scan_reference, step_sizes
+from liger_models.kernels.linear_attention.ssd_scan import ssd_scan_packed, ssd_scan_packed_reference, step_sizes
 from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
@@ -259,38 +259,41 @@ class LigerMamba2(LinearAttention):
         self, projected: Tensor, states: tuple[Tensor, ...] | None, padding: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """See `LinearAttention.mix`."""
-        split = projected.unflatten(-1, (self.units, -1)).split([*self.sizes], -1)
-        parts = [part.flatten(2) for part in split]
-        if any(multiplier != 1.0 for multiplier in self.multipliers):
-            parts = [part * multiplier for part, multiplier in zip(parts, self.multipliers, strict=True)]
-        gate, *values, steps = parts
+        # The inputs of the convolution are all values, then B, then C.
+        sizes = self.sizes[1:4]
+        gate, values, steps = self.split(projected, (self.sizes[:1], sizes, self.sizes[4:]), self.multipliers)
 
-        # The inputs of the convolution are all values, then B, then C. With a bias, the outputs for padding are not 0.
+        # With a bias, the outputs of the convolution for padding are not 0.
         conv_state, state = (None, None) if states is None else states
-        convolved, conv_state = self.convolve(values, [*self.sizes[1:4]], conv_state, options)
+        convolved, conv_state = self.convolve(values, sizes, conv_state, options)
         if padding is not None:
             convolved = convolved.masked_fill(padding, 0)
-        x, *shared = convolved.split([self.units * size for size in self.sizes[1:4]], -1)
-        x = x.unflatten(-1, (-1, self.head_dim))  # [B, T, H, P]
-        B, C = (self._own_groups(part) for part in shared)  # [B, T, G, N]
+        convolved, groups = self._own_groups(convolved, [self.units * size for size in sizes])
 
         # Padding neither writes to the state nor lets it decay.
         delta, g, D = self.decay(steps)
         if padding is not None:
             delta, g = (t.masked_fill(padding, 0) for t in (delta, g))
-        out, state = run(ssd_scan, ssd_scan_reference, x, B, C, delta, g, D, initial_state=state, **options)
-        out = out.flatten(2)
+        out, state = run(
+            ssd_scan_packed, ssd_scan_packed_reference, convolved, delta, g, D, head_dim=self.head_dim, groups=groups,
+            initial_state=state, **options,
+        )  # fmt: skip
         if self.norm is None:
-            return out * F.silu(gate), (conv_state, state)
-        normed: Tensor = self.norm(out, gate, self.own(self.norm.weight), self.ranks)
+            gated = (gated_norm if self.kernel else gated_norm_reference)(out, gate.view_as(out), None)
+            return gated, (conv_state, state)
+        normed: Tensor = self.norm(out.flatten(2), gate, self.own(self.norm.weight), self.ranks)
         return normed, (conv_state, state)
 
-    def _own_groups(self, part: Tensor) -> Tensor:
-        """Return B or C of the groups of this rank's heads, [B, T, G, N], from this rank's share of the channels."""
+    def _own_groups(self, convolved: Tensor, widths: list[int]) -> tuple[Tensor, int]:
+        """Replace this rank's share of the channels of B and C by those of its heads' groups.
+
+        Returns the tensor and the number of these groups.
+        """
         ranks = self.ranks
-        if ranks is not None and self.num_groups % ranks.size != 0:
-            # Each rank has a part of the heads of one group, and needs all channels of this group.
-            group = ranks.rank // (ranks.size // self.num_groups)
-            part = gather_channels(part, ranks)[..., group * self.state_size : (group + 1) * self.state_size]
-        by_group: Tensor = part.unflatten(-1, (-1, self.state_size))
-        return by_group
+        if ranks is None or self.num_groups % ranks.size == 0:
+            return convolved, widths[1] // self.state_size
+        # Each rank has a part of the heads of one group, and needs all channels of this group.
+        group = ranks.rank // (ranks.size // self.num_groups)
+        own = slice(group * self.state_size, (group + 1) * self.state_size)
+        x, B, C = convolved.split(widths, -1)
+        return torch.cat([x, *(gather_channels(part, ranks)[..., own] for part in (B, C))], -1), 1

@@ -9,6 +9,7 @@ from liger_models.generation import logits as module
 from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.logits import next_logits, takes_pages
 from liger_models.generation.options import resolve
+from liger_models.generation.prefill import can_move_padding
 from liger_models.generation.rows import Rows
 from liger_models.layers.paged_cache import PagedCache
 
@@ -40,7 +41,12 @@ pytestmark = pytest.mark.usefixtures("small_pages")
 def step(monkeypatch):
     """The step that models borrow: with a row and pages more than the prompts need."""
     shared = DecodeStep(PagedCache(3, T + NEW + 20, torch.device("cpu")), captured=False)
-    monkeypatch.setattr(module, "borrow_step", lambda model, B, count: nullcontext(shared))
+
+    def borrow_step(model, B, count):
+        shared.moves_padding = can_move_padding(model)
+        return nullcontext(shared)
+
+    monkeypatch.setattr(module, "borrow_step", borrow_step)
     return shared
 
 

@@ -27,7 +27,7 @@ from liger_models.generation.graphs import (
 from liger_models.generation.logits import takes_pages
 from liger_models.generation.loop import generate, steps_ahead, stream
 from liger_models.generation.options import resolve
-from liger_models.generation.prefill import MOST_GRAPHS, PromptBatch, PromptGraph, most_tokens, padded_length
+from liger_models.generation.prefill import MOST_GRAPHS, PromptBatch, PromptGraph, can_move_padding, padded_length
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers import paged_cache
 from liger_models.layers.attention import LigerAttention
@@ -493,16 +493,31 @@ def test_graphs_of_prompts_are_few(device):
     assert [key[0] for key in step._prompts] == [(1, 16)]
 
 
-def test_prompts_that_padding_would_change_are_not_captured():
-    def most(arch, variant):
+def test_prompts_that_padding_would_change_stay_as_they_are():
+    def can_move(arch, variant):
         model = AutoLigerModel.from_config({**tiny(arch)[variant], "model_type": arch}, device="meta")
-        return most_tokens(model)
+        return can_move_padding(model)
 
-    assert most("llama", "gqa") > 2**20
-    assert most("qwen3_next", next(iter(tiny("qwen3_next")))) == 0
-    assert most("phi3", "longrope-partial") == 0
+    assert can_move("llama", "gqa")
+    assert not can_move("qwen3_next", next(iter(tiny("qwen3_next"))))
+    assert not can_move("phi3", "longrope-partial")
     dynamic = replace(CONFIG, rope_scaling=DynamicScaling(factor=2.0))
-    assert most_tokens(LigerLlama.from_config(dynamic, device="meta")) == 0
+    assert not can_move_padding(LigerLlama.from_config(dynamic, device="meta"))
+
+
+def test_padding_of_long_prompts_moves_to_the_right(monkeypatch):
+    """They need no attention mask, and no graph is captured for them."""
+    model, masks = llama("cpu"), []
+    ids, mask = torch.randint(3, VOCAB, (3, 40)), torch.ones(3, 40, dtype=torch.int64)
+    mask[1, :7] = mask[2, :39] = 0
+    want = generate(model, ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=[])
+    monkeypatch.setattr(logits_module, "PAGED_DEVICES", ("cpu",))
+    model.register_forward_pre_hook(
+        lambda _, __, options: masks.append(options.get("attention_mask")), with_kwargs=True
+    )
+    got = generate(model, ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=[])
+    assert torch.equal(got, want)
+    assert masks == [None] * NEW
 
 
 @pytest.mark.parametrize("T", [1, 16, 17, 33, 127, 500, 1000, 4097])

@@ -33,6 +33,7 @@ from liger_models.kernels.attention.decode_attention import decode_attention
 from liger_models.kernels.attention.invariant_attention import invariant_attention
 from liger_models.kernels.attention.sink_attention import sink_attention
 from liger_models.kernels.attention.write_pages import write_pages
+from liger_models.kernels.embedding import embedding
 from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
 from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
@@ -48,6 +49,7 @@ from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_r
 from liger_models.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
 from liger_models.kernels.linear_attention.short_conv import short_conv
 from liger_models.kernels.linear_attention.ssd_scan import ssd_scan
+from liger_models.kernels.linear_attention.unit_parts import unit_parts
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
 from liger_models.kernels.loss.divergence import KINDS, linear_divergence
@@ -58,6 +60,7 @@ from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
+from liger_models.kernels.matmul.wide_linear import wide_linear
 from liger_models.kernels.moe import Routing, moe_mlp, route
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.gated_norm import gated_norm
@@ -220,6 +223,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(rope(draw_(1, 3, heads, D), cos, sin))
         differentiate(qk_norm_rope(packed, cos, sin, heads, kv_heads, D, draw_(D), draw_(D)))
         differentiate(qk_norm_rope(packed, cos, sin, heads, kv_heads, D, draw_(heads * D), draw_(kv_heads * D)))
+    differentiate(embedding(draw_(V, 64), torch.tensor([[1, 1, 5] * 7]), 0))
     target = torch.tensor([1, 2, -100])
     for options in ({}, {"softcap": 30.0}, {"label_smoothing": 0.1, "return_token_accuracy": True}):
         differentiate(cross_entropy(draw_(3, V), target, **options).loss)
@@ -257,7 +261,10 @@ def run_delta_rule(dtype: torch.dtype) -> None:
     run_kimi_delta_rule(dtype, 64, packed)
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(128)))
     differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(4, 128), gate_first=True))
+    differentiate(gated_norm(v, draw_(1, 70, 4, 128), None))
     differentiate(short_conv(draw_(1, 70, 1024), draw_(1024, 4)))
+    differentiate(unit_parts(draw_(1, 70, 64 * 161), 64, ((64,), (64, 16, 16), (1,)), (1.0, 2.0, 1.0, 0.5, 1.0)))
+    differentiate(unit_parts(draw_(1, 1, 16 * 772), 16, ((128, 128, 256), (256,), (2,), (2,))))
     differentiate(
         short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
     )
@@ -317,6 +324,7 @@ def run_experts(X: int, K: int, F: int) -> None:
     for act, biases in acts:
         width = F if act == "relu2" else 2 * F
         x, logits = draw(5, 256), draw(5, X)
+        differentiate(wide_linear(x, draw(X, 256)))
         weights, experts = route(logits, Routing(K, normalize=True))
         grouped = Routing(K, normalize=True, score="sigmoid", groups=2, top_groups=2, group_score="top2")
         differentiate(route(logits, grouped, torch.zeros(X))[0])

@@ -202,7 +202,7 @@ def read_kernel(
 @triton.jit
 def _head_gradients(
     b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr, pairs_ptr,
-    d_sums_ptr, written_ptr, kept_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h, dy_t, dy_h, slot,
+    d_sums_ptr, written_ptr, kept_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h, dy_t, dy_h, dx_t, slot,
     H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -257,7 +257,7 @@ def _head_gradients(
             u += tl.load(d_ptr + head).to(tl.float32) * skipped
             d_skip = tl.sum(x.to(tl.float32) * skipped)
             tl.store(d_d_ptr + (2 * slot + (0 if FIRST else 1)) * H + head, d_skip)
-        at_out = dx_ptr + (first + BEGIN) * (H * P) + head * P + (index[:, None] * (H * P) + columns[None, :])
+        at_out = dx_ptr + (first + BEGIN) * dx_t + head * P + (index[:, None] * dx_t + columns[None, :])
         tl.store(at_out, u.to(dtype), mask=inside[:, None] & (columns < P)[None, :])
 
         # Sum the gradients of C_i · B_j, and what the decays from j to i add to the gradients of the running sums.
@@ -312,7 +312,7 @@ def _far_pairs(
 @triton.jit
 def head_gradients_kernel(
     b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, cu_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr,
-    pairs_ptr, d_sums_ptr, written_ptr, kept_ptr, tokens, documents, b_t, b_h, c_t, c_h, x_t, x_h, dy_t, dy_h,
+    pairs_ptr, d_sums_ptr, written_ptr, kept_ptr, tokens, documents, b_t, b_h, c_t, c_h, x_t, x_h, dy_t, dy_h, dx_t,
     H: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -341,13 +341,13 @@ def head_gradients_kernel(
         _head_gradients(
             b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr,
             pairs_ptr, d_sums_ptr, written_ptr, kept_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h, dy_t,
-            dy_h, slot, H, HEADS, C, N, BLOCK_N, P, BLOCK_P, HAS_D, True, PRECISION, STAGES,
+            dy_h, dx_t, slot, H, HEADS, C, N, BLOCK_N, P, BLOCK_P, HAS_D, True, PRECISION, STAGES,
         )  # fmt: skip
     elif role == 1:
         _head_gradients(
             b_ptr, c_ptr, x_ptr, dy_ptr, d_ptr, sums_ptr, states_ptr, d_states_ptr, dx_ptr, d_delta_ptr, d_d_ptr,
             pairs_ptr, d_sums_ptr, written_ptr, kept_ptr, tokens, first, count, first_head, b_t, c_t, x_t, x_h, dy_t,
-            dy_h, slot, H, HEADS, C, N, BLOCK_N, P, BLOCK_P, HAS_D, False, PRECISION, STAGES,
+            dy_h, dx_t, slot, H, HEADS, C, N, BLOCK_N, P, BLOCK_P, HAS_D, False, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _far_pairs(
@@ -359,7 +359,7 @@ def head_gradients_kernel(
 @triton.jit
 def shared_gradients_kernel(
     v_ptr, own_ptr, other_ptr, cu_ptr, sums_ptr, states_ptr, pairs_ptr, read_ptr, out_ptr, tokens, documents, v_t, v_h,
-    own_t, own_h, other_t, other_h, H: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr,
+    own_t, own_h, other_t, other_h, out_t, H: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr,
     N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -421,7 +421,7 @@ def shared_gradients_kernel(
         gradient = tl.dot(tl.trans(other), pairs, gradient, input_precision=PRECISION)
     PARTS: tl.constexpr = GROUP // HEADS
     rows = part % PARTS * tokens + first + begin + index
-    at_out = (rows * (H // GROUP) + group)[:, None] * N + n[None, :]
+    at_out = (rows * out_t + group * N)[:, None] + n[None, :]
     tl.store(out_ptr + at_out, tl.trans(gradient.to(out_ptr.dtype.element_ty)), mask=inside[:, None] & inside_n)
 
 

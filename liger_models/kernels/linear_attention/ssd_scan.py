@@ -161,11 +161,16 @@ class _Sizes:
         constants = {"BLOCK_N": block_n, "BLOCK_P": block_p, "HEADS": self.heads, "STAGES": stages}
         return self.shape | self.chunked | constants | {"num_warps": warps}
 
-    def shared(self, x: Tensor) -> Tensor:
-        """Allocate the gradient of B or C, [parts of a group, tokens, G, N], in fp32 if it must still be summed."""
+    def shared(self, gradient: Tensor) -> Tensor:
+        """Return what a kernel writes for a gradient of B or C [tokens, G, N]: the gradient itself or, if several
+        programs sum over heads of a group, their sums [programs · tokens, G, N] in fp32.
+        """
         parts = self.group // self.heads
-        dtype = x.dtype if parts == 1 else torch.float32
-        return x.new_empty(parts, self.tokens, self.G, self.N, dtype=dtype)
+        return (
+            gradient
+            if parts == 1
+            else gradient.new_empty(parts * self.tokens, *gradient.shape[1:], dtype=torch.float32)
+        )
 
 
 def _running_sums(delta: Tensor, g: Tensor, sizes: _Sizes) -> Tensor:
@@ -209,14 +214,25 @@ def _ssd_scan_backward(
     dy: Tensor, d_final: Tensor | None, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = _gradients_like(x, B, C, delta, g, D, initial_state)
+    _write_gradients(dy, d_final, x, B, C, delta, g, D, initial_state, cu_seqlens, *grads)
+    return grads
+
+
+def _write_gradients(
+    dy: Tensor, d_final: Tensor | None, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, dx: Tensor, d_b: Tensor, d_c: Tensor, d_delta: Tensor,
+    dg: Tensor, d_d: Tensor, d_initial: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients. The tokens of dx, d_b and d_c may be rows of a wider tensor."""
     sizes = _Sizes(x, B, cu_seqlens)
-    grads = dx, d_b, d_c, d_delta, dg, d_d, d_initial = _gradients_like(x, B, C, delta, g, D, initial_state)
     if not x.numel() or not B.numel():
         if d_final is not None and initial_state is not None:
             d_initial.copy_(d_final)
         d_d.zero_()
-        return grads
+        return
     dy, x, B, C, delta, g = map(flat, (dy, x, B, C, delta, g))
+    dx, d_b, d_c = (t.flatten(0, 1) for t in (dx, d_b, d_c))  # views
     states, d_states = (x.new_empty(sizes.slots * sizes.H, sizes.N, sizes.P) for _ in range(2))
     programs, constants = sizes.scan(x, SCANS_BLOCK)
     columns = min(sizes.block_n, SHARED_COLUMNS)
@@ -238,11 +254,11 @@ def _ssd_scan_backward(
         d_sums = sums.new_empty(3, sizes.H, sizes.tokens)
         read = sums.new_empty(blocks, sizes.H, sizes.tokens)
         written, kept = sums.new_empty(sizes.H, sizes.tokens), sums.new_empty(sizes.slots, sizes.H)
-        shared_b, shared_c = sizes.shared(x), sizes.shared(x)
+        shared_b, shared_c = sizes.shared(d_b), sizes.shared(d_c)
         head_gradients_kernel[(3 * sizes.slots, sizes.parts)](
             B, C, x, dy, sums if D is None else D.contiguous(), sizes.cu, sums, states, d_states, dx, d_steps,
             partial_d, pairs, d_sums, written, kept, *sizes.counts, *B.stride()[:2], *C.stride()[:2],
-            *x.stride()[:2], *dy.stride()[:2], HAS_D=D is not None,
+            *x.stride()[:2], *dy.stride()[:2], dx.stride(0), HAS_D=D is not None,
             **sizes.tiles(x, 3 * CHUNK // 2, HEAD_STAGES, HEAD_WARPS),
         )  # fmt: skip
         d_delta.copy_(d_steps.view(d_delta.shape))
@@ -254,20 +270,39 @@ def _ssd_scan_backward(
         constants = sizes.tiles(x, CHUNK // 2, SHARED_STAGES, SHARED_WARPS, block_n=columns)
         shared_gradients_kernel[grid](
             dy, C, B, sizes.cu, sums, states, pairs, read, shared_c, *sizes.counts, *dy.stride()[:2], *C.stride()[:2],
-            *B.stride()[:2], REVERSE=False, **constants,
+            *B.stride()[:2], shared_c.stride(0), REVERSE=False, **constants,
         )  # fmt: skip
         shared_gradients_kernel[grid](
             x, B, C, sizes.cu, sums, d_states, pairs, read, shared_b, *sizes.counts, *x.stride()[:2], *B.stride()[:2],
-            *C.stride()[:2], REVERSE=True, **constants,
+            *C.stride()[:2], shared_b.stride(0), REVERSE=True, **constants,
         )  # fmt: skip
         for shared, gradient in ((shared_b, d_b), (shared_c, d_c)):
-            gradient.copy_((shared[0] if len(shared) == 1 else shared.sum(0)).view(gradient.shape))
+            if shared is not gradient:
+                gradient.copy_(shared.view(-1, *gradient.shape).sum(0))
         heads = min(next_power_of_2(sizes.H), SUM_HEADS)
         decay_kernel[(sizes.slots, cdiv(sizes.H, heads))](
             sizes.cu, d_sums, read, written, kept, dg, *sizes.counts, sizes.H, C=CHUNK, HEADS=heads, BLOCKS=blocks,
             num_warps=4, **sizes.chunked,
         )  # fmt: skip
-    return grads
+
+
+def _ssd_scan_packed(
+    packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, head_dim: int, groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parts = split_packed(packed, delta.shape[2], head_dim, groups)
+    return _ssd_scan(*parts, delta, g, D, initial_state, cu_seqlens)
+
+
+def _ssd_scan_packed_backward(
+    dy: Tensor, d_final: Tensor | None, packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, head_dim: int, groups: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    sizes = delta.shape[2], head_dim, groups
+    inputs = *split_packed(packed, *sizes), delta, g, D, initial_state
+    d_packed, others = packed.new_empty(packed.shape), _gradients_of_others(delta, g, D, initial_state)
+    _write_gradients(dy, d_final, *inputs, cu_seqlens, *split_packed(d_packed, *sizes), *others)
+    return d_packed, *others
 
 
 def _ssd_step(
@@ -298,12 +333,24 @@ def _gradients_like(
     x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Allocate the gradients; those of missing inputs are empty."""
+    return *(tensor.new_empty(tensor.shape) for tensor in (x, B, C)), *_gradients_of_others(delta, g, D, initial_state)
+
+
+def _gradients_of_others(
+    delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None
+) -> tuple[Tensor, ...]:
     d_d, d_initial = (
         g.new_empty(0, dtype=torch.float32) if tensor is None else tensor.new_empty(tensor.shape)
         for tensor in (D, initial_state)
     )
-    d_g = g.new_empty(g.shape, dtype=torch.float32)
-    return *(tensor.new_empty(tensor.shape) for tensor in (x, B, C, delta)), d_g, d_d, d_initial
+    return delta.new_empty(delta.shape), g.new_empty(g.shape, dtype=torch.float32), d_d, d_initial
+
+
+def split_packed(packed: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views x [B, T, H, P], B and C [B, T, G, N] of a tensor with all x, then all B, then all C."""
+    channels = (packed.shape[2] - heads * head_dim) // 2
+    x, B, C = packed.split([heads * head_dim, channels, channels], -1)
+    return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
 
 
 def _gradients(
@@ -323,6 +370,33 @@ FORWARD = define_op(
     outputs="y final", backward=_gradients, gradients="x B C delta g D initial_state",
 )  # fmt: skip
 STEP = define_op("ssd_step", _ssd_step, lambda x, B, *_: _outputs(x, B, None))
+
+
+def _packed_outputs(
+    packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, head_dim: int, groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x, B, _ = split_packed(packed, delta.shape[2], head_dim, groups)
+    return _outputs(x, B, cu_seqlens)
+
+
+def _packed_gradients(
+    dy: Tensor | None, d_final: Tensor | None, packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, head_dim: int, groups: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dy = torch.zeros_like(split_packed(packed, delta.shape[2], head_dim, groups)[0]) if dy is None else dy
+    return BACKWARD_PACKED(dy, d_final, packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
+
+
+BACKWARD_PACKED = define_op(
+    "ssd_scan_packed_backward", _ssd_scan_packed_backward,
+    lambda dy, d_final, packed, *inputs: (packed.new_empty(packed.shape), *_gradients_of_others(*inputs[:4])),
+    outputs="packed delta g D initial_state",
+)  # fmt: skip
+FORWARD_PACKED = define_op(
+    "ssd_scan_packed", _ssd_scan_packed, _packed_outputs,
+    outputs="y final", backward=_packed_gradients, gradients="packed delta g D initial_state",
+)  # fmt: skip
 
 
 def _check(
@@ -425,6 +499,57 @@ def ssd_scan(
     else:
         out, state = FORWARD(*inputs, cu_seqlens)
     return (out, state) if return_state else out
+
+
+def ssd_scan_packed(
+    packed: Tensor,
+    delta: Tensor,
+    g: Tensor,
+    D: Tensor | None = None,
+    *,
+    head_dim: int,
+    groups: int,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `ssd_scan` of x, B and C in one tensor, whose gradient is also written as one tensor.
+
+    Args:
+        packed: [B, T, H · P + 2 · G · N], all x, then all B, then all C.
+        delta, g, D: as in `ssd_scan`.
+        head_dim: P.
+        groups: G.
+        initial_state, return_state, cu_seqlens: as in `ssd_scan`.
+
+    Returns:
+        As `ssd_scan`.
+
+    Raises:
+        ValueError: the shapes do not match.
+        TypeError: a tensor has the wrong dtype.
+    """
+    op = "ssd_scan_packed"
+    shared = packed.shape[2] - delta.shape[2] * head_dim if packed.dim() == delta.dim() == 3 else -1
+    if shared <= 0 or shared % (2 * groups):
+        raise ValueError(
+            f"{op}: packed must be [B, T, H · P + 2 · G · N] and delta [B, T, H], where P is {head_dim} and G is "
+            f"{groups}, got {list(packed.shape)} and {list(delta.shape)}."
+        )
+    parts = split_packed(packed, delta.shape[2], head_dim, groups)
+    options: dict[str, Any] = {"initial_state": initial_state, "return_state": return_state, "cu_seqlens": cu_seqlens}
+    if not is_fused(*parts[:2]) or not _differentiable(packed, delta, g, D, initial_state):
+        return ssd_scan(*parts, delta, g, D, **options)
+    _check(op, *parts, delta, g, D, initial_state, cu_seqlens)
+    out, state = FORWARD_PACKED(packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
+    return (out, state) if return_state else out
+
+
+def ssd_scan_packed_reference(
+    packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None = None, *, head_dim: int, groups: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute the output and the final states of `ssd_scan_packed` in plain PyTorch, as `ssd_scan_reference` does."""
+    return ssd_scan_reference(*split_packed(packed, delta.shape[2], head_dim, groups), delta, g, D, **options)
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""RMSNorm and a gate: the output norms of Gated DeltaNet, Mamba-2 and Kimi Delta Attention.
+"""RMSNorm and a gate: the output norms of Gated DeltaNet, Mamba-2 and Kimi Delta Attention. The norm is optional.
 
 The forward computes each row of width D in fp32, with r(u) = 1 / sqrt(mean(u²) + eps), and with a = gate · σ(gate) or
 a = σ(gate)::
@@ -13,6 +13,8 @@ The backward is, with n = x · r(x) and v = dy · a · w::
 With the gate first, it is, with n = u · r(u) and v = dy · w::
 
     du = r · (v − n · mean(v · n)),   dx = du · a,   dw = Σ_rows dy · n,   dgate = du · x · a'
+
+Without a weight, there is no norm: y = cast(x · a), dx = dy · a, and dgate = dy · x · a'.
 
 x, the gate and the weight are saved, and the backward recomputes r. dw is summed in fp32: each program writes a partial
 sum, and `sum_partials` adds these. If each group of a token has weights of its own, a program processes one group.
@@ -42,11 +44,13 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch
 
 
 def gated_norm_reference(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, act: str = "silu", gate_first: bool = False
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float = 1e-6, *, act: str = "silu", gate_first: bool = False
 ) -> Tensor:
     """Compute `gated_norm` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     factor = GATES[act](gate.to(wide.dtype))
+    if weight is None:
+        return (wide * factor).to(x.dtype)
     wide = wide * factor if gate_first else wide
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (weight * normed * (1.0 if gate_first else factor)).to(x.dtype)
@@ -73,24 +77,26 @@ def _rows(ptr, rows, H, outer, inner, D: tl.constexpr, BLOCK: tl.constexpr, N):
 def _gated_norm_kernel(
     x_ptr, gate_ptr, w_ptr, y_ptr, N, H, x_outer, x_inner, gate_outer, gate_inner, eps, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, SILU: tl.constexpr,
-    GATE_FIRST: tl.constexpr,
+    GATE_FIRST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS rows [D] of one group per program, and multiply them by the gate before or after that."""
+    """Normalize ROWS rows [D] of one group per program if NORM, and multiply them by the gate before or after that."""
     rows, group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)
     gate = _rows(gate_ptr + group * gate_inner, rows, H, gate_outer, gate_inner, D, BLOCK, N)
-    w = tl.load(w_ptr + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
 
     # Compute y with the casts of the formula in the module's docstring.
     dtype = y_ptr.dtype.element_ty
     factor, _ = _gate(gate, SILU)
     if GATE_FIRST:
         x *= factor
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
-    y = w * (x * rstd[:, None]).to(dtype).to(tl.float32)
+    y = x
+    if NORM:
+        w = tl.load(w_ptr + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+        y = w * (x * rstd[:, None]).to(dtype).to(tl.float32)
     if not GATE_FIRST:
-        if ROUND:
+        if NORM and ROUND:
             y = y.to(dtype).to(tl.float32)
         y *= factor
     mask = (rows < N)[:, None] & (columns < D)[None, :]
@@ -102,11 +108,13 @@ def _gated_norm_kernel(
 def _gated_norm_backward_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, dx_ptr, d_gate_ptr, dw_ptr, N, H, dy_outer, dy_inner, x_outer, x_inner,
     gate_outer, gate_inner, eps, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dx and dgate of a program's rows in tiles of ROWS rows, and the program's partial sum of dw [D]."""
     columns, group = tl.arange(0, BLOCK), tl.program_id(1)
-    w = tl.load(w_ptr + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    w = tl.zeros([1, BLOCK], tl.float32)
+    if NORM:
+        w = tl.load(w_ptr + group * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -116,25 +124,29 @@ def _gated_norm_backward_kernel(
 
         # The formulas are in the module's docstring. All tensors are [ROWS, BLOCK].
         factor, slope = _gate(gate, SILU)
-        u = x * factor if GATE_FIRST else x
-        d_normed = dy if GATE_FIRST else dy * factor
-        rstd = (1.0 / tl.sqrt(tl.sum(u * u, 1) / D + eps))[:, None]
-        n = u * rstd
-        dw += d_normed * n
-        v = d_normed * w
-        du = rstd * (v - n * (tl.sum(v * n, 1) / D)[:, None])
-        if GATE_FIRST:
-            d_gate = du * x * slope
-            du *= factor
+        if NORM:
+            u = x * factor if GATE_FIRST else x
+            d_normed = dy if GATE_FIRST else dy * factor
+            rstd = (1.0 / tl.sqrt(tl.sum(u * u, 1) / D + eps))[:, None]
+            n = u * rstd
+            dw += d_normed * n
+            v = d_normed * w
+            du = rstd * (v - n * (tl.sum(v * n, 1) / D)[:, None])
+            if GATE_FIRST:
+                d_gate = du * x * slope
+                du *= factor
+            else:
+                d_gate = dy * w * n * slope
         else:
-            d_gate = dy * w * n * slope
+            du, d_gate = dy * factor, dy * x * slope
 
         at = (rows * GROUPS + group)[:, None] * D + columns[None, :]
         mask = (rows < N)[:, None] & (columns < D)[None, :]
         tl.store(dx_ptr + at, du.to(dx_ptr.dtype.element_ty), mask=mask)
         tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
-    at_partial = (tl.program_id(0).to(tl.int64) * GROUPS + group) * D + columns
-    tl.store(dw_ptr + at_partial, tl.sum(dw, 0), mask=columns < D)
+    if NORM:
+        at_partial = (tl.program_id(0).to(tl.int64) * GROUPS + group) * D + columns
+        tl.store(dw_ptr + at_partial, tl.sum(dw, 0), mask=columns < D)
 
 
 def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
@@ -146,6 +158,17 @@ def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     shape = tensors[0].shape
     is_flat = groups == 1 and (len(shape) == 1 or all(x.is_contiguous() for x in tensors))
     return [x.reshape(-1, 1 if is_flat else shape[-2], shape[-1]) for x in tensors]
+
+
+def _groups(x: Tensor, weight: Tensor | None) -> int:
+    """Return the number of groups with weights of their own."""
+    return 1 if weight is None else weight.numel() // x.shape[-1]
+
+
+def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the gradients; that of a missing weight is empty."""
+    dw = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), dw
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
@@ -161,31 +184,31 @@ def _constants(D: int) -> dict[str, int]:
 
 
 def _gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool = True, gate_first: bool = False
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, silu: bool = True, gate_first: bool = False
 ) -> Tensor:
     y = x.new_empty(x.shape)
     if x.numel():
-        constants, groups = _constants(x.shape[-1]), weight.numel() // x.shape[-1]
+        constants, groups = _constants(x.shape[-1]), _groups(x, weight)
         x, gate = _as_rows(groups, x, gate)
         N, H = _rows_of(x, groups)
         with on_device_of(x):
             _gated_norm_kernel[(cdiv(N, constants["ROWS"]), groups)](
-                x, gate, weight.contiguous(), y, N, H, *x.stride()[:2], *gate.stride()[:2], eps, GROUPS=groups,
-                ROUND=torch.promote_types(x.dtype, weight.dtype) == x.dtype, SILU=silu, GATE_FIRST=gate_first,
-                **constants,
+                x, gate, x if weight is None else weight.contiguous(), y, N, H, *x.stride()[:2], *gate.stride()[:2],
+                eps, GROUPS=groups, ROUND=weight is None or torch.promote_types(x.dtype, weight.dtype) == x.dtype,
+                SILU=silu, GATE_FIRST=gate_first, NORM=weight is not None, **constants,
             )  # fmt: skip
     return y
 
 
 def _gated_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool = True, gate_first: bool = False
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, silu: bool = True, gate_first: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
+    dx, d_gate, dw = _gradients_like(x, gate, weight)
     if not x.numel():
-        return dx, d_gate, torch.zeros_like(weight)
+        return dx, d_gate, dw.zero_()
 
     # There are enough programs to occupy the device. Each program sums dw over several tiles of rows.
-    constants, groups = _constants(x.shape[-1]), weight.numel() // x.shape[-1]
+    constants, groups = _constants(x.shape[-1]), _groups(x, weight)
     dy, x, gate = _as_rows(groups, dy, x, gate)
     N, H = _rows_of(x, groups)
     most = cdiv(num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)), groups)
@@ -193,14 +216,15 @@ def _gated_norm_backward(
     # Size of a tile in bytes. Shared memory holds one tile per pipeline stage.
     in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)
-    partial = torch.empty(programs, weight.numel(), dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs, dw.numel(), dtype=torch.float32, device=x.device)
     with on_device_of(x):
         _gated_norm_backward_kernel[(programs, groups)](
-            dy, x, gate, weight.contiguous(), dx, d_gate, partial, N, H, *dy.stride()[:2], *x.stride()[:2],
-            *gate.stride()[:2], eps, GROUPS=groups, SILU=silu, GATE_FIRST=gate_first, STAGES=stages, **constants,
+            dy, x, gate, x if weight is None else weight.contiguous(), dx, d_gate, partial, N, H, *dy.stride()[:2],
+            *x.stride()[:2], *gate.stride()[:2], eps, GROUPS=groups, SILU=silu, GATE_FIRST=gate_first,
+            NORM=weight is not None, STAGES=stages, **constants,
         )  # fmt: skip
-    dw = weight.new_empty(weight.shape)
-    sum_partials(partial, dw)
+    if weight is not None:
+        sum_partials(partial, dw)
     return dx, d_gate, dw
 
 
@@ -209,14 +233,15 @@ FORWARD = define_op("gated_norm", _gated_norm, "x", backward=BACKWARD, gradients
 
 
 def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, act: str = "silu", gate_first: bool = False
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float = 1e-6, *, act: str = "silu", gate_first: bool = False
 ) -> Tensor:
     """Compute ``weight · x / sqrt(mean(x²) + eps) · act(gate)`` with the mean over the last dimension.
 
     Args:
         x: [..., D], float32, float16 or bfloat16.
         gate: [..., D].
-        weight: [D], or [G, D] for x [..., G, D] whose G groups have different weights.
+        weight: [D], or [G, D] for x [..., G, D] whose G groups have different weights. None for ``x · act(gate)``,
+            without a norm.
         eps: added to the mean of squares.
         act: "silu" or "sigmoid".
         gate_first: whether x is multiplied by the gate before the norm, as in Mamba-2.
@@ -234,7 +259,9 @@ def gated_norm(
         raise ValueError(f"{op}: act must be one of {', '.join(GATES)}, got {act!r}.")
     if x.shape != gate.shape:
         raise ValueError(f"{op}: x and gate must have one shape, got {list(x.shape)} and {list(gate.shape)}.")
-    if x.dim() == 0 or weight.dim() not in (1, 2) or weight.shape != x.shape[-weight.dim() :]:
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least one dimension.")
+    if weight is not None and (weight.dim() not in (1, 2) or weight.shape != x.shape[-weight.dim() :]):
         raise ValueError(
             f"{op}: weight must have the shape of x's last dimension, or of its last two, got weight "
             f"{list(weight.shape)} for x {list(x.shape)}."

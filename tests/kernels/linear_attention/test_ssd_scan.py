@@ -10,6 +10,8 @@ from liger_models.kernels.linear_attention.gated_delta_rule import states_before
 from liger_models.kernels.linear_attention.ssd_scan import (
     STEP_TOKENS,
     ssd_scan,
+    ssd_scan_packed,
+    ssd_scan_packed_reference,
     ssd_scan_reference,
     ssd_transition,
     step_sizes,
@@ -283,6 +285,31 @@ def test_no_tokens_and_empty_documents(backend, poisoned_empty):
         assert torch.equal(grads[6][empty], upstream[1][empty])
 
 
+@pytest.mark.parametrize(("shape", "bounds"), [SHAPES[2], SHAPES[4], SHAPES[5]], ids=str)
+def test_one_tensor_of_all_inputs(backend, shape, bounds, poisoned_empty):
+    """The results and gradients of `ssd_scan_packed` have the bits of `ssd_scan`."""
+    _, _, _, P, G, _ = shape
+    dtype = fused_dtype(backend)
+    inputs, upstream, options = make(shape, bounds, dtype, backend)
+    packed = torch.cat([x.flatten(2) for x in inputs[:3]], -1)
+
+    def in_one(packed, delta, g, D, initial_state):
+        options_ = {**options, "head_dim": P, "groups": G, "initial_state": initial_state}
+        reference = ssd_scan_packed_reference(packed, delta, g, D, **options_)
+        results = ssd_scan_packed(packed, delta, g, D, return_state=True, **options_)
+        if backend == "reference":
+            assert torch.equal(results[0], reference[0])
+        return results
+
+    out, state, d_packed, *others = run(in_one, [packed, *inputs[3:]], upstream)
+    want = run(partial(ours, **options), inputs, upstream)
+    d_packed_wanted = torch.cat([x.flatten(2) for x in want[2:5]], -1)
+    for got, exact in zip((out, state, d_packed, *others), (*want[:2], d_packed_wanted, *want[5:]), strict=True):
+        assert torch.equal(got, exact)
+    with pytest.raises(ValueError, match=rf"ssd_scan_packed: packed must be .*, where P is {P} and G is {G}, got \["):
+        ssd_scan_packed(packed[..., 1:], *inputs[3:6], head_dim=P, groups=G)
+
+
 def test_step_sizes():
     dt, A_log, bias = torch.tensor([[-50.0, 0.0, 1.0, 30.0]]), torch.arange(4.0), torch.full([4], 0.5)
     for limits in ((0.0, float("inf")), (0.001, 0.1)):
@@ -313,6 +340,8 @@ def test_opcheck(kernel_device):
     opcheck(ops.ssd_scan, (*(x.requires_grad_() for x in inputs), options["cu_seqlens"]))
     inputs = [x.detach() for x in inputs]
     opcheck(ops.ssd_scan_backward, (*upstream, *inputs, options["cu_seqlens"]))
+    packed = torch.cat([x.flatten(2) for x in inputs[:3]], -1).requires_grad_()
+    opcheck(ops.ssd_scan_packed, (packed, *inputs[3:], options["cu_seqlens"], 16, 1))
     opcheck(ops.ssd_step, (*(x[:, :2] for x in inputs[:5]), inputs[5], None))
 
 

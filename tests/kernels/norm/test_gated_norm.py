@@ -41,6 +41,15 @@ def test_orders_and_gates(backend, options, groups, poisoned_empty, monkeypatch)
         assert_close_to_truth(*functions, [x, gate, weight], upstream)
 
 
+@pytest.mark.parametrize("act", ["silu", "sigmoid"])
+def test_without_a_norm(backend, act, poisoned_empty, monkeypatch):
+    monkeypatch.setattr(module, "TILE", 64)
+    for dtype in dtypes(backend):
+        (x, gate, _), upstream = make((2, 17, 3, 10), dtype, backend)
+        functions = (partial(function, weight=None, act=act) for function in (gated_norm, gated_norm_reference))
+        assert_close_to_truth(*functions, [x, gate], upstream)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
 def test_real_sizes(shape, poisoned_empty):
