@@ -65,6 +65,7 @@ TYPES: dict[Any, str] = {
     torch.dtype: "ScalarType",
     list[int]: "int[]",
     list[bool]: "bool[]",
+    list[float]: "float[]",
 }
 """Maps annotations to types in a schema. ``T | None`` becomes an optional type, and ``Annotated[T, "SymInt"]`` the type
 SymInt."""
@@ -396,6 +397,7 @@ def define_op(
     gradients: str = "",
     constants: str = "",
     needs: Mapping[str, str] | None = None,
+    sizes: Mapping[str, tuple[str, int]] | None = None,
 ) -> Callable[Parameters, Result]:
     """Define an op whose inputs are the parameters of a function, and return the function that runs the op.
 
@@ -421,6 +423,8 @@ def define_op(
         constants: names of outputs without gradients.
         needs: maps parameters of ``backward`` to names of inputs. The parameter takes whether one of them needs a
             gradient.
+        sizes: maps parameters of ``backward`` to the name and a dimension of an input. The parameter takes the size of
+            this dimension, so the input is not saved.
     """
     hints = get_type_hints(forward, include_extras=True)
     arguments = []
@@ -436,7 +440,7 @@ def define_op(
     else:
         groups = {parameter: inputs.split() for parameter, inputs in (needs or {}).items()}
         setup, differentiate = _autograd_functions(
-            hints, outputs.split() or ["y"], backward, gradients.split(), constants.split(), groups
+            hints, outputs.split() or ["y"], backward, gradients.split(), constants.split(), groups, sizes or {}
         )
         run = register_autograd(name, differentiate, setup, forward)
     return wraps(forward)(run)
@@ -469,6 +473,7 @@ def _autograd_functions(
     gradients: list[str],
     constants: list[str],
     needs: dict[str, list[str]],
+    sizes: Mapping[str, tuple[str, int]],
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
     """Return the two functions that `register_autograd` takes. `define_op` describes the arguments.
 
@@ -485,12 +490,13 @@ def _autograd_functions(
     upstream = dict(zip(differentiable, parameters, strict=False))
     flags = {f"need_{name}": [name] for name in inputs} | needs
     saved = [name for name in parameters[len(upstream) :] if name not in flags]
-    unknown = {*saved, *constants}.difference(inputs, outputs) | {*gradients}.difference(inputs)
+    unknown = {*saved, *constants}.difference(inputs, outputs, sizes) | {*gradients}.difference(inputs)
     if unknown:
         raise ValueError(f"define_op: names must be those of inputs or outputs, got {', '.join(sorted(unknown))}.")
 
     # Autograd saves tensors, and the context holds all other values.
-    is_tensor = {name: name in outputs or _type_name(hints[name]) in ("Tensor", "Tensor?") for name in saved}
+    input_tensors = [name for name in inputs if _type_name(hints[name]) in ("Tensor", "Tensor?")]
+    is_tensor = {name: name in outputs or name in input_tensors for name in saved}
     tensors = "".join(f"{name}, " for name in saved if is_tensor[name])
     others = "".join(f"{name}, " for name in saved if not is_tensor[name])
 
@@ -501,7 +507,7 @@ def _autograd_functions(
 
     # The function that runs after the forward unpacks only what it needs.
     setup = []
-    if {*saved, *constants} & {*inputs}:
+    if {*saved, *constants, *sizes} & {*inputs, *sizes}:
         setup.append(f"({', '.join(inputs)},) = _inputs")
     if {*saved, *constants} & {*outputs}:
         setup.append(f"({', '.join(outputs)},) = {'_output' if len(outputs) > 1 else '(_output,)'}")
@@ -509,9 +515,12 @@ def _autograd_functions(
         setup.append("_ctx.set_materialize_grads(False)")
     if constants:
         setup.append(f"_ctx.mark_non_differentiable({', '.join(constants)})")
+    for name, (tensor, dimension) in sizes.items():
+        setup.append(f"{name} = {tensor}.shape[{dimension}]")
     if others:
         setup.append(f"_ctx.others = ({others})")
-    setup.append(f"_ctx.save_for_backward({tensors})")
+    if tensors:
+        setup.append(f"_ctx.save_for_backward({tensors})")
 
     # The function that runs in the backward. The saved tensors are read once, because each read recomputes them under
     # checkpointing. An input that is None must not get a gradient.

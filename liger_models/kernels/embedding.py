@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
@@ -101,18 +101,12 @@ def _partials_kernel(
     tl.store(dw_ptr + row.to(tl.int64) * C + columns, total.to(dw_ptr.dtype.element_ty), mask=inside)
 
 
-LIBRARY.define("embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor")
-LIBRARY.define("embedding_backward(Tensor dy, Tensor ids, int rows, int padding_idx) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "embedding", "CompositeExplicitAutograd")
 def _embedding(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     y = weight.new_empty(*ids.shape, weight.shape[1])
     torch.index_select(weight, 0, ids.flatten(), out=y.view(ids.numel(), weight.shape[1]))  # F.embedding returns a view
     return y
 
 
-@torch.library.impl(LIBRARY, "embedding_backward", "CompositeExplicitAutograd")
 def _embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int) -> Tensor:
     N, C = ids.numel(), dy.shape[-1]
     dw = dy.new_zeros(rows, C)
@@ -134,29 +128,13 @@ def _embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int) ->
     return dw
 
 
-@torch.library.register_fake("liger_models::embedding", lib=LIBRARY)
-def _embedding_fake(weight, ids, padding_idx):
-    return weight.new_empty(*ids.shape, weight.shape[1])
-
-
-@torch.library.register_fake("liger_models::embedding_backward", lib=LIBRARY)
-def _embedding_backward_fake(dy, ids, rows, padding_idx):
-    return dy.new_empty(rows, dy.shape[-1])
-
-
-def _setup(ctx, inputs, output):
-    weight, ids, ctx.padding_idx = inputs
-    ctx.rows = weight.shape[0]
-    ctx.save_for_backward(ids)
-
-
-def _backward(ctx, dy):
-    (ids,) = ctx.saved_tensors
-    return BACKWARD(dy, ids, ctx.rows, ctx.padding_idx), None, None
-
-
-FORWARD = register_autograd("embedding", _backward, _setup, _embedding)
-BACKWARD = without_dispatcher(torch.ops.liger_models.embedding_backward.default, _embedding_backward)
+BACKWARD = define_op(
+    "embedding_backward", _embedding_backward, lambda dy, ids, rows, padding_idx: dy.new_empty(rows, dy.shape[-1])
+)
+FORWARD = define_op(
+    "embedding", _embedding, lambda weight, ids, padding_idx: weight.new_empty(*ids.shape, weight.shape[1]),
+    backward=BACKWARD, gradients="weight", sizes={"rows": ("weight", 0)},
+)  # fmt: skip
 
 
 def embedding(weight: Tensor, ids: Tensor, padding_idx: int = -1) -> Tensor:
@@ -182,5 +160,4 @@ def embedding(weight: Tensor, ids: Tensor, padding_idx: int = -1) -> Tensor:
         raise TypeError(f"{op}: ids must be int64 or int32, got {ids.dtype}.")
     if not use_triton(weight):
         return embedding_reference(weight, ids, padding_idx)
-    y: Tensor = FORWARD(weight, ids, padding_idx)
-    return y
+    return FORWARD(weight, ids, padding_idx)

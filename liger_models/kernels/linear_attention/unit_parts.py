@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear_attention.documents import flat
 from liger_models.kernels.tiles import cdiv
@@ -113,15 +113,6 @@ def _move(
         _unit_parts_kernel[(programs,)](x, *outputs, tokens, x.stride(0), BACK=back, **constants)
 
 
-LIBRARY.define(
-    "unit_parts(Tensor x, int units, int[] sizes, int[] counts, float[] scales) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "unit_parts_backward(Tensor d0, Tensor d1, Tensor d2, Tensor d3, int units, int[] sizes, int[] counts,"
-    " float[] scales) -> Tensor"
-)
-
-
 def _empty(x: Tensor, units: int, sizes: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
     """Allocate the outputs; those that are not needed are empty."""
     rest = iter(sizes)
@@ -130,45 +121,29 @@ def _empty(x: Tensor, units: int, sizes: Sequence[int], counts: Sequence[int]) -
     return tuple(x.new_empty(*x.shape[:2], width) for width in widths)
 
 
-@torch.library.impl(LIBRARY, "unit_parts", "CompositeExplicitAutograd")
-def _unit_parts(
-    x: Tensor, units: int, sizes: Sequence[int], counts: Sequence[int], scales: Sequence[float]
-) -> tuple[Tensor, ...]:
+def _unit_parts(x: Tensor, units: int, sizes: list[int], counts: list[int], scales: list[float]) -> tuple[Tensor, ...]:
     outputs = _empty(x, units, sizes, counts)
     _move(flat(x), outputs, units, sizes, counts, scales, False)
     return outputs
 
 
-@torch.library.impl(LIBRARY, "unit_parts_backward", "CompositeExplicitAutograd")
 def _unit_parts_backward(
-    d0: Tensor, d1: Tensor, d2: Tensor, d3: Tensor, units: int, sizes: Sequence[int], counts: Sequence[int],
-    scales: Sequence[float],
+    d0: Tensor, d1: Tensor, d2: Tensor, d3: Tensor, units: int, sizes: list[int], counts: list[int],
+    scales: list[float],
 ) -> Tensor:  # fmt: skip
     dx = d0.new_empty(*d0.shape[:2], units * sum(sizes))
     _move(dx.flatten(0, 1), [d.contiguous() for d in (d0, d1, d2, d3)], units, sizes, counts, scales, True)
     return dx
 
 
-@torch.library.register_fake("liger_models::unit_parts", lib=LIBRARY)
-def _unit_parts_fake(x, units, sizes, counts, scales):
-    return _empty(x, units, sizes, counts)
-
-
-@torch.library.register_fake("liger_models::unit_parts_backward", lib=LIBRARY)
-def _unit_parts_backward_fake(d0, d1, d2, d3, units, sizes, counts, scales):
-    return d0.new_empty(*d0.shape[:2], units * sum(sizes))
-
-
-def _setup(ctx, inputs, output):
-    _, *ctx.constants = inputs
-
-
-def _backward(ctx, *upstream):
-    return BACKWARD(*upstream, *ctx.constants), None, None, None, None
-
-
-FORWARD = register_autograd("unit_parts", _backward, _setup, _unit_parts)
-BACKWARD = without_dispatcher(torch.ops.liger_models.unit_parts_backward.default, _unit_parts_backward)
+BACKWARD = define_op(
+    "unit_parts_backward", _unit_parts_backward,
+    lambda d0, d1, d2, d3, units, sizes, *_: d0.new_empty(*d0.shape[:2], units * sum(sizes)),
+)  # fmt: skip
+FORWARD = define_op(
+    "unit_parts", _unit_parts, lambda x, units, sizes, counts, scales: _empty(x, units, sizes, counts),
+    outputs="y0 y1 y2 y3", backward=BACKWARD, gradients="x",
+)  # fmt: skip
 
 
 def unit_parts(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.tiles import cdiv
@@ -46,10 +46,6 @@ def _split_kernel(dy_ptr, parts_ptr, count, E: tl.constexpr, BLOCK: tl.constexpr
         rest -= rounded.to(tl.float32)
 
 
-LIBRARY.define("wide_linear(Tensor x, Tensor weight) -> Tensor")
-LIBRARY.define("wide_linear_backward(Tensor dy, Tensor x, Tensor weight) -> (Tensor, Tensor)")
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in fp32."""
     if a.device.type == "cuda":
@@ -57,12 +53,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-@torch.library.impl(LIBRARY, "wide_linear", "CompositeExplicitAutograd")
 def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _product(x, weight.t())
 
 
-@torch.library.impl(LIBRARY, "wide_linear_backward", "CompositeExplicitAutograd")
 def _wide_linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     (N, C), E = x.shape, len(weight)
     parts = x.new_empty(N, PARTS * E)
@@ -75,26 +69,12 @@ def _wide_linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     return dx, _product(parts.t(), x).view(PARTS, E, C).sum(0).to(weight.dtype)
 
 
-@torch.library.register_fake("liger_models::wide_linear", lib=LIBRARY)
 def _wide_linear_fake(x, weight):
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@torch.library.register_fake("liger_models::wide_linear_backward", lib=LIBRARY)
-def _wide_linear_backward_fake(dy, x, weight):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy):
-    return BACKWARD(dy, *ctx.saved_tensors)
-
-
-FORWARD = register_autograd("wide_linear", _backward, _setup, _wide_linear)
-BACKWARD = without_dispatcher(torch.ops.liger_models.wide_linear_backward.default, _wide_linear_backward)
+BACKWARD = define_op("wide_linear_backward", _wide_linear_backward, "x weight")
+FORWARD = define_op("wide_linear", _wide_linear, _wide_linear_fake, backward=BACKWARD, gradients="x weight")
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -119,5 +99,4 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     fits = x.dtype == weight.dtype == torch.bfloat16 and len(weight) % 8 == x.shape[1] % 8 == 0
     if not fits or is_batch_invariant() or not use_triton(x):
         return wide_linear_reference(x, weight)
-    y: Tensor = FORWARD(x, weight)
-    return y
+    return FORWARD(x, weight)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import define_op, register_autograd
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.rope.rope import (
@@ -221,26 +221,15 @@ def _empty_gradients(dq: Tensor, dv: Tensor, width: int) -> tuple[Tensor, Tensor
     return next(grads), next(grads), next(grads)
 
 
-def _setup(ctx, inputs, output):
-    _, _, k_rope, cos, sin, _, ctx.interleaved = inputs
-    ctx.width = k_rope.shape[-1]
-    ctx.save_for_backward(cos, sin)
-
-
-def _backward(ctx, dq, dk, dv):
-    cos, sin = ctx.saved_tensors
-    return *BACKWARD(dq, dk, dv, cos, sin, ctx.width, ctx.interleaved), None, None, None, None
-
-
 BACKWARD = define_op(
     "latent_heads_backward", _latent_heads_backward,
     lambda dq, dk, dv, cos, sin, width, interleaved: _empty_gradients(dq, dv, width),
 )  # fmt: skip
-define_op(
+FORWARD = define_op(
     "latent_heads", _latent_heads,
     lambda q, kv, k_rope, cos, sin, num_heads, interleaved: _empty_heads(q, kv, k_rope, num_heads),
+    outputs="q k v", backward=BACKWARD, gradients="q kv k_rope", sizes={"width": ("k_rope", 2)},
 )  # fmt: skip
-FORWARD = register_autograd("latent_heads", _backward, _setup, _latent_heads)
 
 
 def latent_heads(
@@ -290,5 +279,4 @@ def latent_heads(
         check_tables(op, q, cos, sin, k_rope.shape[2])
     if not use_triton(q):
         return latent_heads_reference(q, kv, k_rope, cos, sin, num_heads, interleaved=interleaved)
-    heads: tuple[Tensor, Tensor, Tensor] = FORWARD(q, kv, k_rope, cos, sin, num_heads, interleaved)
-    return heads
+    return FORWARD(q, kv, k_rope, cos, sin, num_heads, interleaved)
