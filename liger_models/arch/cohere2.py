@@ -19,7 +19,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import DecoderConfig, is_sliding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm
@@ -49,10 +49,6 @@ class Cohere2Config(DecoderConfig):
     sliding_window: int | None = 4096
     sliding_window_pattern: int = 4
     layer_types: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types("Cohere2Config", self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""

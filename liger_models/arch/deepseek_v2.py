@@ -13,7 +13,6 @@ Source: https://arxiv.org/abs/2405.04434, transformers ``models/deepseek_v2``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from liger_models.arch.registry import add_family
@@ -27,7 +26,6 @@ from liger_models.layers.config import LatentDecoderConfig, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +69,15 @@ class DeepseekV2Config(LatentDecoderConfig):
 class DeepseekV2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: DeepseekV2Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerLatentAttention.from_config(config, layer, kernels)
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+    def build_attention(self, config: DeepseekV2Config, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
+        return LigerLatentAttention.from_config(config, layer, kernels)
+
+    def build_mlp(
+        self, config: DeepseekV2Config, layer: int, kernels: KernelOptions
+    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, shared_bias=config.mlp_bias)
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        return LigerSharedExpertMoE.from_config(config, kernels, shared_bias=config.mlp_bias)
 
 
 class LigerDeepseekV2(CausalLM):

@@ -8,7 +8,6 @@ Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, tra
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from liger_models.arch.registry import add_family
@@ -18,8 +17,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +50,10 @@ class Ernie4_5Config(RMSNormDecoderConfig):
 class Ernie4_5Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Ernie4_5Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
+    def build_attention(self, config: Ernie4_5Config, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(
             config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, interleaved=True
         )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class LigerErnie4_5(CausalLM):

@@ -27,7 +27,6 @@ from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE, LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,25 +80,23 @@ class Ernie4_5MoeConfig(RMSNormDecoderConfig):
 class Ernie4_5MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
+    def build_attention(self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(
             config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, interleaved=True
         )
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSwiGLUMLP | LigerMoE | LigerSharedExpertMoE
+
+    def build_mlp(
+        self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions
+    ) -> LigerSwiGLUMLP | LigerMoE | LigerSharedExpertMoE:
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-            return
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         width, shared = config.moe_intermediate_size, config.moe_num_shared_experts
         experts: Callable[..., LigerMoE | LigerSharedExpertMoE] = LigerMoE
         if shared:
             experts = partial(
                 LigerSharedExpertMoE, shared_size=shared * width, shared_bias=config.use_bias, gated=False
             )
-        self.mlp = experts(
+        return experts(
             config.hidden_size, width, config.moe_num_experts, Routing(config.moe_k, normalize=True),
             correction_bias=True, fp32_router=True, fp32_router_weight=True, kernel=kernels.swiglu,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
@@ -46,7 +46,6 @@ class Exaone4Config(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("Exaone4Config", self.layer_types, self.num_hidden_layers)
         pattern = self.sliding_window_pattern
         if isinstance(pattern, str) and not (pattern != "" and set(pattern) <= set("LG")):
             raise ValueError(

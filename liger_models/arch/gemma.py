@@ -13,7 +13,6 @@ from liger_models.arch._gemma.base import GemmaModel
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.mlp import GatedMLP
@@ -54,15 +53,10 @@ class GemmaConfig(RMSNormDecoderConfig):
 class GemmaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = zero_centered_norm(config, kernels)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
+    norm_factory = staticmethod(zero_centered_norm)
+
+    def build_mlp(self, config: GemmaConfig, layer: int, kernels: KernelOptions) -> GatedMLP:
+        return GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
 
 
 class LigerGemma(GemmaModel):

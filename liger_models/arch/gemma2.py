@@ -22,7 +22,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, check_values, is_sliding
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import zero_centered_norm
 
@@ -56,7 +56,6 @@ class Gemma2Config(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("Gemma2Config", self.layer_types, self.num_hidden_layers)
         check_values(self, use_bidirectional_attention=(None, False))
 
     def window(self, layer: int) -> int | None:

@@ -20,20 +20,16 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import LatentDecoderConfig, check_layer_types, check_values
+from liger_models.layers.block import SharedExpertBlock
+from liger_models.layers.config import GroupedExperts, LatentDecoderConfig, check_layer_types, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 LAYER_TYPES = ("dense", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4MoeLiteConfig(LatentDecoderConfig):
+class Glm4MoeLiteConfig(GroupedExperts, LatentDecoderConfig):
     """Sizes and constants of a GLM-4.7-Flash model. The whole rotated part of a head is rotated."""
 
     vocab_size: int = 154880
@@ -66,33 +62,16 @@ class Glm4MoeLiteConfig(LatentDecoderConfig):
         check_values(self, partial_rotary_factor=(1.0,))
         check_layer_types("Glm4MoeLiteConfig", self.mlp_layer_types, self.num_hidden_layers, LAYER_TYPES)
 
-    @property
-    def routing(self) -> Routing:
-        """How experts are chosen, and how their weights are computed."""
-        return Routing(
-            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
-            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
-        )  # fmt: skip
-
     def is_sparse(self, layer: int) -> bool:
         """Whether the MLP of a layer is a mixture of experts."""
         return layer > 0 if self.mlp_layer_types is None else self.mlp_layer_types[layer] == "sparse"
 
 
-class Glm4MoeLiteBlock(PreNormBlock):
+class Glm4MoeLiteBlock(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
-        if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
+    def build_attention(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
+        return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
 
 
 class LigerGlm4MoeLite(CausalLM):

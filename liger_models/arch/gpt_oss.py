@@ -26,7 +26,7 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, check_values, is_sliding
 from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.linear import local
 from liger_models.layers.moe import LigerMoE
@@ -66,7 +66,6 @@ class GptOssConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("GptOssConfig", self.layer_types, self.num_hidden_layers)
         check_values(self, swiglu_alpha=(1.702,))
 
     def window(self, layer: int) -> int | None:
@@ -105,11 +104,10 @@ class GptOssAttention(LigerAttention):
 class GptOssBlock(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = fp32_norm(config, kernels)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = GptOssAttention.from_config(
+    norm_factory = staticmethod(fp32_norm)
+
+    def build_attention(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> GptOssAttention:
+        return GptOssAttention.from_config(
             config,
             layer,
             kernels,
@@ -117,13 +115,15 @@ class GptOssBlock(PreNormBlock):
             o_bias=config.attention_bias,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
+
+    def build_mlp(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
+        routing = Routing(config.num_experts_per_tok, normalize=True, round_weights=True)
         # Experts have biases, and their activation clamps gate and up.
-        self.mlp = LigerMoE(
+        return LigerMoE(
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            Routing(config.num_experts_per_tok, normalize=True, round_weights=True),
+            routing,
             act="clamped_swiglu",
             limit=config.swiglu_limit,
             bias=True,

@@ -9,9 +9,8 @@ Source: https://arxiv.org/abs/2408.13359, transformers ``models/granite``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -19,10 +18,9 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +35,15 @@ class GraniteConfig(RMSNormDecoderConfig):
     logits_scaling: float = 1.0
 
 
-class GraniteBlock(nn.Module):
+class GraniteBlock(PreNormBlock):
     """``h += m · attention(norm(h)); h += m · mlp(norm(h))``; each addition is fused with the next norm."""
 
     def __init__(self, config: GraniteConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        super().__init__(config, layer, kernels)
         self.residual_multiplier = config.residual_multiplier
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
+
+    def build_attention(self, config: GraniteConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(
             config,
             layer,
             kernels,
@@ -53,8 +51,6 @@ class GraniteBlock(nn.Module):
             o_bias=config.attention_bias,
             scale=config.attention_multiplier,
         )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""

@@ -33,7 +33,6 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import check_layer_types
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
@@ -45,6 +44,8 @@ MAMBA, ATTENTION = "mamba", "attention"
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeHybridConfig(MambaHybridConfig):
     """Sizes and constants of a Granite 4 model. Without ``layer_types``, no layer has attention."""
+
+    layer_kinds = (MAMBA, ATTENTION)
 
     attention_bias: bool = False
     embedding_multiplier: float = 1.0
@@ -58,10 +59,6 @@ class GraniteMoeHybridConfig(MambaHybridConfig):
     shared_intermediate_size: int = 1024
     position_embedding_type: str | None = None
     layer_types: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers, (MAMBA, ATTENTION))
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention instead of a mixer."""

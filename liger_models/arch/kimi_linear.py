@@ -16,7 +16,6 @@ Source: https://arxiv.org/abs/2510.26692, transformers ``models/kimi_linear``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -36,13 +35,10 @@ from liger_models.convert.weight_map import (
 )
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import LatentDecoderConfig, check_layer_types
 from liger_models.layers.kimi_delta_attention import LigerKimiDeltaAttention
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -55,6 +51,8 @@ class KimiLinearConfig(LatentDecoderConfig):
     Without ``layer_types``, every fourth layer after the first has latent attention, and without ``mlp_layer_types``,
     all layers but the first have experts.
     """
+
+    layer_kinds = (LINEAR, FULL)
 
     vocab_size: int = 163840
     hidden_size: int = 2304
@@ -84,7 +82,6 @@ class KimiLinearConfig(LatentDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("KimiLinearConfig", self.layer_types, self.num_hidden_layers, (LINEAR, FULL))
         check_layer_types("KimiLinearConfig", self.mlp_layer_types, self.num_hidden_layers, (DENSE, SPARSE))
         if any(map(self.is_sparse, range(self.num_hidden_layers))):
             self.routing.check("KimiLinearConfig", self.num_experts)
@@ -116,27 +113,18 @@ class KimiLinearConfig(LatentDecoderConfig):
         return layer > 0 if self.mlp_layer_types is None else self.mlp_layer_types[layer] == SPARSE
 
 
-class KimiLinearBlock(PreNormBlock):
+class KimiLinearBlock(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: KimiLinearConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn: LigerKimiDeltaAttention | LigerLatentAttention
-        if config.is_linear(layer):
-            self.self_attn = LigerKimiDeltaAttention(
-                config.hidden_size, config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim,
-                layer=layer, eps=config.rms_norm_eps, kernel=kernels.linear_attention,
-            )  # fmt: skip
-        else:
-            self.self_attn = LigerLatentAttention.from_config(config, layer, kernels, rotary=None)
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
-        if config.is_sparse(layer):
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
-        else:
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(
+        self, config: KimiLinearConfig, layer: int, kernels: KernelOptions
+    ) -> LigerKimiDeltaAttention | LigerLatentAttention:
+        if not config.is_linear(layer):
+            return LigerLatentAttention.from_config(config, layer, kernels, rotary=None)
+        return LigerKimiDeltaAttention(
+            config.hidden_size, config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim,
+            layer=layer, eps=config.rms_norm_eps, kernel=kernels.linear_attention,
+        )  # fmt: skip
 
 
 class LigerKimiLinear(CausalLM):

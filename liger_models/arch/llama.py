@@ -7,17 +7,12 @@ Source: https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783, tran
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +25,6 @@ class LlamaConfig(RMSNormDecoderConfig):
 
 class LlamaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
-
-    def __init__(self, config: LlamaConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class LigerLlama(CausalLM):

@@ -12,7 +12,6 @@ Source: https://arxiv.org/abs/2506.13585, transformers ``models/minimax_m2``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from liger_models.arch.registry import add_family
@@ -23,7 +22,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -53,17 +51,18 @@ class MiniMaxM2Config(RMSNormDecoderConfig):
 class MiniMaxM2Block(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, whole_projection=True)
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerMoE(
+    def build_attention(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
+        return LigerQKNormAttention.from_config(
+            config, layer, kernels, norm=self.norm_factory(config, kernels), whole_projection=True
+        )
+
+    def build_mlp(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> LigerMoE:
+        routing = Routing(config.num_experts_per_tok, normalize=True, score="sigmoid")
+        return LigerMoE(
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            Routing(config.num_experts_per_tok, normalize=True, score="sigmoid"),
+            routing,
             correction_bias=True,
             router_jitter=config.router_jitter_noise,
             kernel=kernels.swiglu,

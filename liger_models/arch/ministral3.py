@@ -11,7 +11,6 @@ Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scal
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import YarnScaling
 
 YARN = YarnScaling(factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0)
@@ -80,20 +77,11 @@ class Ministral3Attention(LigerAttention):
 class Ministral3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Ministral3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = Ministral3Attention.from_config(
-            config,
-            layer,
-            kernels,
-            beta=config.llama_4_scaling_beta,
-            length=config.rope_scaling.original_max_position_embeddings,
-            window=config.sliding_window,
+    def build_attention(self, config: Ministral3Config, layer: int, kernels: KernelOptions) -> Ministral3Attention:
+        length = config.rope_scaling.original_max_position_embeddings
+        return Ministral3Attention.from_config(
+            config, layer, kernels, beta=config.llama_4_scaling_beta, length=length, window=config.sliding_window
         )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class LigerMinistral3(CausalLM):

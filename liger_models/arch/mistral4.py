@@ -21,8 +21,7 @@ Source: https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2501.19399 (scal
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,12 +32,9 @@ from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import YarnScaling
 
 YARN = YarnScaling(
@@ -118,27 +114,16 @@ class Mistral4Attention(LigerLatentAttention):
         return q * scale.to(q.dtype)[..., None]
 
 
-class Mistral4Block(PreNormBlock):
+class Mistral4Block(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Mistral4Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = Mistral4Attention.from_config(
-            config,
-            layer,
-            kernels,
-            interleaved=config.rope_interleave,
-            beta=config.llama_4_scaling_beta,
-            length=config.rope_scaling.original_max_position_embeddings,
+    experts: ClassVar[Mapping[str, Any]] = {"fp32_router": False}
+
+    def build_attention(self, config: Mistral4Config, layer: int, kernels: KernelOptions) -> Mistral4Attention:
+        length = config.rope_scaling.original_max_position_embeddings
+        return Mistral4Attention.from_config(
+            config, layer, kernels, interleaved=config.rope_interleave, beta=config.llama_4_scaling_beta, length=length
         )
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
-        if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, fp32_router=False)
 
 
 class LigerMistral4(CausalLM):

@@ -8,7 +8,6 @@ Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -20,7 +19,6 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +41,16 @@ class MixtralConfig(RMSNormDecoderConfig):
 class MixtralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerMoE(
+    def build_attention(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
+
+    def build_mlp(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
+        routing = Routing(config.num_experts_per_tok, normalize=True)
+        return LigerMoE(
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            Routing(config.num_experts_per_tok, normalize=True),
+            routing,
             router_jitter=config.router_jitter_noise,
             kernel=kernels.swiglu,
         )

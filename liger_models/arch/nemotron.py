@@ -8,12 +8,12 @@ Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, tran
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
@@ -41,22 +41,18 @@ class NemotronConfig(DecoderConfig):
     eos_token_id: int | list[int] | None = 3
 
 
-def norm1p(config: NemotronConfig, kernels: KernelOptions) -> LigerLayerNorm:
-    """A LayerNorm that adds 1 to its weight, which is initialized to zeros."""
-    return LigerLayerNorm(config.hidden_size, config.norm_eps, init_fn="zeros", offset=1.0, kernel=kernels.layer_norm)
+def norm1p(config: NemotronConfig, kernels: KernelOptions) -> partial[LigerLayerNorm]:
+    """Return the class of a LayerNorm that adds 1 to its weight, which is initialized to zeros."""
+    return partial(LigerLayerNorm, eps=config.norm_eps, init_fn="zeros", offset=1.0, kernel=kernels.layer_norm)
 
 
 class NemotronBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: NemotronConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        self.input_layernorm = norm1p(config, kernels)
-        self.self_attn = LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
-        self.post_attention_layernorm = norm1p(config, kernels)
-        self.mlp = LigerMLP(
+    norm_factory = staticmethod(norm1p)
+
+    def build_mlp(self, config: NemotronConfig, layer: int, kernels: KernelOptions) -> LigerMLP:
+        return LigerMLP(
             config.hidden_size,
             config.intermediate_size,
             act=ACTIVATIONS[config.hidden_act],
@@ -73,7 +69,7 @@ class LigerNemotron(CausalLM):
 
     def build_norm(self, config: NemotronConfig) -> LigerLayerNorm:
         """A LayerNorm that adds 1 to its weight."""
-        return norm1p(config, self.kernels)
+        return norm1p(config, self.kernels)(config.hidden_size)
 
 
 IGNORED_KEYS = ("kv_channels",)  # NeMo's name for the size of a head; transformers does not read it

@@ -9,7 +9,6 @@ Source: https://arxiv.org/abs/2409.02060, transformers ``models/olmoe``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -20,7 +19,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -50,27 +48,22 @@ class OlmoeConfig(RMSNormDecoderConfig):
 class OlmoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: OlmoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
+    def build_attention(self, config: OlmoeConfig, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
+        return LigerQKNormAttention.from_config(
             config,
             layer,
             kernels,
-            norm=norm,
+            norm=self.norm_factory(config, kernels),
             whole_projection=True,
             clip=config.clip_qkv,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerMoE(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_experts,
-            Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
-            kernel=kernels.swiglu,
+
+    def build_mlp(self, config: OlmoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
+        routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
+        return LigerMoE(
+            config.hidden_size, config.intermediate_size, config.num_experts, routing, kernel=kernels.swiglu
         )
 
 

@@ -12,7 +12,6 @@ transformers ``models/phi3``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from liger_models.arch.registry import add_family
@@ -22,8 +21,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import LongRopeScaling
 
 
@@ -66,13 +63,8 @@ class Phi3Config(RMSNormDecoderConfig):
 class Phi3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Phi3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(self, config: Phi3Config, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
 
 
 class LigerPhi3(CausalLM):

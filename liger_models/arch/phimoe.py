@@ -78,11 +78,11 @@ class PhimoeConfig(DecoderConfig):
 class PhimoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerLayerNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.layer_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
+    def norm_factory(self, config: PhimoeConfig, kernels: KernelOptions) -> partial[LigerLayerNorm]:
+        return partial(LigerLayerNorm, eps=config.rms_norm_eps, kernel=kernels.layer_norm)
+
+    def build_attention(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(
             config,
             layer,
             kernels,
@@ -90,17 +90,15 @@ class PhimoeBlock(PreNormBlock):
             o_bias=config.attention_bias,
             window=config.sliding_window,
         )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerMoE(
+
+    def build_mlp(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
+        tolerance = 2 * config.router_jitter_noise
+        routing = Routing(config.num_experts_per_tok, score="sparsemixer", tolerance=tolerance, round_weights=True)
+        return LigerMoE(
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            Routing(
-                config.num_experts_per_tok,
-                score="sparsemixer",
-                tolerance=2 * config.router_jitter_noise,
-                round_weights=True,
-            ),
+            routing,
             router_jitter=config.input_jitter_noise,
             kernel=kernels.swiglu,
         )

@@ -8,7 +8,6 @@ Source: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115, tran
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -16,45 +15,25 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.config import LateWindowDecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(RMSNormDecoderConfig):
+class Qwen2Config(LateWindowDecoderConfig):
     """Sizes and constants of a Qwen2 model."""
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: list[str] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types("Qwen2Config", self.layer_types, self.num_hidden_layers)
-
-    def window(self, layer: int) -> int | None:
-        """The attention window of a layer, in tokens; None for full attention."""
-        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
-        return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen2Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(self, config: Qwen2Config, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
 
 
 class LigerQwen2(CausalLM):

@@ -11,7 +11,6 @@ Source: https://qwenlm.github.io/blog/qwen-moe, https://arxiv.org/abs/2407.10671
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from liger_models.arch.registry import add_family
@@ -21,10 +20,9 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +53,6 @@ class Qwen2MoeConfig(RMSNormDecoderConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types("Qwen2MoeConfig", self.layer_types, self.num_hidden_layers)
-
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=layer % 2 == 0 and layer < self.max_window_layers)
@@ -73,26 +67,23 @@ class Qwen2MoeConfig(RMSNormDecoderConfig):
 class Qwen2MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen2MoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.qkv_bias, window=config.window(layer)
-        )
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
+    def build_attention(self, config: Qwen2MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.qkv_bias, window=config.window(layer))
+
+    def build_mlp(
+        self, config: Qwen2MoeConfig, layer: int, kernels: KernelOptions
+    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE(
-                config.hidden_size,
-                config.moe_intermediate_size,
-                config.num_experts,
-                Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
-                shared_size=config.shared_expert_intermediate_size,
-                kernel=kernels.swiglu,
-            )
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
+        return LigerSharedExpertMoE(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            routing,
+            shared_size=config.shared_expert_intermediate_size,
+            kernel=kernels.swiglu,
+        )
 
 
 class LigerQwen2MoE(CausalLM):

@@ -8,21 +8,18 @@ Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.config import LateWindowDecoderConfig
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Config(RMSNormDecoderConfig):
+class Qwen3Config(LateWindowDecoderConfig):
     """Sizes and constants of a Qwen3 model."""
 
     vocab_size: int = 151936
@@ -31,41 +28,23 @@ class Qwen3Config(RMSNormDecoderConfig):
     head_dim: int | None = 128
     max_position_embeddings: int = 32768
     attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: list[str] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types("Qwen3Config", self.layer_types, self.num_hidden_layers)
-
-    def window(self, layer: int) -> int | None:
-        """The attention window of a layer, in tokens; None for full attention."""
-        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
-        return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
+    def build_attention(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
+        return LigerQKNormAttention.from_config(
             config,
             layer,
             kernels,
-            norm=norm,
+            norm=self.norm_factory(config, kernels),
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class LigerQwen3(CausalLM):

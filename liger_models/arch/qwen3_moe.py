@@ -8,7 +8,6 @@ Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -20,7 +19,6 @@ from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -57,32 +55,26 @@ class Qwen3MoeConfig(RMSNormDecoderConfig):
 class Qwen3MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
+    def build_attention(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
+        window = config.sliding_window if config.use_sliding_window else None
+        return LigerQKNormAttention.from_config(
             config,
             layer,
             kernels,
-            norm=norm,
+            norm=self.norm_factory(config, kernels),
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
-            window=config.sliding_window if config.use_sliding_window else None,
+            window=window,
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
+
+    def build_mlp(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
         # Some layers can have a dense MLP instead of experts.
-        self.mlp: LigerMoE | LigerSwiGLUMLP
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerMoE(
-                config.hidden_size,
-                config.moe_intermediate_size,
-                config.num_experts,
-                Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
-                kernel=kernels.swiglu,
-            )
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
+        return LigerMoE(
+            config.hidden_size, config.moe_intermediate_size, config.num_experts, routing, kernel=kernels.swiglu
+        )
 
 
 class LigerQwen3MoE(CausalLM):

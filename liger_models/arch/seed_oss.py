@@ -8,7 +8,6 @@ Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct, transformer
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -18,9 +17,8 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +41,17 @@ class SeedOssConfig(RMSNormDecoderConfig):
     pad_token_id: int | None = 1
 
 
-class SeedOssBlock(nn.Module):
+class SeedOssBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: SeedOssConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
+        super().__init__(config, layer, kernels)
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def build_attention(self, config: SeedOssConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(
             config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_out_bias
         )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""

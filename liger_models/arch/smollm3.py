@@ -10,7 +10,6 @@ Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (l
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -18,9 +17,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,6 @@ class SmolLM3Config(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types("SmolLM3Config", self.layer_types, self.num_hidden_layers)
         entries = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
         if not entries >= self.num_hidden_layers:
             raise ValueError(
@@ -71,22 +67,18 @@ class SmolLM3Config(RMSNormDecoderConfig):
 class SmolLM3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: SmolLM3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
+    def build_attention(self, config: SmolLM3Config, layer: int, kernels: KernelOptions) -> LigerAttention:
         # By default every fourth layer has no position embedding.
-        self.self_attn = LigerAttention.from_config(
+        rotary = "default" if config.rotates(layer) else None
+        return LigerAttention.from_config(
             config,
             layer,
             kernels,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
             window=config.window(layer),
-            rotary="default" if config.rotates(layer) else None,
+            rotary=rotary,
         )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class LigerSmolLM3(CausalLM):

@@ -8,6 +8,7 @@ Source: https://arxiv.org/abs/2402.19173, transformers ``models/starcoder2``.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,6 +19,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
@@ -48,27 +50,30 @@ class Starcoder2Config(DecoderConfig):
     eos_token_id: int | list[int] | None = 50256
 
 
-class Starcoder2Block(nn.Module):
+class Starcoder2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Starcoder2Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        self.input_layernorm = LigerLayerNorm(config.hidden_size, config.norm_epsilon, kernel=kernels.layer_norm)
-        self.self_attn = LigerAttention.from_config(
+        super().__init__(config, layer, kernels)
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def norm_factory(self, config: Starcoder2Config, kernels: KernelOptions) -> partial[LigerLayerNorm]:
+        return partial(LigerLayerNorm, eps=config.norm_epsilon, kernel=kernels.layer_norm)
+
+    def build_attention(self, config: Starcoder2Config, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(
             config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, window=config.sliding_window
         )
-        self.post_attention_layernorm = LigerLayerNorm(
-            config.hidden_size, config.norm_epsilon, kernel=kernels.layer_norm
-        )
+
+    def build_mlp(self, config: Starcoder2Config, layer: int, kernels: KernelOptions) -> LigerMLP:
         # The MLP is a matrix, an activation and another matrix, without a gate.
-        self.mlp = LigerMLP(
+        return LigerMLP(
             config.hidden_size,
             config.intermediate_size,
             act=ACTIVATIONS[config.hidden_act],
             bias=config.use_bias,
             kernel=kernels.swiglu,
         )
-        self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""

@@ -1,4 +1,13 @@
-"""Registration of ops: the library of all ops, ops with named inputs and outputs, and their backward.
+"""Registration of ops: the library of all ops, and two ways to define an op and its backward.
+
+`define_op` defines an op whose inputs are the parameters of a function. The annotations of the parameters give the
+op's schema, and the names of the backward's parameters say what the forward saves::
+
+    def _backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    BACKWARD = define_op("norm_backward", _backward, _backward_fake)
+    FORWARD = define_op("norm", _forward, _fake, backward=BACKWARD, gradients="x weight")
 
 PyTorch's dispatcher takes the arguments of an op by position. An op with many arguments is therefore defined with `Op`:
 one NamedTuple holds the inputs, another NamedTuple holds the outputs, and all functions of the op take and return these
@@ -32,10 +41,12 @@ stand for bools::
 """
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
 from itertools import compress
 from operator import itemgetter
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -55,7 +66,11 @@ TYPES: dict[Any, str] = {
     list[int]: "int[]",
     list[bool]: "bool[]",
 }
-"""Maps annotations of fields to types in a schema. ``T | None`` becomes an optional type."""
+"""Maps annotations to types in a schema. ``T | None`` becomes an optional type, and ``Annotated[T, "SymInt"]`` the type
+SymInt."""
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Outputs = TypeVar("Outputs")
@@ -192,7 +207,9 @@ def _argument(hint: Any) -> Argument | None:
 
 
 def _type_name(hint: Any) -> str:
-    """Return the type in a schema for the annotation of a field."""
+    """Return the type in a schema for the annotation of a field or a parameter."""
+    if get_origin(hint) is Annotated:
+        return str(get_args(hint)[1])
     if get_origin(hint) not in (types.UnionType, Union):
         return TYPES[hint]
     (option_type,) = (option for option in get_args(hint) if option is not type(None))
@@ -367,6 +384,166 @@ def without_dispatcher(
         return apply(*inputs) if need and apply is not None else implementation(*inputs)
 
     return call
+
+
+def define_op(
+    name: str,
+    forward: Callable[Parameters, Result],
+    fake: Callable[..., Any] | str,
+    *,
+    outputs: str = "",
+    backward: Callable[..., Any] | None = None,
+    gradients: str = "",
+    constants: str = "",
+    needs: Mapping[str, str] | None = None,
+) -> Callable[Parameters, Result]:
+    """Define an op whose inputs are the parameters of a function, and return the function that runs the op.
+
+    The returned function takes all inputs by position. `without_dispatcher` says when it skips PyTorch's dispatcher.
+
+    The first parameters of ``backward`` are the gradients of the outputs. The names of its other parameters say what
+    they take: the name of an input or of an output takes the tensor or number that the forward saves, and
+    ``need_<input>`` takes whether this input needs a gradient. If all gradients of the outputs are missing, the inputs
+    get no gradients, and ``backward`` is not called. If only some are missing, they are zeros, unless a parameter is
+    annotated as ``Tensor | None``.
+
+    Args:
+        name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
+        forward: implementation of the op on every device. The annotations of its parameters, and their defaults, give
+            the op's schema.
+        fake: implementation for fake tensors, which have shapes and dtypes but no values. If each output has the shape
+            and dtype of an input, the names of these inputs suffice; for an input that is None, the output is empty.
+        outputs: names of the outputs, separated by spaces. Needed if ``backward`` takes outputs, or if the result is
+            annotated as a tuple of any length.
+        backward: function that returns the gradients of inputs; None if the op has no backward. It may be an op.
+        gradients: names of the inputs whose gradients ``backward`` returns, in this order. The gradient of an input
+            that needs none may be any tensor.
+        constants: names of outputs without gradients.
+        needs: maps parameters of ``backward`` to names of inputs. The parameter takes whether one of them needs a
+            gradient.
+    """
+    hints = get_type_hints(forward, include_extras=True)
+    arguments = []
+    for parameter in signature(forward).parameters.values():
+        default = "" if parameter.default is Parameter.empty else f"={parameter.default}"
+        arguments.append(f"{_type_name(hints[parameter.name])} {parameter.name}{default}")
+    LIBRARY.define(f"{name}({', '.join(arguments)}) -> {_result_type(hints['return'], outputs.split())}")
+    LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    fake = fake if callable(fake) else _fake_like([list(hints).index(name) for name in fake.split()])
+    torch.library.register_fake(f"{LIBRARY.ns}::{name}", fake, lib=LIBRARY)
+    if backward is None:
+        run = without_dispatcher(getattr(getattr(torch.ops, LIBRARY.ns), name).default, forward)
+    else:
+        groups = {parameter: inputs.split() for parameter, inputs in (needs or {}).items()}
+        setup, differentiate = _autograd_functions(
+            hints, outputs.split() or ["y"], backward, gradients.split(), constants.split(), groups
+        )
+        run = register_autograd(name, differentiate, setup, forward)
+    return wraps(forward)(run)
+
+
+def _fake_like(places: list[int]) -> Callable[..., Any]:
+    """Return a fake implementation whose outputs have the shapes and dtypes of the inputs at ``places``."""
+
+    def fake(*inputs: Any) -> Any:
+        like = [inputs[place] for place in places]
+        results = [like[0].new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in like]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    return fake
+
+
+def _result_type(hint: Any, outputs: list[str]) -> str:
+    """Return the type of an op's result in a schema."""
+    if hint is Tensor or hint is type(None):
+        return "Tensor" if hint is Tensor else "()"
+    types_of_outputs = get_args(hint)
+    count = len(outputs) if types_of_outputs[-1] is Ellipsis else len(types_of_outputs)
+    return f"({', '.join(['Tensor'] * count)})"
+
+
+def _autograd_functions(
+    hints: Mapping[str, Any],
+    outputs: list[str],
+    backward: Callable[..., Any],
+    gradients: list[str],
+    constants: list[str],
+    needs: dict[str, list[str]],
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return the two functions that `register_autograd` takes. `define_op` describes the arguments.
+
+    The functions run in every call, so they are generated.
+
+    Args:
+        hints: the annotations of the forward.
+    """
+    inputs = [name for name in hints if name != "return"]
+    parameters = list(signature(backward).parameters)
+
+    # A parameter of `backward` takes the gradient of an output, whether gradients are needed, or a saved value.
+    differentiable = [name for name in outputs if name not in constants]
+    upstream = dict(zip(differentiable, parameters, strict=False))
+    flags = {f"need_{name}": [name] for name in inputs} | needs
+    saved = [name for name in parameters[len(upstream) :] if name not in flags]
+    unknown = {*saved, *constants}.difference(inputs, outputs) | {*gradients}.difference(inputs)
+    if unknown:
+        raise ValueError(f"define_op: names must be those of inputs or outputs, got {', '.join(sorted(unknown))}.")
+
+    # Autograd saves tensors, and the context holds all other values.
+    is_tensor = {name: name in outputs or _type_name(hints[name]) in ("Tensor", "Tensor?") for name in saved}
+    tensors = "".join(f"{name}, " for name in saved if is_tensor[name])
+    others = "".join(f"{name}, " for name in saved if not is_tensor[name])
+
+    # Autograd makes zeros for missing gradients of outputs, unless `backward` takes None, or takes only one gradient.
+    backward_hints = get_type_hints(backward, include_extras=True)
+    takes_none = any(_type_name(backward_hints[name]) == "Tensor?" for name in upstream.values())
+    keeps_none = takes_none or len(upstream) == 1 < len(outputs)
+
+    # The function that runs after the forward unpacks only what it needs.
+    setup = []
+    if {*saved, *constants} & {*inputs}:
+        setup.append(f"({', '.join(inputs)},) = _inputs")
+    if {*saved, *constants} & {*outputs}:
+        setup.append(f"({', '.join(outputs)},) = {'_output' if len(outputs) > 1 else '(_output,)'}")
+    if keeps_none:
+        setup.append("_ctx.set_materialize_grads(False)")
+    if constants:
+        setup.append(f"_ctx.mark_non_differentiable({', '.join(constants)})")
+    if others:
+        setup.append(f"_ctx.others = ({others})")
+    setup.append(f"_ctx.save_for_backward({tensors})")
+
+    # The function that runs in the backward. The saved tensors are read once, because each read recomputes them under
+    # checkpointing. An input that is None must not get a gradient.
+    need = {name: f"_need[{place}]" for place, name in enumerate(inputs)}
+    arguments = [" or ".join(map(need.__getitem__, flags[name])) if name in flags else name for name in parameters]
+    results = dict.fromkeys(inputs, "None")
+    for name in gradients:
+        is_optional = _type_name(hints[name]) == "Tensor?"
+        results[name] = f"_d_{name} if {need[name]} else None" if is_optional else f"_d_{name}"
+    differentiate = []
+    if keeps_none:
+        differentiate.append(f"if {' is None and '.join(upstream.values())} is None:")
+        differentiate.append(f"    return {(None,) * len(inputs)}")
+    if tensors:
+        differentiate.append(f"({tensors}) = _ctx.saved_tensors")
+    if others:
+        differentiate.append(f"({others}) = _ctx.others")
+    if any("_need[" in text for text in (*arguments, *results.values())):
+        differentiate.append("_need = _ctx.needs_input_grad")
+    differentiate.append(f"{', '.join(f'_d_{name}' for name in gradients)} = _backward({', '.join(arguments)})")
+    differentiate.append(f"return ({', '.join(results.values())},)")
+
+    d_outputs = ", ".join(upstream.get(name, f"_d_{name}") for name in outputs)
+    source = [
+        "def setup(_ctx, _inputs, _output):",
+        *(f"    {line}" for line in setup),
+        f"def differentiate(_ctx, {d_outputs}):",
+        *(f"    {line}" for line in differentiate),
+    ]
+    namespace: dict[str, Any] = {"_backward": backward}
+    exec(compile("\n".join(source), f"<gradients of {', '.join(gradients)}>", "exec"), namespace)
+    return namespace["setup"], namespace["differentiate"]
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:

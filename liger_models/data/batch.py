@@ -64,10 +64,11 @@ def _join(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].dim() < 2:
         return torch.cat([*tensors])
     shape = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    padding = [[most - length for most, length in zip(shape, tensor.shape[1:], strict=True)] for tensor in tensors]
-    return torch.cat(
-        [
-            pad(tensor, [part for after in reversed(missing) for part in (0, after)]) if any(missing) else tensor
-            for tensor, missing in zip(tensors, padding, strict=True)
-        ]
-    )
+    padded = []
+    for tensor in tensors:
+        # `pad` takes the widths before and after each dimension, from the last dimension to the second.
+        widths: list[int] = []
+        for most, length in zip(reversed(shape), reversed(tensor.shape[1:]), strict=True):
+            widths += 0, most - length
+        padded.append(pad(tensor, widths) if any(widths) else tensor)
+    return torch.cat(padded)

@@ -19,13 +19,13 @@ https://arxiv.org/abs/2309.14509 (Ulysses: token shards exchanged for head shard
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 
 # PyTorch 2.13 renamed these functions and deprecated the old names. A PyTorch built without distributed support has
 # neither name.
@@ -74,13 +74,9 @@ def group_of(group: Any, *, sequence_parallel: bool = False) -> Group:
     return Group(group.group_name, group.size(), dist.get_rank(group), sequence_parallel)
 
 
-LIBRARY.define("all_reduce(Tensor x, str group) -> Tensor")
-LIBRARY.define("all_gather(Tensor x, str group) -> Tensor")
-LIBRARY.define("reduce_scatter(Tensor x, str group) -> Tensor")
-LIBRARY.define("all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group) -> Tensor")
+Sizes = Annotated[list[int], "SymInt[]"]
 
 
-@torch.library.impl(LIBRARY, "all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(x: Tensor, group: str) -> Tensor:
     # The sum is written to a new tensor, because ops must not write to their inputs.
     total = x.clone(memory_format=torch.contiguous_format)
@@ -88,7 +84,6 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return total
 
 
-@torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: str) -> Tensor:
     # The result is [R, ...]. The collective takes flat tensors, so both tensors are flattened.
     gathered = x.new_empty(_groups[group].size(), *x.shape)
@@ -96,56 +91,39 @@ def _all_gather(x: Tensor, group: str) -> Tensor:
     return gathered
 
 
-@torch.library.impl(LIBRARY, "reduce_scatter", "CompositeExplicitAutograd")
 def _reduce_scatter(x: Tensor, group: str) -> Tensor:
     total = x.new_empty(x.shape[1:])
     reduce_into(total.view(-1), x.contiguous().view(-1), group=_groups[group])
     return total
 
 
-@torch.library.impl(LIBRARY, "all_to_all", "CompositeExplicitAutograd")
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+def _all_to_all(x: Tensor, sent: Sizes, received: Sizes, group: str) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=_groups[group])
     return out
 
 
-@torch.library.register_fake("liger_models::all_reduce", lib=LIBRARY)
-def _all_reduce_fake(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("liger_models::all_gather", lib=LIBRARY)
-def _all_gather_fake(x: Tensor, group: str) -> Tensor:
-    return x.new_empty(_groups[group].size(), *x.shape)
-
-
-@torch.library.register_fake("liger_models::reduce_scatter", lib=LIBRARY)
-def _reduce_scatter_fake(x: Tensor, group: str) -> Tensor:
-    return x.new_empty(x.shape[1:])
-
-
-@torch.library.register_fake("liger_models::all_to_all", lib=LIBRARY)
-def _all_to_all_fake(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    return x.new_empty(sum(received), *x.shape[1:])
+ALL_REDUCE = define_op("all_reduce", _all_reduce, "x")
+ALL_GATHER = define_op("all_gather", _all_gather, lambda x, group: x.new_empty(_groups[group].size(), *x.shape))
+REDUCE_SCATTER = define_op("reduce_scatter", _reduce_scatter, lambda x, group: x.new_empty(x.shape[1:]))
+ALL_TO_ALL = define_op(
+    "all_to_all", _all_to_all, lambda x, sent, received, group: x.new_empty(sum(received), *x.shape[1:])
+)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Return the sum of x over the ranks. This function is not differentiable."""
-    total: Tensor = torch.ops.liger_models.all_reduce(x, group.name)
-    return total
+    return ALL_REDUCE(x, group.name)
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Stack the tensors [...] of all ranks to [R, ...]. This function is not differentiable."""
-    gathered: Tensor = torch.ops.liger_models.all_gather(x, group.name)
-    return gathered
+    return ALL_GATHER(x, group.name)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum x [R, ...] over the ranks, and return part r, [...], on rank r. This function is not differentiable."""
-    total: Tensor = torch.ops.liger_models.reduce_scatter(x, group.name)
-    return total
+    return REDUCE_SCATTER(x, group.name)
 
 
 def by_rank(x: Tensor, size: int) -> Tensor:
@@ -300,13 +278,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        exchanged: Tensor = torch.ops.liger_models.all_to_all(x, sent, received, group.name)
-        return exchanged
+        return ALL_TO_ALL(x, sent, received, group.name)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        dx = torch.ops.liger_models.all_to_all(dy, ctx.received, ctx.sent, ctx.group.name)
-        return dx, None, None, None
+        return ALL_TO_ALL(dy, ctx.received, ctx.sent, ctx.group.name), None, None, None
 
 
 class _DivideGradient(torch.autograd.Function):

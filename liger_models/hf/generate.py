@@ -249,9 +249,11 @@ def _run(
     every = STEPS_PER_CHECK if ids.device.type in ACCELERATORS and streamer is None else 1
     first = slice(None, None, repeats)
     # A user's processor would notice further steps after the end. A streamer reads a token while the next step runs.
-    ahead = STEPS_AHEAD if streamer is None else 0 if others else 1
+    ahead = STEPS_AHEAD
     if ids.device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
         ahead = 0
+    elif streamer is not None:
+        ahead = 0 if others else 1
     steps = run_steps(
         decoder,
         ids[first],

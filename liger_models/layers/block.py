@@ -1,22 +1,45 @@
 """The block of most decoders: attention and an MLP, each with a norm before it."""
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerSharedExpertMoE
+from liger_models.layers.norm import LigerRMSNorm
 
 
 class PreNormBlock(nn.Module):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
 
-    The constructor of a derived class creates the four layers. ``mlp`` may be a mixture of experts.
+    The layers are those of Llama. A derived class overrides the methods that create the layers in which it differs.
     """
 
-    input_layernorm: nn.Module
-    self_attn: Any
-    post_attention_layernorm: nn.Module
-    mlp: Any
+    def __init__(self, config: Any, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = self.norm_factory(config, kernels)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = self.build_attention(config, layer, kernels)
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = self.build_mlp(config, layer, kernels)
+
+    def norm_factory(self, config: Any, kernels: KernelOptions) -> Callable[[int], nn.Module]:
+        """Return a function that creates a norm of a given width."""
+        return partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+
+    def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
+        """Create the attention of a layer. Its projections have biases if the config has ``attention_bias``."""
+        bias = getattr(config, "attention_bias", False)
+        return LigerAttention.from_config(config, layer, kernels, qkv_bias=bias, o_bias=bias)
+
+    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
+        """Create the MLP of a layer, which may be a mixture of experts."""
+        return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
@@ -24,3 +47,19 @@ class PreNormBlock(nn.Module):
         # A layout has experts only for a mixture.
         outputs: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
         return outputs
+
+
+class SharedExpertBlock(PreNormBlock):
+    """A `PreNormBlock` with a mixture of experts and shared experts in the layers for which ``is_sparse`` is True.
+
+    ``is_sparse(layer)`` is a method of the config.
+    """
+
+    experts: ClassVar[Mapping[str, Any]] = {"correction_bias": True}
+    """Arguments of `LigerSharedExpertMoE.from_config`."""
+
+    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
+        """Create the MLP or the mixture of experts of a layer."""
+        if not config.is_sparse(layer):
+            return super().build_mlp(config, layer, kernels)
+        return LigerSharedExpertMoE.from_config(config, kernels, **self.experts)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
+from liger_models.kernels.moe.routing import Routing
 from liger_models.layers.rope import RopeScaling, YarnScaling, yarn_mscale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -118,6 +119,9 @@ class DecoderConfig(BaseConfig):
     rope_aliases: ClassVar[Mapping[str, str]] = {}
     """Maps rope types in config.json files of this architecture to the types that they stand for."""
 
+    layer_kinds: ClassVar[tuple[str, ...]] = LAYER_TYPES
+    """Values that ``layer_types`` may hold, if the config has this field."""
+
     original_length: ClassVar[int | None] = None
     """Default of ``original_max_position_embeddings`` at config.json's top level; None if the key is not read there."""
 
@@ -158,6 +162,7 @@ class DecoderConfig(BaseConfig):
                 f"{name}: hidden_act must be {' or '.join(map(repr, self.activations))}, got {self.hidden_act!r}. The "
                 "architecture supports no other activation."
             )
+        check_layer_types(name, getattr(self, "layer_types", None), self.num_hidden_layers, self.layer_kinds)
 
     @property
     def kv_heads(self) -> int:
@@ -181,6 +186,37 @@ class RMSNormDecoderConfig(DecoderConfig):
     """`DecoderConfig` of a decoder whose norms are RMSNorms."""
 
     rms_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateWindowDecoderConfig(RMSNormDecoderConfig):
+    """`RMSNormDecoderConfig` of a decoder whose layers from ``max_window_layers`` on may have an attention window."""
+
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of a layer, in tokens; None for full attention."""
+        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
+        return self.sliding_window if self.use_sliding_window and sliding else None
+
+
+class GroupedExperts:
+    """Methods of a config whose experts are chosen from the best groups, after some dense layers."""
+
+    @property
+    def routing(self: Any) -> Routing:
+        """How experts are chosen, and how their weights are computed."""
+        return Routing(
+            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
+            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
+        )  # fmt: skip
+
+    def is_sparse(self: Any, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return bool(layer >= self.first_k_dense_replace)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,15 +174,14 @@ def measure_times(
         return times
     forward, both = (scale * sum(seconds[part] for seconds in plain) for part in (0, 1))
     ratio = both / (times.forward + times.backward)  # measured seconds per counted second
-    recomputed = {
-        policy: tuple(
+    recomputed = {policy: tuple(ratio * seconds for seconds in counted) for policy, counted in times.recomputed.items()}
+    for policy, estimates in recomputed.items():
+        recomputed[policy] = tuple(
             max(measured[block_type][policy][1] - without[1], 0.0) * scale
             if policy in measured[block_type]
-            else ratio * seconds
-            for block_type, without, seconds in zip(types, plain, counted, strict=True)
+            else seconds
+            for block_type, without, seconds in zip(types, plain, estimates, strict=True)
         )
-        for policy, counted in times.recomputed.items()
-    }
     link = _copy_speed(model.device) if model.device.type in ACCELERATORS else times.link
     return times._replace(
         forward=forward, backward=both - forward, rest=ratio * times.rest, recomputed=recomputed, link=link

@@ -166,8 +166,9 @@ def apply_fsdp(
     }
     if experts_mesh is not None and experts_mesh.size() == 1 and not cpu_offload:
         # FSDP2 would only copy them, unless it has to cast them.
-        mine = [each for layer in layers_of(model) if layer.groups.expert for each in layer.parameters()]
-        ignored |= {each for each in mine if is_sharded(each) and each.dtype == (param_dtype or each.dtype)}
+        for layer in layers_of(model):
+            if layer.groups.expert:
+                ignored |= {x for x in layer.parameters() if is_sharded(x) and x.dtype == (param_dtype or x.dtype)}
     dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
     passes, options = BackwardPasses(), _options(mesh, reshard_after_forward, ignored, **dtypes)
     # A number in reshard_after_forward counts ranks of the whole mesh, not of the experts' mesh.

@@ -612,7 +612,9 @@ class _Conversation:
         """
         # Compare with the text that ends with this answer. Whatever both have in common belongs to the answer.
         prefix = self._prefix(index + 1)
-        own = "" if prefix is None else prefix if number is None else prefix.rpartition(_mark(number))[2]
+        own = prefix or ""
+        if number is not None:
+            own = own.rpartition(_mark(number))[2]
         own = _MARK.split(own)[0] if inner else _unmarked(own)[skip:]
         common = self._common(after, own)
         ends = [] if inner else [match.end() for match in self._special.finditer(after, 0, common)]

@@ -289,9 +289,10 @@ def _of_card(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, Splits]
         content = config.get("data_files")
         if isinstance(content, Mapping):
             content = [{"split": split, "path": path} for split, path in content.items()]
-        entries = content if isinstance(content, list) else [content] if content else []
+        if not isinstance(content, list):
+            content = [content] if content else []
         splits: Splits = {}
-        for entry in entries:
+        for entry in content:
             is_named = isinstance(entry, Mapping)
             patterns = entry.get("path") if is_named else entry
             patterns = [patterns] if isinstance(patterns, str) else patterns or []

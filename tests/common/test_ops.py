@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_models.common.ops import Argument, Arguments, Op
+from liger_models.common.ops import Argument, Arguments, Op, define_op
 
 PAIR = Argument("Tensor? {0}_a=None, Tensor? {0}_b=None", tuple, lambda a, b: (a, b))
 SCALED = Argument(
@@ -209,3 +209,46 @@ def test_only_calls_that_something_observes_go_through_the_dispatcher(monkeypatc
     assert dispatched
     assert torch.equal(*gradients)
     assert kept[: len(kept) // 2] == kept[len(kept) // 2 :]
+
+
+def _scaled_backward(
+    d_y: Tensor | None, d_total: Tensor | None, x: Tensor, y: Tensor, bias: Tensor | None, scale: float, need_sum: bool
+) -> tuple[Tensor, Tensor | None]:
+    d_inner = torch.zeros_like(x) if d_y is None else d_y * (y > 0)
+    d_x = d_inner * scale if d_total is None else d_inner * scale + d_total
+    return d_x, d_inner.sum(0) if need_sum else x.new_empty(0)
+
+
+def _scaled(
+    x: Tensor, bias: Tensor | None, scale: float = 2.0, places: Annotated[int, "SymInt"] = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = (x * scale if bias is None else x * scale + bias).relu()
+    return y, x.sum(0), y.sign()
+
+
+def test_op_of_a_function():
+    """The schema of a function, and a backward whose parameters say what is saved."""
+    names = {"outputs": "y total sign", "constants": "sign", "needs": {"need_sum": "bias"}}
+    options = names | {"backward": _scaled_backward, "gradients": "x bias"}
+    fake = lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape[1:]), x.new_empty(x.shape))
+    scaled = define_op("scaled_of_the_tests", _scaled, fake, **options)
+    overload = torch.ops.liger_models.scaled_of_the_tests
+    assert str(overload.default._schema) == (
+        "liger_models::scaled_of_the_tests(Tensor x, Tensor? bias, float scale=2., SymInt places=0)"
+        " -> (Tensor, Tensor, Tensor)"
+    )
+    x, bias = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    for arguments in ((x, bias), (x, None, 3.0), (x.detach(), bias, 2.0, 1), (x, bias.detach())):
+        torch.library.opcheck(overload, arguments)
+
+    y, total, sign = scaled(x, bias, 3.0, 0)
+    assert not sign.requires_grad
+    d_x, d_bias = torch.autograd.grad([y, total], [x, bias], [torch.ones(3, 4), torch.full((4,), 2.0)])
+    assert torch.equal(d_x, 3 * (y > 0) + 2)
+    assert torch.equal(d_bias, (y > 0).sum(0))
+    assert torch.equal(torch.autograd.grad(scaled(x, bias, 3.0, 0)[1].sum(), x)[0], torch.ones(3, 4))
+    y = scaled(x, None, 3.0, 0)[0]
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], 3 * (y > 0))
+
+    with pytest.raises(ValueError, match="inputs or outputs, got bais"):
+        define_op("wrong_of_the_tests", _scaled, fake, **(options | {"gradients": "x bais"}))

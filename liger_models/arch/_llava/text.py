@@ -1,14 +1,11 @@
 """The language models of the families with a Pixtral or CLIP tower: Mistral and Llama."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +24,8 @@ class LlavaBlock(PreNormBlock):
     The configuration may have ``attention_bias`` and ``mlp_bias``, as that of a Llama.
     """
 
-    def __init__(self, config: MistralTextConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+    def build_attention(self, config: MistralTextConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
         bias = getattr(config, "attention_bias", False)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
+        return LigerAttention.from_config(
             config, layer, kernels, window=config.sliding_window, qkv_bias=bias, o_bias=bias
         )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)

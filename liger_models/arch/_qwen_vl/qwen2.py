@@ -2,19 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.config import LateWindowDecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VLTextConfig(RMSNormDecoderConfig):
+class Qwen2VLTextConfig(LateWindowDecoderConfig):
     """Sizes and constants of the language model of Qwen2-VL and Qwen2.5-VL."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {"mrope": "default"}
@@ -29,32 +26,15 @@ class Qwen2VLTextConfig(RMSNormDecoderConfig):
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1000000.0
     mrope_section: list[int] = field(default_factory=lambda: [16, 24, 24])
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
     max_window_layers: int = 80
-    layer_types: list[str] | None = None
     bos_token_id: int | None = 151643
     eos_token_id: int | list[int] | None = 151645
     image_token_id: int = 151655
     video_token_id: int = 151656
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
-
-    def window(self, layer: int) -> int | None:
-        """The attention window of a layer, in tokens; None for full attention."""
-        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
-        return self.sliding_window if self.use_sliding_window and sliding else None
-
 
 class Qwen2VLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen2VLTextConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(self, config: Qwen2VLTextConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))

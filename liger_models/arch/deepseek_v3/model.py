@@ -20,20 +20,17 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import LatentDecoderConfig
+from liger_models.layers.block import SharedExpertBlock
+from liger_models.layers.config import GroupedExperts, LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Config(LatentDecoderConfig):
+class DeepseekV3Config(GroupedExperts, LatentDecoderConfig):
     """Sizes and constants of a DeepSeek V3 model."""
 
     vocab_size: int = 129280
@@ -57,33 +54,12 @@ class DeepseekV3Config(LatentDecoderConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 1
 
-    @property
-    def routing(self) -> Routing:
-        """How experts are chosen, and how their weights are computed."""
-        return Routing(
-            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
-            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
-        )  # fmt: skip
 
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the MLP of a layer is a mixture of experts."""
-        return layer >= self.first_k_dense_replace
-
-
-class DeepseekV3Block(PreNormBlock):
+class DeepseekV3Block(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: DeepseekV3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
-        self.post_attention_layernorm = norm()
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
-        if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
+    def build_attention(self, config: DeepseekV3Config, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
+        return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
 
 
 class LigerDeepseekV3(CausalLM):
@@ -107,10 +83,8 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys that transformers 5 writes."""
-    names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-    return {names.get(key, key): value for key, value in hf.items()}
+from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})
+"""Renames keys that transformers 5 writes."""
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

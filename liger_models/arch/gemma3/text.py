@@ -22,7 +22,7 @@ from liger_models.convert.config_map import flat_rope
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
+from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import zero_centered_norm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
@@ -64,7 +64,6 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
         check_values(self, use_bidirectional_attention=(None, False))
 
     def layer_type(self, layer: int) -> str:

@@ -33,7 +33,7 @@ from liger_models.convert.config_map import flat_rope
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.distributed.collectives import sum_over
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
+from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.linear import ranks_of
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import fp32_norm
@@ -85,7 +85,6 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name, layers = type(self).__name__, self.num_hidden_layers
-        check_layer_types(name, self.layer_types, layers)
         check_values(self, altup_active_idx=(0,))
         for key in ("intermediate_size", "activation_sparsity_pattern"):
             values = getattr(self, key)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
+from liger_models.layers.config import RMSNormDecoderConfig, check_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,6 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name, H = type(self).__name__, self.num_attention_heads
-        check_layer_types(name, self.layer_types, self.num_hidden_layers)
         check_values(self, use_bidirectional_attention=(None, "vision"), rope_scaling=(None,))
         # Layers without a window may have another number of KV heads.
         groups = {self.kv_heads_of(layer) for layer in range(self.num_hidden_layers)}

@@ -13,28 +13,24 @@ gradients do not train it. The layer for multi-token prediction is kept and save
 Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerSharedExpertMoE
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.block import SharedExpertBlock
+from liger_models.layers.config import GroupedExperts, RMSNormDecoderConfig
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4MoeConfig(RMSNormDecoderConfig):
+class Glm4MoeConfig(GroupedExperts, RMSNormDecoderConfig):
     """Sizes and constants of a GLM-4.5 model."""
 
     vocab_size: int = 151552
@@ -62,34 +58,15 @@ class Glm4MoeConfig(RMSNormDecoderConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    @property
-    def routing(self) -> Routing:
-        """How experts are chosen, and how their weights are computed."""
-        return Routing(
-            self.num_experts_per_tok, self.norm_topk_prob, score="sigmoid", groups=self.n_group,
-            top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
-        )  # fmt: skip
 
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the MLP of a layer is a mixture of experts."""
-        return layer >= self.first_k_dense_replace
-
-
-class Glm4MoeBlock(PreNormBlock):
+class Glm4MoeBlock(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        attention, options = (LigerQKNormAttention, {"norm": norm}) if config.use_qk_norm else (LigerAttention, {})
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = attention.from_config(config, layer, kernels, qkv_bias=config.attention_bias, **options)
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp: LigerSharedExpertMoE | LigerSwiGLUMLP
-        if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerSharedExpertMoE.from_config(config, kernels, correction_bias=True)
+    def build_attention(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        if not config.use_qk_norm:
+            return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.attention_bias)
+        norm = self.norm_factory(config, kernels)
+        return LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, qkv_bias=config.attention_bias)
 
 
 class LigerGlm4Moe(CausalLM):
@@ -110,10 +87,8 @@ IGNORED_KEYS = (
 )
 
 
-def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys that transformers 5 writes."""
-    names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-    return {names.get(key, key): value for key, value in hf.items()}
+from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})
+"""Renames keys that transformers 5 writes."""
 
 
 def weight_map(config: Glm4MoeConfig, *, fused: bool = False, prefix: str = "model", **more: Any) -> WeightMap:

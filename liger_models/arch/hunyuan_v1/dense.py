@@ -9,10 +9,9 @@ Source: https://github.com/Tencent-Hunyuan/Hunyuan-7B, transformers ``models/hun
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -20,9 +19,8 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -45,28 +43,20 @@ class HunYuanDenseV1Attention(LigerQKNormAttention):
         return self.q_norm(q), self.k_norm(k), v
 
 
-class HunYuanDenseV1Block(nn.Module):
+class HunYuanDenseV1Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: HunYuanDenseV1Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = HunYuanDenseV1Attention.from_config(
-            config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+    def build_attention(
+        self, config: HunYuanDenseV1Config, layer: int, kernels: KernelOptions
+    ) -> HunYuanDenseV1Attention:
+        return HunYuanDenseV1Attention.from_config(
+            config,
+            layer,
+            kernels,
+            norm=self.norm_factory(config, kernels),
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = self.build_mlp(config, kernels)
-
-    def build_mlp(self, config: Any, kernels: KernelOptions) -> Any:
-        """The MLP of the block."""
-        return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        y: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
-        return y
 
 
 class LigerHunYuanDenseV1(CausalLM):

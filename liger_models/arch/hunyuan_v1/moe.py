@@ -50,7 +50,7 @@ class HunYuanMoEV1Config(HunYuanDenseV1Config):
 class HunYuanMoEV1Block(HunYuanDenseV1Block):
     """`HunYuanDenseV1Block` with a mixture of experts."""
 
-    def build_mlp(self, config: HunYuanMoEV1Config, kernels: KernelOptions) -> LigerSharedExpertMoE:
+    def build_mlp(self, config: HunYuanMoEV1Config, layer: int, kernels: KernelOptions) -> LigerSharedExpertMoE:
         """A mixture of experts and a shared expert of the same width."""
         width = config.intermediate_size
         return LigerSharedExpertMoE(

@@ -10,7 +10,6 @@ Source: https://arxiv.org/abs/2408.12637, https://arxiv.org/abs/2504.05299, tran
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -23,26 +22,12 @@ from liger_models.arch.registry import add_family
 from liger_models.common.errors import check_tensors
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.decoder import CausalLMOutput
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 
 
 class Idefics3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
-
-    def __init__(self, config: Idefics3Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class Idefics3Model(TileModel):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from liger_models.layers.config import (
     PLAIN_ACTIVATIONS,
     RMSNormDecoderConfig,
-    check_layer_types,
     check_multiple,
     check_values,
     is_sliding,
@@ -135,7 +134,6 @@ class InternVLConfig(RMSNormDecoderConfig):
                 f"{name}: downsample_ratio ({self.downsample_ratio}) must be 1 over a number that divides the rows of "
                 f"patches of a tile ({patches}). Check config.json."
             )
-        check_layer_types(name, self.layer_types, self.num_hidden_layers)
 
     @property
     def shuffle(self) -> int:

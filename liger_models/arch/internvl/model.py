@@ -9,7 +9,7 @@ another format.
 Source: https://arxiv.org/abs/2504.10479, https://arxiv.org/abs/2508.18265, transformers ``models/internvl``.
 """
 
-from functools import partial
+from typing import Any
 
 from liger_models.arch._tiles.model import TileModel
 from liger_models.arch.internvl import names
@@ -23,35 +23,29 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 class InternVLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: InternVLConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+    def build_attention(self, config: InternVLConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
         qkv_bias, o_bias = config.projection_biases
+        options: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "window": config.window(layer)}
         # Qwen3 normalizes each head of q and k, and Qwen2 has biases instead.
-        attention, options = (LigerQKNormAttention, {"norm": norm}) if config.normalizes_heads else (LigerAttention, {})
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = attention.from_config(
-            config, layer, kernels, qkv_bias=qkv_bias, o_bias=o_bias, window=config.window(layer), **options
+        if not config.normalizes_heads:
+            return LigerAttention.from_config(config, layer, kernels, **options)
+        return LigerQKNormAttention.from_config(
+            config, layer, kernels, norm=self.norm_factory(config, kernels), **options
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp: LigerMoE | LigerSwiGLUMLP
+
+    def build_mlp(self, config: InternVLConfig, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
         if not config.is_sparse(layer):
-            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        else:
-            self.mlp = LigerMoE(
-                config.hidden_size,
-                config.moe_intermediate_size,
-                config.num_experts,
-                Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True),
-                kernel=kernels.swiglu,
-            )
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
+        return LigerMoE(
+            config.hidden_size, config.moe_intermediate_size, config.num_experts, routing, kernel=kernels.swiglu
+        )
 
 
 class LigerInternVL(TileModel):

@@ -16,7 +16,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Expression, Rearrange, Split, Stack, WeightMap, qkv_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.config import DecoderConfig
 from liger_models.layers.gated_conv import LigerGatedConv
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
@@ -27,6 +27,8 @@ CONV, FULL = "conv", "full_attention"
 @dataclass(frozen=True, kw_only=True)
 class Lfm2BaseConfig(DecoderConfig):
     """Sizes and constants that the dense models and the models with experts share."""
+
+    layer_kinds = (CONV, FULL)
 
     vocab_size: int = 65536
     num_key_value_heads: int | None = 8
@@ -40,10 +42,6 @@ class Lfm2BaseConfig(DecoderConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     pad_token_id: int | None = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers, (CONV, FULL))
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention instead of a convolution."""

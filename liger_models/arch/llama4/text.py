@@ -36,7 +36,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
+from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.layer import AttentionSpec
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
@@ -49,6 +49,8 @@ LAYER_TYPES = ("chunked_attention", "full_attention")
 @dataclass(frozen=True, kw_only=True)
 class Llama4TextConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Llama 4 text model."""
+
+    layer_kinds = LAYER_TYPES
 
     vocab_size: int = 202048
     hidden_size: int = 5120
@@ -78,7 +80,6 @@ class Llama4TextConfig(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name, layers = type(self).__name__, self.num_hidden_layers
-        check_layer_types(name, self.layer_types, layers, LAYER_TYPES)
         check_values(self, num_experts_per_tok=(1,))
         if self.no_rope_layers is not None and len(self.no_rope_layers) < layers:
             raise ValueError(

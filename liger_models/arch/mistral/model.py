@@ -11,7 +11,6 @@ Source: https://arxiv.org/abs/2310.06825, https://mistral.ai/news/ministraux, tr
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -19,9 +18,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +31,6 @@ class MistralConfig(RMSNormDecoderConfig):
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers)
-
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""
         return self.sliding_window if is_sliding(layer, self.layer_types, default=True) else None
@@ -46,13 +39,8 @@ class MistralConfig(RMSNormDecoderConfig):
 class MistralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels, window=config.window(layer))
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_attention(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
+        return LigerAttention.from_config(config, layer, kernels, window=config.window(layer))
 
 
 class LigerMistral(CausalLM):

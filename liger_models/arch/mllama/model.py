@@ -37,7 +37,6 @@ from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
@@ -53,14 +52,6 @@ PLACEHOLDERS = 8
 
 class MllamaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
-
-    def __init__(self, config: MllamaConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm()
-        self.self_attn = LigerAttention.from_config(config, layer, kernels)
-        self.post_attention_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class MllamaCrossBlock(Layer):

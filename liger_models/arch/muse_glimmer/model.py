@@ -33,7 +33,6 @@ from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import (
     PLAIN_ACTIVATIONS,
     RMSNormDecoderConfig,
-    check_layer_types,
     check_values,
     is_sliding,
 )
@@ -84,7 +83,6 @@ class MuseGlimmerConfig(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name, vision, thetas = type(self).__name__, self.vision_config, self.layer_rope_theta
-        check_layer_types(name, self.layer_types, self.num_hidden_layers)
         check_values(self, attention_bias=(False,), projector_hidden_act=PLAIN_ACTIVATIONS)
         if thetas is not None and len(thetas) != self.num_hidden_layers:
             raise ValueError(

@@ -15,7 +15,6 @@ from torch import nn
 from liger_models.arch.olmo2.olmo2 import LigerOlmo2, Olmo2Block, Olmo2Config, weight_map
 from liger_models.arch.registry import add_family
 from liger_models.convert.config_map import flat_rope
-from liger_models.layers.config import check_layer_types
 from liger_models.layers.rope import RotaryEmbedding
 
 
@@ -31,10 +30,6 @@ class Olmo3Config(Olmo2Config):
     rope_local_base_freq: float = 500_000.0
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_types("Olmo3Config", self.layer_types, self.num_hidden_layers)
 
     def layer_type(self, layer: int) -> str:
         """Type of a layer and name of its rotary embedding: "sliding_attention" or "full_attention"."""

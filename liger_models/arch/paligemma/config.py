@@ -6,7 +6,7 @@ from typing import Any
 
 from liger_models.arch._towers.siglip import SiglipVisionConfig
 from liger_models.convert.config_map import of_text
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
+from liger_models.layers.config import RMSNormDecoderConfig, check_values, is_sliding
 
 GEMMA, GEMMA2 = "gemma", "gemma2"
 
@@ -78,7 +78,6 @@ class PaliGemmaConfig(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_values(self, text_type=tuple(TEXT))
-        check_layer_types("PaliGemmaConfig", self.layer_types, self.num_hidden_layers)
 
     @property
     def has_four_norms(self) -> bool:

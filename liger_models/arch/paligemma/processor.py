@@ -128,8 +128,8 @@ class PaliGemmaProcessor(LlavaProcessor):
 
     def _with_placeholders(self, texts: list[str], images: Any) -> list[str]:
         """Return the texts with the placeholders of their images before them."""
-        single = not isinstance(images, list | tuple)
-        counts = [len(row) if isinstance(row, list | tuple) else 1 for row in ([images] if single else images)]
+        rows = images if isinstance(images, list | tuple) else [images]
+        counts = [len(row) if isinstance(row, list | tuple) else 1 for row in rows]
         if len(counts) != len(texts):
             raise ValueError(
                 f"{type(self).__name__}: texts without {self.image} must have an image, or a list of images, each, got "

@@ -16,7 +16,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_multiple
+from liger_models.layers.config import RMSNormDecoderConfig, check_multiple
 from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
@@ -32,6 +32,8 @@ class HybridConfig(RMSNormDecoderConfig):
 
     If ``layer_types`` is given, it overrides ``full_attention_interval``.
     """
+
+    layer_kinds = (LINEAR, FULL)
 
     num_attention_heads: int = 16
     head_dim: int | None = 256
@@ -50,7 +52,6 @@ class HybridConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_types(type(self).__name__, self.layer_types, self.num_hidden_layers, (LINEAR, FULL))
         check_multiple(self, linear_num_value_heads="linear_num_key_heads")
 
     def is_linear(self, layer: int) -> bool:

@@ -10,7 +10,6 @@ Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, tran
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig, check_decoder
 from liger_models.arch._qwen_vl.model import MRopeModel
@@ -20,9 +19,6 @@ from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -52,19 +48,15 @@ class Qwen3VLConfig(RMSNormDecoderConfig):
 class Qwen3VLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def __init__(self, config: Qwen3VLConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
-            config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
+    def build_attention(self, config: Qwen3VLConfig, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
+        return LigerQKNormAttention.from_config(
+            config,
+            layer,
+            kernels,
+            norm=self.norm_factory(config, kernels),
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
         )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = self.build_mlp(config, layer, kernels)
-
-    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
-        """Build the MLP of a layer."""
-        return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
 
 class Qwen3VLModel(MRopeModel):

@@ -50,14 +50,11 @@ class Qwen3VLMoeBlock(Qwen3VLBlock):
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
         """Build the MLP or the mixture of experts of a layer."""
         if not config.is_sparse(layer):
-            return super().build_mlp(config, layer, kernels)
+            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         # Routing weights always add up to 1, and are rounded to the dtype of the logits, as in transformers.
+        routing = Routing(config.num_experts_per_tok, normalize=True, round_weights=True)
         return LigerMoE(
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.num_experts,
-            Routing(config.num_experts_per_tok, normalize=True, round_weights=True),
-            kernel=kernels.swiglu,
+            config.hidden_size, config.moe_intermediate_size, config.num_experts, routing, kernel=kernels.swiglu
         )
 
 

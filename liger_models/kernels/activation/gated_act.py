@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv
@@ -158,42 +158,16 @@ def gated_act_backward(
     return d_gate_up, product
 
 
-LIBRARY.define("gated_act(Tensor gate_up, str act, float gate_scale=1.0) -> Tensor")
-LIBRARY.define("gated_act_backward(Tensor dy, Tensor gate_up, str act, float gate_scale=1.0) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "gated_act", "CompositeExplicitAutograd")
-def _gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
-    return gated_act_forward(gate_up, act, gate_scale)
-
-
-@torch.library.impl(LIBRARY, "gated_act_backward", "CompositeExplicitAutograd")
-def _gated_act_backward(dy: Tensor, gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+def _backward(dy: Tensor, gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
     return gated_act_backward(dy, gate_up, act, False, gate_scale)[0]
 
 
-@torch.library.register_fake("liger_models::gated_act", lib=LIBRARY)
-def _gated_act_fake(gate_up: Tensor, *_: object) -> Tensor:
+def _fake(gate_up: Tensor, *_: object) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@torch.library.register_fake("liger_models::gated_act_backward", lib=LIBRARY)
-def _gated_act_backward_fake(dy: Tensor, gate_up: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-
-
-def _setup(ctx, inputs, output):
-    gate_up, *ctx.constants = inputs
-    ctx.save_for_backward(gate_up)
-
-
-def _backward(ctx, dy):
-    (gate_up,) = ctx.saved_tensors
-    return BACKWARD(dy, gate_up, *ctx.constants), None, None
-
-
-FORWARD = register_autograd("gated_act", _backward, _setup, _gated_act)
-BACKWARD = without_dispatcher(torch.ops.liger_models.gated_act_backward.default, _gated_act_backward)
+BACKWARD = define_op("gated_act_backward", _backward, "gate_up")
+FORWARD = define_op("gated_act", gated_act_forward, _fake, backward=BACKWARD, gradients="gate_up")
 
 
 def check_act(op: str, act: str) -> None:
@@ -225,8 +199,7 @@ def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
         )
     if not use_triton(gate_up):
         return gated_act_reference(gate_up, act, gate_scale)
-    y: Tensor = FORWARD(gate_up, act, gate_scale)
-    return y
+    return FORWARD(gate_up, act, gate_scale)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.attention.causal_attention_kernels import (
     row_products_kernel,
     score_gradients_kernel,
@@ -234,17 +234,6 @@ def _strips(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-LIBRARY.define(
-    "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale, int? window)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "causal_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor m, Tensor inverse,"
-    " Tensor? documents, float scale, int? window) -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "causal_attention", "CompositeExplicitAutograd")
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,7 +272,6 @@ def _causal_attention(
     return out, m, inverse
 
 
-@torch.library.impl(LIBRARY, "causal_attention_backward", "CompositeExplicitAutograd")
 def _causal_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, m: Tensor, inverse: Tensor,
     documents: Tensor | None, scale: float, window: int | None,
@@ -340,33 +328,16 @@ def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
     return delta
 
 
-@torch.library.register_fake("liger_models::causal_attention", lib=LIBRARY)
 def _causal_attention_fake(q, k, v, documents, scale, window):
     m, inverse = (q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) for _ in range(2))
     return q.new_empty(*q.shape[:3], v.shape[3]), m, inverse
 
 
-@torch.library.register_fake("liger_models::causal_attention_backward", lib=LIBRARY)
-def _causal_attention_backward_fake(d_out, q, k, v, out, m, inverse, documents, scale, window):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup(ctx, inputs, output):
-    q, k, v, documents, ctx.scale, ctx.window = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(q, k, v, *output, documents)
-
-
-def _backward(ctx, d_out, _d_m, _d_inverse):
-    if d_out is None:
-        return (None,) * 6
-    grads = BACKWARD(d_out, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *grads, None, None, None
-
-
-FORWARD = register_autograd("causal_attention", _backward, _setup, _causal_attention)
-BACKWARD = without_dispatcher(torch.ops.liger_models.causal_attention_backward.default, _causal_attention_backward)
+BACKWARD = define_op("causal_attention_backward", _causal_attention_backward, "q k v")
+FORWARD = define_op(
+    "causal_attention", _causal_attention, _causal_attention_fake,
+    outputs="out m inverse", constants="m inverse", backward=BACKWARD, gradients="q k v",
+)  # fmt: skip
 
 
 def causal_attention(
@@ -419,5 +390,4 @@ def causal_attention(
     scale = 1 / math.sqrt(D) if scale is None else scale
     if not use_triton(q):
         return causal_attention_reference(q, k, v, documents, scale=scale, window=window)
-    out: Tensor = FORWARD(q, k, v, documents, scale, window)[0]
-    return out
+    return FORWARD(q, k, v, documents, scale, window)[0]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.attention.heads import LOG2_E, check_heads, softmax_step
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
@@ -212,13 +212,6 @@ def _power_below(x: int) -> int:
     return 1 << (x.bit_length() - 1)
 
 
-LIBRARY.define(
-    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths, float scale, int? window,"
-    " int? chunk, float? softcap, Tensor? sinks) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "decode_attention", "CompositeExplicitAutograd")
 def _decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None,
     chunk: int | None, softcap: float | None, sinks: Tensor | None,
@@ -273,9 +266,9 @@ def _decode_attention(
     return out
 
 
-@torch.library.register_fake("liger_models::decode_attention", lib=LIBRARY)
-def _decode_attention_fake(q, keys, values, table, lengths, scale, window, chunk, softcap, sinks):
-    return q.new_empty(*q.shape[:2], values.shape[3])
+FORWARD = define_op(
+    "decode_attention", _decode_attention, lambda q, keys, values, *_: q.new_empty(*q.shape[:2], values.shape[3])
+)
 
 
 def decode_attention(
@@ -342,8 +335,8 @@ def decode_attention(
         raise ValueError(
             f"{op}: table must be [{B}, N] and lengths [{B}], got {list(table.shape)} and {list(lengths.shape)}."
         )
-    options = {"scale": scale, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
     if not use_triton(q):
-        return decode_attention_reference(q, keys, values, table, lengths, **options)  # type: ignore[arg-type]
-    out: Tensor = torch.ops.liger_models.decode_attention(q, keys, values, table, lengths, **options)
-    return out
+        return decode_attention_reference(
+            q, keys, values, table, lengths, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
+        )
+    return FORWARD(q, keys, values, table, lengths, scale, window, chunk, softcap, sinks)

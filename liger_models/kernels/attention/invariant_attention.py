@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.attention.heads import LOG2_E, check_heads, softmax_step
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, next_power_of_2, scale_and_cap
@@ -170,13 +170,6 @@ def _invariant_attention_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (value_column < V)[None, :])
 
 
-LIBRARY.define(
-    "invariant_attention(Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, float scale, int? window,"
-    " float? softcap, Tensor? sinks, Tensor? table) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "invariant_attention", "CompositeExplicitAutograd")
 def _invariant_attention(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, window: int | None,
     softcap: float | None, sinks: Tensor | None, table: Tensor | None,
@@ -207,9 +200,9 @@ def _invariant_attention(
     return out
 
 
-@torch.library.register_fake("liger_models::invariant_attention", lib=LIBRARY)
-def _invariant_attention_fake(q, k, v, first, last, scale, window, softcap, sinks, table):
-    return q.new_empty(*q.shape[:2], v.shape[-1])
+FORWARD = define_op(
+    "invariant_attention", _invariant_attention, lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1])
+)
 
 
 def invariant_attention(
@@ -276,5 +269,4 @@ def invariant_attention(
         return invariant_attention_reference(
             q, k, v, first, last, scale=scale, window=window, softcap=softcap, sinks=sinks, table=table
         )
-    out: Tensor = torch.ops.liger_models.invariant_attention(q, k, v, first, last, scale, window, softcap, sinks, table)
-    return out
+    return FORWARD(q, k, v, first, last, scale, window, softcap, sinks, table)

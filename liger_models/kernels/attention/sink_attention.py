@@ -22,14 +22,14 @@ q, k, v, y, l' and the sinks are saved. Attention without sinks saves the same t
 Source: https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
@@ -222,21 +222,9 @@ def _flash_backward(
     return dq, dk, dv
 
 
-LIBRARY.define(
-    "sink_attention(Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor? cu_seqlens, SymInt max_seqlen, float scale,"
-    " int window) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "sink_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor sinks,"
-    " Tensor? cu_seqlens, SymInt max_seqlen, float scale, int window, bool[2] needs)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "sink_attention", "CompositeExplicitAutograd")
 def _sink_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scale: float,
-    window: int,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None,
+    max_seqlen: Annotated[int, "SymInt"], scale: float, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, T, H, D = q.shape
     if q.numel() == 0:
@@ -248,10 +236,9 @@ def _sink_attention(
     return out, lse
 
 
-@torch.library.impl(LIBRARY, "sink_attention_backward", "CompositeExplicitAutograd")
 def _sink_attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, cu_seqlens: Tensor | None,
-    max_seqlen: int, scale: float, window: int, needs: list[bool],
+    max_seqlen: Annotated[int, "SymInt"], scale: float, window: int, needs: Annotated[list[bool], "bool[2]"],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need_qkv, need_sinks = needs
     B, T, H, D = q.shape
@@ -273,13 +260,11 @@ def _sink_attention_backward(
     return tuple(grad.contiguous() for grad in grads)
 
 
-@torch.library.register_fake("liger_models::sink_attention", lib=LIBRARY)
 def _sink_attention_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _D = q.shape
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(H, B * T, dtype=torch.float32)
 
 
-@torch.library.register_fake("liger_models::sink_attention_backward", lib=LIBRARY)
 def _sink_attention_backward_fake(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, cu_seqlens: Tensor | None,
     max_seqlen: int, scale: float, window: int, needs: list[bool],
@@ -289,24 +274,20 @@ def _sink_attention_backward_fake(
     return tuple(x.new_empty(x.shape if need or q.numel() == 0 else 0) for x, need in pairs)
 
 
-def _setup(ctx, inputs, output):
-    q, k, v, sinks, cu_seqlens, *ctx.constants = inputs
-    y, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, y, lse, sinks, cu_seqlens)
+def _gradients(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, cu_seqlens: Tensor | None,
+    max_seqlen: int, scale: float, window: int, need_qkv: bool, need_sinks: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return BACKWARD(dy, q, k, v, y, lse, sinks, cu_seqlens, max_seqlen, scale, window, [need_qkv, need_sinks])
 
 
-def _backward(ctx, dy, _d_lse):
-    if dy is None:
-        return (None,) * 8
-    need = ctx.needs_input_grad
-    grads = BACKWARD(dy, *ctx.saved_tensors, *ctx.constants, [any(need[:3]), need[3]])
-    return *(grad if needed else None for grad, needed in zip(grads, need, strict=False)), *(None,) * 4
-
-
-FORWARD = register_autograd("sink_attention", _backward, _setup, _sink_attention)
-BACKWARD = without_dispatcher(torch.ops.liger_models.sink_attention_backward.default, _sink_attention_backward)
+BACKWARD = define_op(
+    "sink_attention_backward", _sink_attention_backward, _sink_attention_backward_fake, outputs="q k v sinks"
+)
+FORWARD = define_op(
+    "sink_attention", _sink_attention, _sink_attention_fake, outputs="y lse", constants="lse",
+    backward=_gradients, gradients="q k v sinks", needs={"need_qkv": "q k v"},
+)  # fmt: skip
 
 
 def is_fused(q: Tensor) -> bool:
@@ -369,5 +350,4 @@ def sink_attention(
     if padding:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     longest = T if max_seqlen is None else max_seqlen
-    y: Tensor = FORWARD(q, k, v, sinks, cu_seqlens, longest, scale, window or 0)[0]
-    return y[..., :D]
+    return FORWARD(q, k, v, sinks, cu_seqlens, longest, scale, window or 0)[0][..., :D]

@@ -11,10 +11,12 @@ key, and the values have width 0.
 Source: https://arxiv.org/abs/2309.06180.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
@@ -49,11 +51,9 @@ def _write_pages_kernel(
         tl.store(values_ptr + slot * (G * V) + element, v, mask=inside)
 
 
-LIBRARY.define("write_pages(Tensor(a!) keys, Tensor(b!) values, Tensor k, Tensor v, Tensor slots) -> ()")
-
-
-@torch.library.impl(LIBRARY, "write_pages", "CompositeExplicitAutograd")
-def _write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def _write_pages(
+    keys: Annotated[Tensor, "Tensor(a!)"], values: Annotated[Tensor, "Tensor(b!)"], k: Tensor, v: Tensor, slots: Tensor
+) -> None:
     k, v = contiguous_rows(k), contiguous_rows(v)
     (N, G, D), V = k.shape, v.shape[2]
     if not k.numel():
@@ -66,9 +66,7 @@ def _write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tens
         )  # fmt: skip
 
 
-@torch.library.register_fake("liger_models::write_pages", lib=LIBRARY)
-def _write_pages_fake(keys, values, k, v, slots):
-    return None
+WRITE_PAGES = define_op("write_pages", _write_pages, lambda *_: None)
 
 
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -103,6 +101,6 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
             f"{op}: keys and values must be contiguous, got strides {keys.stride()} and {values.stride()}."
         )
     if use_triton(k):
-        torch.ops.liger_models.write_pages(keys, values, k, v, slots)
+        WRITE_PAGES(keys, values, k, v, slots)
     else:
         write_pages_reference(keys, values, k, v, slots)

@@ -149,16 +149,14 @@ class FrozenWeight(NamedTuple):
         """Split the matrices of experts into groups of ``count`` experts."""
         # [X, O, C] -> pieces [count, O, C], views of the same memory; the last one may be smaller.
         X, *matrix = self.shape
-        return [
-            self._replace(
-                tensors=tuple(
-                    tensor if name in self.format.shared else tensor[first : first + count]
-                    for name, tensor in zip(self.format.names, self.tensors, strict=True)
-                ),
-                shape=torch.Size([min(count, X - first), *matrix]),
+        pieces = []
+        for first in range(0, X, count):
+            tensors = tuple(
+                tensor if name in self.format.shared else tensor[first : first + count]
+                for name, tensor in zip(self.format.names, self.tensors, strict=True)
             )
-            for first in range(0, X, count)
-        ]
+            pieces.append(self._replace(tensors=tensors, shape=torch.Size([min(count, X - first), *matrix])))
+        return pieces
 
     def dense(self) -> Tensor:
         """Dequantize the weight to a new tensor in ``self.dtype``."""

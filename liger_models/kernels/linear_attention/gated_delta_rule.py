@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import INTERPRET, TensorDescriptor, fitting_stages, on_device_of, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.gated_delta_backward import (
@@ -192,12 +192,6 @@ def _matrices(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
 
 
-LIBRARY.define(
-    "gated_delta_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, float scale,"
-    " bool normalize) -> (Tensor, Tensor)"
-)
-
-
 def _gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, normalize: bool, need_out: bool,
@@ -285,7 +279,6 @@ def _gated_delta_rule_backward(
     return grads
 
 
-@torch.library.impl(LIBRARY, "gated_delta_step", "CompositeExplicitAutograd")
 def _gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, scale: float,
     normalize: bool,
@@ -330,25 +323,12 @@ def gradients_like(
     return q.new_empty(0 if d_out is None else q.shape), *(x.new_empty(x.shape) for x in (k, v, g, beta)), d_initial
 
 
-@torch.library.register_fake("liger_models::gated_delta_step", lib=LIBRARY)
-def _gated_delta_step_fake(q, k, v, *_):
-    return delta_outputs(k, v, None, True)
-
-
 def _fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
     return *delta_outputs(k, v, cu_seqlens, need_out), inverse_like(k, v)
 
 
 def _backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
     return gradients_like(d_out, q, k, v, g, beta, initial_state)
-
-
-def _setup(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.normalize, _ = inputs
-    inverse = output[2]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(inverse)
-    ctx.save_for_backward(*tensors, inverse)
 
 
 def register_delta_rule(
@@ -363,30 +343,25 @@ def register_delta_rule(
         backward: function of the gradients of the first two, the first seven arguments of ``forward``, A, scale and
             normalize, which returns the gradients of the first six arguments.
     """
-    inputs = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens"
-    LIBRARY.define(f"{name}({inputs}, float scale, bool normalize, bool need_out) -> (Tensor, Tensor, Tensor)")
-    LIBRARY.define(
-        f"{name}_backward(Tensor? d_out, Tensor? d_final, {inputs}, Tensor inverse, float scale, bool normalize)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    )
-    for op, function, fake in ((name, forward, _fake), (f"{name}_backward", backward, _backward_fake)):
-        LIBRARY.impl(op, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{LIBRARY.ns}::{op}", fake, lib=LIBRARY)
-    run_backward = without_dispatcher(getattr(torch.ops.liger_models, f"{name}_backward").default, backward)
+    gradients = "q k v g beta initial_state"
+    run_backward = define_op(f"{name}_backward", backward, _backward_fake, outputs=gradients)
 
-    def differentiate(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        if d_out is None and d_final is None:
-            return (None,) * 10
-        saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
-        grads = run_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
-        # q affects only the output, so q has a gradient only if the output has one. The sixth saved tensor is the
-        # initial state, which may be None.
-        has_grad = d_out is not None, *(True,) * 4, saved[5] is not None
-        return *(grad if has else None for grad, has in zip(grads, has_grad, strict=True)), *(None,) * 4
+    def differentiate(
+        d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        dq, *others = run_backward(
+            d_out, d_final, q, k, v, g, beta, initial_state, cu_seqlens, inverse, scale, normalize
+        )
+        return None if d_out is None else dq, *others  # q affects only the output
 
-    return register_autograd(name, differentiate, _setup, forward)
+    return define_op(
+        name, forward, _fake,
+        outputs="out final inverse", constants="inverse", backward=differentiate, gradients=gradients,
+    )  # fmt: skip
 
 
+STEP = define_op("gated_delta_step", _gated_delta_step, lambda q, k, v, *_: delta_outputs(k, v, None, True))
 FORWARD = register_delta_rule("gated_delta_rule", _gated_delta_rule, _gated_delta_rule_backward)
 
 
@@ -486,7 +461,7 @@ def run_delta_rule(
             q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
     if cu_seqlens is None and T <= STEP_TOKENS and not is_differentiable(*inputs):
-        return torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)  # type: ignore[no-any-return]
+        return STEP(*inputs, scale, normalize)
     out, state, _ = op(*inputs, cu_seqlens, scale, normalize, True)
     return out, state
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, locate, slots
 from liger_models.kernels.norm.partial_sums import sum_partials
@@ -209,15 +209,6 @@ def _conv_backward_kernel(
         tl.store(partial_ptr + K * C + channels, d_bias, mask=inside)
 
 
-LIBRARY.define(
-    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, bool silu) -> Tensor"
-)
-LIBRARY.define(
-    "short_conv_backward(Tensor d_out, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
-    " Tensor? cu_seqlens, bool silu) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-
 def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid and the constants of both kernels."""
     C, documents = x.shape[2], len(cu) - 1
@@ -227,7 +218,6 @@ def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dic
     return grid, constants | {"DOCUMENTS": next_power_of_2(documents), "num_warps": WARPS}
 
 
-@torch.library.impl(LIBRARY, "short_conv", "CompositeExplicitAutograd")
 def _short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool
 ) -> Tensor:
@@ -247,7 +237,6 @@ def _short_conv(
     return out
 
 
-@torch.library.impl(LIBRARY, "short_conv_backward", "CompositeExplicitAutograd")
 def _short_conv_backward(
     d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, silu: bool,
@@ -273,33 +262,14 @@ def _short_conv_backward(
     return dx, d_weight, d_bias, d_initial
 
 
-@torch.library.register_fake("liger_models::short_conv", lib=LIBRARY)
-def _short_conv_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("liger_models::short_conv_backward", lib=LIBRARY)
 def _short_conv_backward_fake(d_out, x, weight, bias, initial_state, *_):
     d_initial = x.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
     d_bias = weight.new_empty(0 if bias is None else weight.shape[0])
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_initial
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, d_out):
-    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
-    _, _, bias, initial_state, _ = saved
-    dx, d_weight, d_bias, d_initial = BACKWARD(d_out, *saved, ctx.silu)
-    d_bias = None if bias is None else d_bias.to(bias.dtype)
-    return dx, d_weight, d_bias, None if initial_state is None else d_initial, None, None
-
-
-FORWARD = register_autograd("short_conv", _backward, _setup, _short_conv)
-BACKWARD = without_dispatcher(torch.ops.liger_models.short_conv_backward.default, _short_conv_backward)
+BACKWARD = define_op("short_conv_backward", _short_conv_backward, _short_conv_backward_fake)
+FORWARD = define_op("short_conv", _short_conv, "x", backward=BACKWARD, gradients="x weight bias initial_state")
 
 
 def short_conv(

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.in_chunks import in_chunks
@@ -184,30 +184,6 @@ def _running_sums(delta: Tensor, g: Tensor, sizes: _Sizes) -> Tensor:
     return sums
 
 
-LIBRARY.define(
-    "ssd_scan(Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D, Tensor? initial_state,"
-    " Tensor? cu_seqlens) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "ssd_scan_backward(Tensor dy, Tensor? d_final, Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D,"
-    " Tensor? initial_state, Tensor? cu_seqlens) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "ssd_scan_packed(Tensor packed, Tensor delta, Tensor g, Tensor? D, Tensor? initial_state, Tensor? cu_seqlens,"
-    " int head_dim, int groups) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "ssd_scan_packed_backward(Tensor dy, Tensor? d_final, Tensor packed, Tensor delta, Tensor g, Tensor? D,"
-    " Tensor? initial_state, Tensor? cu_seqlens, int head_dim, int groups)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "ssd_step(Tensor x, Tensor B, Tensor C, Tensor delta, Tensor g, Tensor? D, Tensor? initial_state)"
-    " -> (Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "ssd_scan", "CompositeExplicitAutograd")
 def _ssd_scan(
     x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -234,7 +210,6 @@ def _ssd_scan(
     return out, final
 
 
-@torch.library.impl(LIBRARY, "ssd_scan_backward", "CompositeExplicitAutograd")
 def _ssd_scan_backward(
     dy: Tensor, d_final: Tensor | None, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
@@ -311,7 +286,6 @@ def _write_gradients(
         )  # fmt: skip
 
 
-@torch.library.impl(LIBRARY, "ssd_scan_packed", "CompositeExplicitAutograd")
 def _ssd_scan_packed(
     packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, head_dim: int, groups: int,
@@ -320,7 +294,6 @@ def _ssd_scan_packed(
     return _ssd_scan(*parts, delta, g, D, initial_state, cu_seqlens)
 
 
-@torch.library.impl(LIBRARY, "ssd_scan_packed_backward", "CompositeExplicitAutograd")
 def _ssd_scan_packed_backward(
     dy: Tensor, d_final: Tensor | None, packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, head_dim: int, groups: int,
@@ -332,7 +305,6 @@ def _ssd_scan_packed_backward(
     return d_packed, *others
 
 
-@torch.library.impl(LIBRARY, "ssd_step", "CompositeExplicitAutograd")
 def _ssd_step(
     x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -381,65 +353,49 @@ def split_packed(packed: Tensor, heads: int, head_dim: int, groups: int) -> tupl
     return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
 
 
-@torch.library.register_fake("liger_models::ssd_scan", lib=LIBRARY)
-def _ssd_scan_fake(x, B, C, delta, g, D, initial_state, cu_seqlens):
-    return _outputs(x, B, cu_seqlens)
+def _gradients(
+    dy: Tensor | None, d_final: Tensor | None, x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor,
+    D: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dy = torch.zeros_like(x) if dy is None else dy
+    return BACKWARD(dy, d_final, x, B, C, delta, g, D, initial_state, cu_seqlens)
 
 
-@torch.library.register_fake("liger_models::ssd_scan_backward", lib=LIBRARY)
-def _ssd_scan_backward_fake(dy, d_final, x, B, C, delta, g, D, initial_state, cu_seqlens):
-    return _gradients_like(x, B, C, delta, g, D, initial_state)
+def _packed_gradients(
+    dy: Tensor | None, d_final: Tensor | None, packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, head_dim: int, groups: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if dy is None:
+        dy = torch.zeros_like(split_packed(packed, delta.shape[2], head_dim, groups)[0])
+    return PACKED_BACKWARD(dy, d_final, packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
 
 
-@torch.library.register_fake("liger_models::ssd_scan_packed", lib=LIBRARY)
-def _ssd_scan_packed_fake(packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups):
+def _packed_outputs(
+    packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, head_dim: int, groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     x, B, _ = split_packed(packed, delta.shape[2], head_dim, groups)
     return _outputs(x, B, cu_seqlens)
 
 
-@torch.library.register_fake("liger_models::ssd_scan_packed_backward", lib=LIBRARY)
-def _ssd_scan_packed_backward_fake(dy, d_final, packed, delta, g, D, initial_state, *_):
-    return packed.new_empty(packed.shape), *_gradients_of_others(delta, g, D, initial_state)
-
-
-@torch.library.register_fake("liger_models::ssd_step", lib=LIBRARY)
-def _ssd_step_fake(x, B, *_):
-    return _outputs(x, B, None)
-
-
-def _setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy, d_final):
-    if dy is None and d_final is None:
-        return (None,) * 8
-    saved = ctx.saved_tensors  # accessed only once, because each access recomputes the tensors under checkpointing
-    dy = torch.zeros_like(saved[0]) if dy is None else dy
-    grads = BACKWARD(dy, d_final, *saved)
-    return *(None if tensor is None else grad for tensor, grad in zip(saved, grads, strict=False)), None
-
-
-def _setup_packed(ctx, inputs, output):
-    *tensors, ctx.head_dim, ctx.groups = inputs
-    _setup(ctx, tensors, output)
-
-
-def _backward_packed(ctx, dy, d_final):
-    if dy is None and d_final is None:
-        return (None,) * 8
-    saved = ctx.saved_tensors
-    if dy is None:
-        dy = torch.zeros_like(split_packed(saved[0], saved[1].shape[2], ctx.head_dim, ctx.groups)[0])
-    grads = BACKWARD_PACKED(dy, d_final, *saved, ctx.head_dim, ctx.groups)
-    return *(None if tensor is None else grad for tensor, grad in zip(saved, grads, strict=False)), None, None, None
-
-
-FORWARD = register_autograd("ssd_scan", _backward, _setup, _ssd_scan)
-BACKWARD = without_dispatcher(torch.ops.liger_models.ssd_scan_backward.default, _ssd_scan_backward)
-FORWARD_PACKED = register_autograd("ssd_scan_packed", _backward_packed, _setup_packed, _ssd_scan_packed)
-BACKWARD_PACKED = without_dispatcher(torch.ops.liger_models.ssd_scan_packed_backward.default, _ssd_scan_packed_backward)
+BACKWARD = define_op(
+    "ssd_scan_backward", _ssd_scan_backward, lambda dy, d_final, *inputs: _gradients_like(*inputs[:7]),
+    outputs="x B C delta g D initial_state",
+)  # fmt: skip
+FORWARD = define_op(
+    "ssd_scan", _ssd_scan, lambda x, B, *others: _outputs(x, B, others[-1]),
+    outputs="y final", backward=_gradients, gradients="x B C delta g D initial_state",
+)  # fmt: skip
+PACKED_BACKWARD = define_op(
+    "ssd_scan_packed_backward", _ssd_scan_packed_backward,
+    lambda dy, d_final, packed, *inputs: (packed.new_empty(packed.shape), *_gradients_of_others(*inputs[:4])),
+    outputs="packed delta g D initial_state",
+)  # fmt: skip
+PACKED_FORWARD = define_op(
+    "ssd_scan_packed", _ssd_scan_packed, _packed_outputs,
+    outputs="y final", backward=_packed_gradients, gradients="packed delta g D initial_state",
+)  # fmt: skip
+STEP = define_op("ssd_step", _ssd_step, lambda x, B, *_: _outputs(x, B, None))
 
 
 def _check(
@@ -538,7 +494,7 @@ def ssd_scan(
     if not is_fused(x, B):
         out, state = ssd_scan_reference(*inputs[:6], initial_state=initial_state, cu_seqlens=cu_seqlens)
     elif cu_seqlens is None and x.shape[1] <= STEP_TOKENS and not _differentiable(*inputs):
-        out, state = torch.ops.liger_models.ssd_step(*inputs)
+        out, state = STEP(*inputs)
     else:
         out, state = FORWARD(*inputs, cu_seqlens)
     return (out, state) if return_state else out
@@ -584,7 +540,7 @@ def ssd_scan_packed(
     if not is_fused(*parts[:2]) or not _differentiable(packed, delta, g, D, initial_state):
         return ssd_scan(*parts, delta, g, D, **options)
     _check(op, *parts, delta, g, D, initial_state, cu_seqlens)
-    out, state = FORWARD_PACKED(packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
+    out, state = PACKED_FORWARD(packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
     return (out, state) if return_state else out
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.common.errors import check_floating, is_traced
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
 from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_and_cap
@@ -473,64 +473,43 @@ def reduce(tokens: Tensor, reduction: str, shape: torch.Size) -> Tensor:
     return tokens.view(shape) if reduction == "none" else tokens.sum()
 
 
-LIBRARY.define(
-    "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, int ignore_index, float label_smoothing,"
-    " float z_loss, float? softcap, float logit_scale, bool predict) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "cross_entropy_backward(Tensor? a, Tensor? c, Tensor logits, Tensor target, Tensor lse, Tensor? class_weight,"
-    " int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "cross_entropy", "CompositeExplicitAutograd")
-def _cross_entropy(logits, target, class_weight, *options_and_predict) -> tuple[Tensor, ...]:
-    *options, predict = options_and_predict
-    statistics = token_statistics(logits.contiguous(), target.contiguous(), class_weight, *options, predict=predict)
+def _forward(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float | None, logit_scale: float, predict: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    statistics = token_statistics(
+        logits.contiguous(), target.contiguous(), class_weight, ignore_index, label_smoothing, z_loss, softcap,
+        logit_scale, predict=predict,
+    )  # fmt: skip
     assert statistics is not None
-    return tuple(statistics)
+    return statistics
 
 
-@torch.library.register_fake("liger_models::cross_entropy", lib=LIBRARY)
-def _cross_entropy_fake(logits, target, class_weight, *options_and_predict) -> tuple[Tensor, ...]:
+def _forward_fake(logits: Tensor, target: Tensor, *options_and_predict: object) -> tuple[Tensor, ...]:
     N = logits.shape[0]
     row = lambda *size: logits.new_empty(N, *size, dtype=torch.promote_types(logits.dtype, torch.float32))
     return row(), row(), row(), row(2), target.new_empty(N if options_and_predict[-1] else 0, dtype=torch.int64)
 
 
-@torch.library.impl(LIBRARY, "cross_entropy_backward", "CompositeExplicitAutograd")
-def _cross_entropy_backward(a, c, logits, target, lse, class_weight, *options) -> Tensor:
+def _backward(
+    a: Tensor | None, c: Tensor | None, logits: Tensor, target: Tensor, lse: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float,
+) -> Tensor:  # fmt: skip
     logits = logits.contiguous()
     gradient = torch.empty_like(logits)
     token_statistics(
-        logits, target.contiguous(), class_weight, *options, lse=lse, gradient=gradient,
-        a=lse.new_zeros(len(lse)) if a is None else a.contiguous(), c=None if c is None else c.contiguous(),
+        logits, target.contiguous(), class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
+        lse=lse, gradient=gradient, a=lse.new_zeros(len(lse)) if a is None else a.contiguous(),
+        c=None if c is None else c.contiguous(),
     )  # fmt: skip
     return gradient
 
 
-@torch.library.register_fake("liger_models::cross_entropy_backward", lib=LIBRARY)
-def _cross_entropy_backward_fake(a, c, logits, target, lse, class_weight, *options) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _setup(ctx, inputs, output):
-    logits, target, class_weight, *ctx.options, _ = inputs
-    ctx.set_materialize_grads(False)
-    _, z_loss, _, lse, predicted = output
-    ctx.mark_non_differentiable(z_loss, lse, predicted)
-    ctx.save_for_backward(logits, target, lse, class_weight)
-
-
-def _backward(ctx, a, _z_loss, c, _lse, _predicted):
-    logits, target, lse, class_weight = ctx.saved_tensors
-    if a is None and c is None:
-        return (None,) * 9
-    dx = torch.ops.liger_models.cross_entropy_backward(a, c, logits, target, lse, class_weight, *ctx.options)
-    return dx, *(None,) * 8
-
-
-register_autograd("cross_entropy", _backward, _setup)
+BACKWARD = define_op("cross_entropy_backward", _backward, "logits")
+FORWARD = define_op(
+    "cross_entropy", _forward, _forward_fake, outputs="loss z_part log_probs lse predicted",
+    constants="z_part lse predicted", backward=BACKWARD, gradients="logits",
+)  # fmt: skip
 
 
 def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
@@ -658,9 +637,7 @@ def cross_entropy(
             _loss_and_gradient, 4, (0,), flat, y, class_weight, factors, options, predict
         )
     else:
-        token_loss, token_z, log_probs, _, predicted = torch.ops.liger_models.cross_entropy(
-            flat, y, class_weight, *options, predict
-        )
+        token_loss, token_z, log_probs, _, predicted = FORWARD(flat, y, class_weight, *options, predict)
         loss = reduce(token_loss * factors, reduction, target.shape)
         z_part = reduce(token_z * factors, reduction, target.shape)
     return CrossEntropyOutput(

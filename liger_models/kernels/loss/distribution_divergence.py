@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import is_traced
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.divergence import over_mixture, summand
 from liger_models.kernels.loss.scalar_loss import HandOver, without_exponent
@@ -162,7 +162,8 @@ def _terms(
     N, V = student.shape
     block = min(next_power_of_2(V), TERMS_BLOCK)
     blocks = cdiv(V, block)
-    out = torch.empty(N, V if terms else blocks if sums else 0, dtype=torch.float32, device=student.device)
+    columns = V if terms else blocks * sums
+    out = torch.empty(N, columns, dtype=torch.float32, device=student.device)
     if student.numel():
         with on_device_of(student):
             _terms_kernel[(N * blocks,)](
@@ -175,33 +176,25 @@ def _terms(
     return out.sum(1) if sums else out
 
 
-LIBRARY.define(
-    "distribution_divergence(Tensor student, Tensor teacher, Tensor factors, str kind, float beta, float eps,"
-    " bool terms) -> Tensor"
-)
-LIBRARY.define(
-    "distribution_divergence_backward(Tensor upstream, Tensor student, Tensor teacher, Tensor factors, str kind,"
-    " float beta, float eps, bool terms) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "distribution_divergence", "CompositeExplicitAutograd")
-def _forward(student, teacher, factors, kind, beta, eps, terms) -> Tensor:
+def _forward(
+    student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float, terms: bool
+) -> Tensor:
     student, teacher = student.contiguous(), teacher.contiguous()
     result = _terms(student, teacher, factors, kind, beta, eps, terms=terms, sums=not terms)
     return result if terms else result * factors
 
 
-@torch.library.register_fake("liger_models::distribution_divergence", lib=LIBRARY)
-def _fake(student, teacher, factors, kind, beta, eps, terms) -> Tensor:
-    result: Tensor = student.new_empty(student.shape if terms else student.shape[:1], dtype=torch.float32)
-    return result
+def _fake(student: Tensor, *options: object) -> Tensor:
+    terms = options[-1]
+    return student.new_empty(student.shape if terms else student.shape[:1], dtype=torch.float32)
 
 
-@torch.library.impl(LIBRARY, "distribution_divergence_backward", "CompositeExplicitAutograd")
-def _backward(upstream, student, teacher, factors, kind, beta, eps, terms) -> Tensor:
+def _backward(
+    upstream: Tensor, student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float,
+    terms: bool,
+) -> Tensor:  # fmt: skip
     student, teacher = student.contiguous(), teacher.contiguous()
-    gradient: Tensor = torch.empty_like(student)
+    gradient = torch.empty_like(student)
     scale = factors if terms else factors * upstream
     _terms(
         student, teacher, scale, kind, beta, eps, gradient=gradient, upstream=upstream.contiguous() if terms else None
@@ -209,22 +202,8 @@ def _backward(upstream, student, teacher, factors, kind, beta, eps, terms) -> Te
     return gradient
 
 
-@torch.library.register_fake("liger_models::distribution_divergence_backward", lib=LIBRARY)
-def _backward_fake(upstream, student, *_) -> Tensor:
-    return torch.empty_like(student, memory_format=torch.contiguous_format)
-
-
-def _setup(ctx, inputs, output):
-    student, teacher, factors, *ctx.options = inputs
-    ctx.save_for_backward(student, teacher, factors)
-
-
-def _autograd(ctx, upstream):
-    gradient = torch.ops.liger_models.distribution_divergence_backward(upstream, *ctx.saved_tensors, *ctx.options)
-    return gradient, *(None,) * 6
-
-
-register_autograd("distribution_divergence", _autograd, _setup)
+BACKWARD = define_op("distribution_divergence_backward", _backward, "student")
+FORWARD = define_op("distribution_divergence", _forward, _fake, backward=BACKWARD, gradients="student")
 
 
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
@@ -307,5 +286,5 @@ def distribution_divergence(
     if training and not terms:
         loss: Tensor = HandOver.apply(_loss_and_gradient, 3, (0,), flat, other, factors, kind, beta, eps)[0]
         return loss
-    result: Tensor = torch.ops.liger_models.distribution_divergence(flat, other, factors, kind, beta, eps, terms)
+    result = FORWARD(flat, other, factors, kind, beta, eps, terms)
     return result.view(student.shape) if terms else result.sum()

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import Argument, Op
-from liger_models.distributed.collectives import Group
+from liger_models.distributed.collectives import Group, all_gather
 from liger_models.kernels.loss.cross_entropy import (
     CrossEntropyOutput,
     LossOptions,
@@ -133,7 +133,7 @@ def _vocab_parallel_statistics(
 
     # Exchange the four numbers of each token.
     numbers = torch.stack([maximum, log_total, local.log_probs + log_total, mean_share])  # [4, N]
-    numbers = torch.ops.liger_models.all_gather(numbers, vocab_shard.ranks.name)  # [R, 4, N]
+    numbers = all_gather(numbers, vocab_shard.ranks)  # [R, 4, N]
     maxima, log_totals, target_logits, mean_shares = numbers.unbind(1)  # [R, N] each
 
     # Statistics of the whole vocabulary.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.loss.cross_entropy import check_arguments, final_logits
 from liger_models.kernels.loss.divergence import (
@@ -39,18 +39,9 @@ def logits_divergence_reference(
     return hard.view(target.shape), soft.where(valid, 0)
 
 
-LIBRARY.define(
-    "logits_divergence(Tensor student, Tensor teacher, Tensor target, str kind, float beta, float temperature,"
-    " int ignore_index) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "logits_divergence_backward(Tensor d_hard, Tensor d_soft, Tensor student, Tensor teacher, Tensor target,"
-    " Tensor statistics, str kind, float beta, float temperature, int ignore_index) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "logits_divergence", "CompositeExplicitAutograd")
-def _forward(student, teacher, target, kind, beta, temperature, ignore_index) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    student: Tensor, teacher: Tensor, target: Tensor, kind: str, beta: float, temperature: float, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
     statistics = student.new_zeros(len(student), 6, dtype=torch.float32)
     options = DivergenceOptions(kind, beta, temperature, ignore_index=ignore_index)
     soft, hard = divergence_of_rows(
@@ -59,14 +50,15 @@ def _forward(student, teacher, target, kind, beta, temperature, ignore_index) ->
     return hard, soft, statistics
 
 
-@torch.library.register_fake("liger_models::logits_divergence", lib=LIBRARY)
-def _fake(student, *_) -> tuple[Tensor, ...]:
+def _fake(student: Tensor, *_: object) -> tuple[Tensor, ...]:
     N = student.shape[0]
     return tuple(student.new_empty(shape, dtype=torch.float32) for shape in ((N,), (N,), (N, 6)))
 
 
-@torch.library.impl(LIBRARY, "logits_divergence_backward", "CompositeExplicitAutograd")
-def _backward(d_hard, d_soft, student, teacher, target, statistics, kind, beta, temperature, ignore_index) -> Tensor:
+def _backward(
+    d_hard: Tensor, d_soft: Tensor, student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, kind: str,
+    beta: float, temperature: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
     gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
     options = DivergenceOptions(kind, beta, temperature, ignore_index=ignore_index)
     divergence_of_rows(
@@ -76,23 +68,11 @@ def _backward(d_hard, d_soft, student, teacher, target, statistics, kind, beta, 
     return gradient
 
 
-@torch.library.register_fake("liger_models::logits_divergence_backward", lib=LIBRARY)
-def _backward_fake(d_hard, d_soft, student, *_) -> Tensor:
-    return torch.empty_like(student, memory_format=torch.contiguous_format)
-
-
-def _setup(ctx, inputs, output):
-    student, teacher, target, *ctx.options = inputs
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(student, teacher, target, output[2])
-
-
-def _autograd(ctx, d_hard, d_soft, _):
-    gradient = torch.ops.liger_models.logits_divergence_backward(d_hard, d_soft, *ctx.saved_tensors, *ctx.options)
-    return gradient, *(None,) * 6
-
-
-register_autograd("logits_divergence", _autograd, _setup)
+BACKWARD = define_op("logits_divergence_backward", _backward, "student")
+FORWARD = define_op(
+    "logits_divergence", _forward, _fake,
+    outputs="hard soft statistics", constants="statistics", backward=BACKWARD, gradients="student",
+)  # fmt: skip
 
 
 def logits_divergence(
@@ -139,7 +119,7 @@ def logits_divergence(
             ignore_index=ignore_index,
         )  # fmt: skip
     # Flatten the tokens to rows [N, V]. The third result has the statistics for the backward.
-    hard, soft, _ = torch.ops.liger_models.logits_divergence(
+    hard, soft, _ = FORWARD(
         student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), kind_or_limit(divergence, beta),
         beta, temperature, ignore_index,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import is_traced
-from liger_models.common.ops import LIBRARY, Op
+from liger_models.common.ops import Op, define_op
 from liger_models.kernels.dispatch import num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv
 
@@ -67,18 +67,12 @@ def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.d
     return tuple(scale_(gradient, factor).to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
 
 
-LIBRARY.define("scale_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "scale_cast", "CompositeExplicitAutograd")
-def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute ``x · scale`` in ``dtype``, in one kernel, without a temporary tensor in a wider dtype."""
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
-@torch.library.register_fake("liger_models::scale_cast", lib=LIBRARY)
-def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
+SCALE_CAST = define_op("scale_cast", _scale_cast, lambda x, scale, dtype: torch.empty_like(x, dtype=dtype))
 
 
 class HeadGradients(NamedTuple):
@@ -164,7 +158,7 @@ def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any
     gradients, scale, *dtypes = saved
     return HeadGradients(
         *(
-            torch.ops.liger_models.scale_cast(gradient, upstream[0] * scale, dtype) if needed else None
+            SCALE_CAST(gradient, upstream[0] * scale, dtype) if needed else None  # type: ignore[arg-type]
             for gradient, dtype, needed in zip(gradients, dtypes, needs, strict=True)
         )
     )

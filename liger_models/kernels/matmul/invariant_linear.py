@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision
 
@@ -132,10 +132,6 @@ def write_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: 
             )  # fmt: skip
 
 
-LIBRARY.define("invariant_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "invariant_linear", "CompositeExplicitAutograd")
 def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     y = x.new_empty(len(rows), len(weight))
@@ -143,26 +139,19 @@ def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], len(weight))
 
 
-@torch.library.register_fake("liger_models::invariant_linear", lib=LIBRARY)
-def _invariant_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _setup(ctx, inputs, output):
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx, dy):
-    x, weight = ctx.saved_tensors
-    need_x, need_weight, need_bias = ctx.needs_input_grad
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
+) -> tuple[Tensor | None, ...]:
     x = x.reshape(-1, x.shape[-1])
     rows = dy.reshape(len(x), len(weight))
     d_weight = rows.t() @ x if need_weight else None
     return dy @ weight if need_x else None, d_weight, rows.sum(0) if need_bias else None
 
 
-register_autograd("invariant_linear", _backward, _setup)
+FORWARD = define_op(
+    "invariant_linear", _invariant_linear, lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    backward=_backward, gradients="x weight bias",
+)  # fmt: skip
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -191,5 +180,4 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         raise ValueError(f"{op}: x must be [..., C] and weight [O, C], got {list(x.shape)} and {list(weight.shape)}.")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{op}: bias must be [{weight.shape[0]}], got {'none' if bias is None else list(bias.shape)}.")
-    y: Tensor = torch.ops.liger_models.invariant_linear(x, weight, bias)
-    return y
+    return FORWARD(x, weight, bias)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.dispatch import (
     TRITON_DTYPES,
@@ -379,17 +379,11 @@ def row_linear_forward(
     return y, product
 
 
-LIBRARY.define("row_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "row_linear", "CompositeExplicitAutograd")
 def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return row_linear_forward(x, weight, bias)[0]
 
 
-@torch.library.register_fake("liger_models::row_linear", lib=LIBRARY)
-def _row_linear_fake(x, weight, bias):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+FORWARD = define_op("row_linear", _row_linear, lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -426,8 +420,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"{op}: weight must be stored by rows, got strides {weight.stride()}. Make it contiguous.")
     if not use_triton(x):
         return row_linear_reference(x, weight, bias)
-    out: Tensor = torch.ops.liger_models.row_linear(x, weight, bias)
-    return out
+    return FORWARD(x, weight, bias)
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
@@ -34,9 +34,6 @@ stages of the Triton kernels, by the size of an element in bytes. 16-bit dtypes 
 Ampere, Ada and Hopper GPUs all have. SUM_BLOCK is the number of rows and of columns that a program of `grouped_sum`
 reads at a time."""
 
-LIBRARY.define("grouped_product(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
-LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor ends) -> Tensor")
-
 
 def _row_counts(ends: Tensor) -> list[int]:
     """Return the number of rows of each expert. The host waits for the device."""
@@ -44,7 +41,6 @@ def _row_counts(ends: Tensor) -> list[int]:
     return counts
 
 
-@torch.library.impl(LIBRARY, "grouped_product", "CompositeExplicitAutograd")
 def _grouped_product_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     parts = zip(rows.split(_row_counts(ends)), weight.unbind(), strict=True)
     if is_batch_invariant():
@@ -52,35 +48,27 @@ def _grouped_product_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
-@torch.library.impl(LIBRARY, "grouped_outer", "CompositeExplicitAutograd")
 def _grouped_outer_loop(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     counts = _row_counts(ends)
     return torch.stack([a.t() @ b for a, b in zip(left.split(counts), right.split(counts), strict=True)])
 
 
-@torch.library.register_fake("liger_models::grouped_product", lib=LIBRARY)
-def _grouped_product_fake(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[2])
+def _grouped_backward(
+    d_product: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, need_rows: bool, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    d_rows = GROUPED_PRODUCT(d_product, weight.transpose(1, 2), ends) if need_rows else None
+    return d_rows, GROUPED_OUTER(rows, d_product, ends) if need_weight else None
 
 
-@torch.library.register_fake("liger_models::grouped_outer", lib=LIBRARY)
-def _grouped_outer_fake(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-
-
-def _grouped_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _grouped_backward(ctx, d_product):
-    rows, weight, ends = ctx.saved_tensors
-    need_rows, need_weight, _ = ctx.needs_input_grad
-    ops = torch.ops.liger_models
-    d_rows = ops.grouped_product(d_product, weight.transpose(1, 2), ends) if need_rows else None
-    return d_rows, ops.grouped_outer(rows, d_product, ends) if need_weight else None, None
-
-
-register_autograd("grouped_product", _grouped_backward, _grouped_setup)
+GROUPED_OUTER = define_op(
+    "grouped_outer", _grouped_outer_loop,
+    lambda left, right, ends: left.new_empty(ends.shape[0], left.shape[1], right.shape[1]),
+)  # fmt: skip
+GROUPED_PRODUCT = define_op(
+    "grouped_product", _grouped_product_loop,
+    lambda rows, weight, ends: rows.new_empty(rows.shape[0], weight.shape[2]),
+    backward=_grouped_backward, gradients="rows weight",
+)  # fmt: skip
 
 
 @triton.jit

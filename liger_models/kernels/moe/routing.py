@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating, check_values
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import await_previous, overlap
@@ -353,42 +353,28 @@ def _route_tile(N: int, X: int) -> dict[str, int]:
     return {"ROWS": max(min(ROUTE_ROWS, ROUTE_TILE // block), 1), "BLOCK_X": block}
 
 
-FIELDS = (
-    "int top_k, bool normalize, bool round_weights, str score, int groups, int top_groups, str group_score, "
-    "float scale, float epsilon, float tolerance"
-)
-"""The fields of `Routing` in the schema of the op."""
-
-LIBRARY.define(f"route(Tensor logits, Tensor? bias, Tensor? given, {FIELDS}) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "route_backward(Tensor d_weights, Tensor logits, Tensor experts, bool normalize, str score, float scale, "
-    "float epsilon, float tolerance) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "route", "CompositeExplicitAutograd")
-def _route(logits: Tensor, bias: Tensor | None, given: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
-    routing = Routing(*fields)
+def _route(
+    logits: Tensor, bias: Tensor | None, given: Tensor | None, top_k: int, normalize: bool, round_weights: bool,
+    score: str, groups: int, top_groups: int, group_score: str, scale: float, epsilon: float, tolerance: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits, given = logits.contiguous(), None if given is None else given.contiguous()
     bias = None if bias is None else bias.contiguous()
     N, X = logits.shape
-    weights = torch.empty(N, routing.top_k, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(N, routing.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(N, top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(N, top_k, dtype=torch.int64, device=logits.device)
     if N:
         tile = _route_tile(N, X)
         with on_device_of(logits):
             _route_kernel[(cdiv(N, tile["ROWS"]),)](
-                logits, bias, given, weights, experts, N, X, routing.scale, routing.epsilon, routing.tolerance,
-                K=routing.top_k, NORMALIZE=routing.normalize, ROUND=routing.round_weights,
-                SIGMOID=routing.score == "sigmoid", MIXER=routing.score == "sparsemixer", BIASED=bias is not None,
-                GROUPS=routing.groups, TOP_GROUPS=routing.top_groups, TOP2=routing.group_score == "top2",
-                GIVEN=given is not None, BLOCK_K=_block(routing.top_k), BLOCK_G=_block(routing.groups),
+                logits, bias, given, weights, experts, N, X, scale, epsilon, tolerance,
+                K=top_k, NORMALIZE=normalize, ROUND=round_weights, SIGMOID=score == "sigmoid",
+                MIXER=score == "sparsemixer", BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups,
+                TOP2=group_score == "top2", GIVEN=given is not None, BLOCK_K=_block(top_k), BLOCK_G=_block(groups),
                 **overlap(logits), **tile,
             )  # fmt: skip
     return weights, experts
 
 
-@torch.library.impl(LIBRARY, "route_backward", "CompositeExplicitAutograd")
 def _route_backward(
     d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool, score: str, scale: float, epsilon: float,
     tolerance: float,
@@ -406,7 +392,6 @@ def _route_backward(
     return d_logits
 
 
-@torch.library.register_fake("liger_models::route", lib=LIBRARY)
 def _route_fake(
     logits: Tensor, bias: Tensor | None, given: Tensor | None, top_k: int, *fields: Any
 ) -> tuple[Tensor, Tensor]:
@@ -414,33 +399,11 @@ def _route_fake(
     return weights, torch.empty_like(weights, dtype=torch.int64)
 
 
-@torch.library.register_fake("liger_models::route_backward", lib=LIBRARY)
-def _route_backward_fake(d_weights: Tensor, logits: Tensor, experts: Tensor, *fields: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _route_setup(ctx, inputs, output):
-    logits, _, _, *fields = inputs
-    ctx.routing = Routing(*fields)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(logits, output[1])
-
-
-def _route_autograd(ctx, d_weights, _d_experts):
-    others = (None,) * (2 + len(Routing._fields))
-    if d_weights is None:
-        return None, *others
-    routing = ctx.routing
-    d_logits = BACKWARD(
-        d_weights, *ctx.saved_tensors, routing.normalize, routing.score, routing.scale, routing.epsilon,
-        routing.tolerance,
-    )  # fmt: skip
-    return d_logits, *others
-
-
-FORWARD = register_autograd("route", _route_autograd, _route_setup, _route)
-BACKWARD = without_dispatcher(torch.ops.liger_models.route_backward.default, _route_backward)
+BACKWARD = define_op("route_backward", _route_backward, "logits")
+FORWARD = define_op(
+    "route", _route, _route_fake,
+    outputs="weights experts", constants="experts", backward=BACKWARD, gradients="logits",
+)  # fmt: skip
 
 
 def route(
@@ -478,5 +441,4 @@ def route(
         return route_reference(logits, routing, bias, given)
     if given is not None:
         _check_given(given, logits, routing.top_k)
-    weights, experts = FORWARD(logits, bias, given, *routing)
-    return weights, experts
+    return FORWARD(logits, bias, given, *routing)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, next_power_of_2
@@ -149,15 +149,6 @@ def _gated_norm_backward_kernel(
         tl.store(dw_ptr + at_partial, tl.sum(dw, 0), mask=columns < D)
 
 
-LIBRARY.define(
-    "gated_norm(Tensor x, Tensor gate, Tensor? weight, float eps, bool silu=True, bool gate_first=False) -> Tensor"
-)
-LIBRARY.define(
-    "gated_norm_backward(Tensor dy, Tensor x, Tensor gate, Tensor? weight, float eps, bool silu=True,"
-    " bool gate_first=False) -> (Tensor, Tensor, Tensor)"
-)
-
-
 def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
 
@@ -192,7 +183,6 @@ def _constants(D: int) -> dict[str, int]:
     return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
 
 
-@torch.library.impl(LIBRARY, "gated_norm", "CompositeExplicitAutograd")
 def _gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, silu: bool = True, gate_first: bool = False
 ) -> Tensor:
@@ -210,7 +200,6 @@ def _gated_norm(
     return y
 
 
-@torch.library.impl(LIBRARY, "gated_norm_backward", "CompositeExplicitAutograd")
 def _gated_norm_backward(
     dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, silu: bool = True, gate_first: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,29 +228,8 @@ def _gated_norm_backward(
     return dx, d_gate, dw
 
 
-@torch.library.register_fake("liger_models::gated_norm", lib=LIBRARY)
-def _gated_norm_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("liger_models::gated_norm_backward", lib=LIBRARY)
-def _gated_norm_backward_fake(dy, x, gate, weight, *_):
-    return _gradients_like(x, gate, weight)
-
-
-def _setup(ctx, inputs, output):
-    *tensors, ctx.eps, ctx.silu, ctx.gate_first = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, dy):
-    *saved, weight = ctx.saved_tensors
-    dx, d_gate, dw = BACKWARD(dy, *saved, weight, ctx.eps, ctx.silu, ctx.gate_first)
-    return dx, d_gate, None if weight is None else dw, None, None, None
-
-
-FORWARD = register_autograd("gated_norm", _backward, _setup, _gated_norm)
-BACKWARD = without_dispatcher(torch.ops.liger_models.gated_norm_backward.default, _gated_norm_backward)
+BACKWARD = define_op("gated_norm_backward", _gated_norm_backward, "x gate weight")
+FORWARD = define_op("gated_norm", _gated_norm, "x", backward=BACKWARD, gradients="x gate weight")
 
 
 def gated_norm(
@@ -300,5 +268,4 @@ def gated_norm(
         )
     if not use_triton(x):
         return gated_norm_reference(x, gate, weight, eps, act=act, gate_first=gate_first)
-    y: Tensor = FORWARD(x, gate, weight, eps, act == "silu", gate_first)
-    return y
+    return FORWARD(x, gate, weight, eps, act == "silu", gate_first)

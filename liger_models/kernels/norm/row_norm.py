@@ -13,10 +13,12 @@ scale_in_fp32``. All functions take these six arguments in this order, which is 
 LayerNorm ignores the last two.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.overlap import await_previous, overlap
@@ -417,87 +419,74 @@ def norm_backward(
     return dx, dw, db, y
 
 
-_NORM = "Tensor weight, Tensor? bias, str kind, float eps, float weight_offset, bool scale_in_fp32"
-LIBRARY.define(f"norm(Tensor x, {_NORM}) -> (Tensor, Tensor)")
-LIBRARY.define(f"add_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor, Tensor)")
-LIBRARY.define(
-    f"norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, {_NORM}, bool need_dw, bool need_db)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "norm", "CompositeExplicitAutograd")
-def _norm(x, *norm) -> tuple[Tensor, Tensor]:
-    y, _, statistics = norm_forward(x, None, *norm)
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool
+) -> tuple[Tensor, Tensor]:
+    y, _, statistics = norm_forward(x, None, weight, bias, kind, eps, weight_offset, scale_in_fp32)
     return y, statistics
 
 
-@torch.library.impl(LIBRARY, "add_norm", "CompositeExplicitAutograd")
-def _add_norm(x, residual, *norm) -> tuple[Tensor, Tensor, Tensor]:
-    return norm_forward(x, residual, *norm)
+def _add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float, weight_offset: float,
+    scale_in_fp32: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return norm_forward(x, residual, weight, bias, kind, eps, weight_offset, scale_in_fp32)
 
 
-@torch.library.impl(LIBRARY, "norm_backward", "CompositeExplicitAutograd")
-def _norm_backward(dy, dh, h, statistics, weight, *norm_and_needs) -> tuple[Tensor, Tensor, Tensor]:
-    *norm, need_dw, need_db = norm_and_needs
-    dx, dw, db, _ = norm_backward(dy, dh, h, statistics, weight, *norm, need_dw=need_dw, need_db=need_db)
-    return dx, weight.new_empty(0) if dw is None else dw, weight.new_empty(0) if db is None else db
-
-
-@torch.library.register_fake("liger_models::norm", lib=LIBRARY)
-def _norm_fake(x, weight, bias, kind, *_) -> tuple[Tensor, Tensor]:
+def _norm_fake(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], 2) if is_centered(kind) else x.shape[:-1]
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("liger_models::add_norm", lib=LIBRARY)
-def _add_norm_fake(x, residual, *norm) -> tuple[Tensor, Tensor, Tensor]:
+def _add_norm_fake(x: Tensor, residual: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:
     y, statistics = _norm_fake(residual, *norm)
     return y, torch.empty_like(y), statistics
 
 
-@torch.library.register_fake("liger_models::norm_backward", lib=LIBRARY)
-def _norm_backward_fake(dy, dh, h, statistics, weight, *norm_and_needs) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(h, memory_format=torch.contiguous_format)
+def _norm_backward(
+    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor | None, kind: str,
+    eps: float, weight_offset: float, scale_in_fp32: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dw, db, _ = norm_backward(
+        dy, dh, h, statistics, weight, bias, kind, eps, weight_offset, scale_in_fp32, need_dw=need_dw, need_db=need_db
+    )
+    return dx, weight.new_empty(0) if dw is None else dw, weight.new_empty(0) if db is None else db
+
+
+def _norm_backward_fake(
+    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, weight: Tensor, *norm_and_needs: Any
+) -> tuple[Tensor, ...]:
     dw, db = (weight.new_empty(weight.shape if need else 0) for need in norm_and_needs[-2:])
-    return dx, dw, db
+    return h.new_empty(h.shape), dw, db
 
 
-def _save(ctx, x, h, statistics, weight, bias, *constants) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(statistics)
-    ctx.constants, ctx.x_dtype, ctx.bias_dtype = constants, x.dtype, None if bias is None else bias.dtype
-    ctx.save_for_backward(h, statistics, weight)
+def _gradients(
+    dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, kind: str, eps: float, weight_offset: float,
+    scale_in_fp32: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return BACKWARD(
+        dy, None, x, statistics, weight, None, kind, eps, weight_offset, scale_in_fp32, need_weight, need_bias
+    )
 
 
-def _setup(ctx, inputs, output):
-    x, *norm = inputs
-    _save(ctx, x, x, output[1], *norm)
-
-
-def _add_setup(ctx, inputs, output):
-    x, _, *norm = inputs
-    _save(ctx, x, *output[1:], *norm)
-
-
-def _gradients(ctx, dy, dh) -> tuple[Tensor | None, ...]:
-    """Return the gradients of h, weight and bias, and None for each of the four constants."""
+def _add_gradients(
+    dy: Tensor | None, dh: Tensor | None, h: Tensor, statistics: Tensor, weight: Tensor, kind: str, eps: float,
+    weight_offset: float, scale_in_fp32: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     if dy is None:  # the loss depends only on the residual stream
-        return dh, *(None,) * 6
-    need_weight, need_bias = ctx.needs_input_grad[-6:-4]
-    dx, dw, db = BACKWARD(dy, dh, *ctx.saved_tensors, None, *ctx.constants, need_weight, need_bias)
-    return dx, dw if need_weight else None, db.to(ctx.bias_dtype) if need_bias else None, *(None,) * 4
+        return dh, dh, None, None
+    dx, dw, db = BACKWARD(
+        dy, dh, h, statistics, weight, None, kind, eps, weight_offset, scale_in_fp32, need_weight, need_bias
+    )
+    return dx, dx, dw, db
 
 
-def _backward(ctx, dy, _d_statistics):
-    return _gradients(ctx, dy, None)
-
-
-def _add_backward(ctx, dy, dh, _d_statistics):
-    d_residual, *others = _gradients(ctx, dy, dh)
-    return None if d_residual is None else d_residual.to(ctx.x_dtype), d_residual, *others
-
-
-NORM = register_autograd("norm", _backward, _setup, _norm)
-ADD_NORM = register_autograd("add_norm", _add_backward, _add_setup, _add_norm)
-BACKWARD = without_dispatcher(torch.ops.liger_models.norm_backward.default, _norm_backward)
+BACKWARD = define_op("norm_backward", _norm_backward, _norm_backward_fake)
+NORM = define_op(
+    "norm", _norm, _norm_fake,
+    outputs="y statistics", constants="statistics", backward=_gradients, gradients="x weight bias",
+)  # fmt: skip
+ADD_NORM = define_op(
+    "add_norm", _add_norm, _add_norm_fake,
+    outputs="y h statistics", constants="statistics", backward=_add_gradients, gradients="x residual weight bias",
+)  # fmt: skip

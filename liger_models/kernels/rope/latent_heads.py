@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd
+from liger_models.common.ops import define_op, register_autograd
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.rope.rope import (
@@ -170,16 +170,6 @@ def _constants(num_heads: int, N: int, R: int, V: int, cos: Tensor | None) -> di
     }
 
 
-LIBRARY.define(
-    "latent_heads(Tensor q, Tensor kv, Tensor k_rope, Tensor? cos, Tensor? sin, int num_heads, bool interleaved)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "latent_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, int width, bool interleaved)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-
-
 def _empty_heads(q: Tensor, kv: Tensor, k_rope: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate uninitialized q, k [B, T, H, N + R] and v [B, T, H, V]."""
     B, T, width = q.shape
@@ -189,7 +179,6 @@ def _empty_heads(q: Tensor, kv: Tensor, k_rope: Tensor, num_heads: int) -> tuple
     return next(heads), next(heads), next(heads)
 
 
-@torch.library.impl(LIBRARY, "latent_heads", "CompositeExplicitAutograd")
 def _latent_heads(
     q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,7 +196,6 @@ def _latent_heads(
     return results
 
 
-@torch.library.impl(LIBRARY, "latent_heads_backward", "CompositeExplicitAutograd")
 def _latent_heads_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, width: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,16 +221,6 @@ def _empty_gradients(dq: Tensor, dv: Tensor, width: int) -> tuple[Tensor, Tensor
     return next(grads), next(grads), next(grads)
 
 
-@torch.library.register_fake("liger_models::latent_heads", lib=LIBRARY)
-def _latent_heads_fake(q, kv, k_rope, cos, sin, num_heads, interleaved):
-    return _empty_heads(q, kv, k_rope, num_heads)
-
-
-@torch.library.register_fake("liger_models::latent_heads_backward", lib=LIBRARY)
-def _latent_heads_backward_fake(dq, dk, dv, cos, sin, width, interleaved):
-    return _empty_gradients(dq, dv, width)
-
-
 def _setup(ctx, inputs, output):
     _, _, k_rope, cos, sin, _, ctx.interleaved = inputs
     ctx.width = k_rope.shape[-1]
@@ -250,11 +228,19 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dq, dk, dv):
-    grads = torch.ops.liger_models.latent_heads_backward(dq, dk, dv, *ctx.saved_tensors, ctx.width, ctx.interleaved)
-    return *grads, None, None, None, None
+    cos, sin = ctx.saved_tensors
+    return *BACKWARD(dq, dk, dv, cos, sin, ctx.width, ctx.interleaved), None, None, None, None
 
 
-register_autograd("latent_heads", _backward, _setup)
+BACKWARD = define_op(
+    "latent_heads_backward", _latent_heads_backward,
+    lambda dq, dk, dv, cos, sin, width, interleaved: _empty_gradients(dq, dv, width),
+)  # fmt: skip
+define_op(
+    "latent_heads", _latent_heads,
+    lambda q, kv, k_rope, cos, sin, num_heads, interleaved: _empty_heads(q, kv, k_rope, num_heads),
+)  # fmt: skip
+FORWARD = register_autograd("latent_heads", _backward, _setup, _latent_heads)
 
 
 def latent_heads(
@@ -304,6 +290,5 @@ def latent_heads(
         check_tables(op, q, cos, sin, k_rope.shape[2])
     if not use_triton(q):
         return latent_heads_reference(q, kv, k_rope, cos, sin, num_heads, interleaved=interleaved)
-    results = torch.ops.liger_models.latent_heads(q, kv, k_rope, cos, sin, num_heads, interleaved)
-    q_heads, k_heads, v_heads = results
-    return q_heads, k_heads, v_heads
+    heads: tuple[Tensor, Tensor, Tensor] = FORWARD(q, kv, k_rope, cos, sin, num_heads, interleaved)
+    return heads

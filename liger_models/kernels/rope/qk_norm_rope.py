@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
@@ -230,19 +230,6 @@ def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | N
     }
 
 
-LIBRARY.define(
-    "qk_norm_rope(Tensor qkv, Tensor? cos, Tensor? sin, int num_heads, int num_kv_heads, int head_dim,"
-    " Tensor q_norm_weight, Tensor k_norm_weight, float eps, float weight_offset, bool scale_in_fp32, bool interleaved)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "qk_norm_rope_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor qkv, Tensor? cos, Tensor? sin, int num_heads,"
-    " int num_kv_heads, int head_dim, Tensor q_norm_weight, Tensor k_norm_weight, float eps, float weight_offset,"
-    " bool interleaved, bool need_dw) -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "qk_norm_rope", "CompositeExplicitAutograd")
 def _qk_norm_rope(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
     q_norm_weight: Tensor, k_norm_weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool,
@@ -264,7 +251,6 @@ def _qk_norm_rope(
     return q, k, v
 
 
-@torch.library.impl(LIBRARY, "qk_norm_rope_backward", "CompositeExplicitAutograd")
 def _qk_norm_rope_backward(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm_weight: Tensor, k_norm_weight: Tensor, eps: float,
@@ -303,12 +289,6 @@ def _qk_norm_rope_backward(
     return dqkv, dwq, dwk
 
 
-@torch.library.register_fake("liger_models::qk_norm_rope", lib=LIBRARY)
-def _qk_norm_rope_fake(qkv, cos, sin, num_heads, num_kv_heads, head_dim, *norms):
-    return empty_heads(qkv, num_heads, num_kv_heads, head_dim)
-
-
-@torch.library.register_fake("liger_models::qk_norm_rope_backward", lib=LIBRARY)
 def _qk_norm_rope_backward_fake(
     dq, dk, dv, qkv, cos, sin, num_heads, num_kv_heads, head_dim, q_norm_weight, k_norm_weight, eps, weight_offset,
     interleaved, need_dw,
@@ -317,24 +297,12 @@ def _qk_norm_rope_backward_fake(
     return qkv.new_empty(qkv.shape), *weights
 
 
-def _setup(ctx, inputs, output):
-    qkv, cos, sin, *ctx.sizes, q_norm_weight, k_norm_weight, eps, weight_offset, _, interleaved = inputs
-    ctx.options = eps, weight_offset, interleaved
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(qkv, cos, sin, q_norm_weight, k_norm_weight)
-
-
-def _backward(ctx, dq, dk, dv):
-    if dq is None and dk is None and dv is None:
-        return (None,) * 12
-    qkv, cos, sin, *weights = ctx.saved_tensors
-    need_dwq, need_dwk = ctx.needs_input_grad[6:8]
-    dqkv, dwq, dwk = BACKWARD(dq, dk, dv, qkv, cos, sin, *ctx.sizes, *weights, *ctx.options, need_dwq or need_dwk)
-    return dqkv, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, *(None,) * 4
-
-
-FORWARD = register_autograd("qk_norm_rope", _backward, _setup, _qk_norm_rope)
-BACKWARD = without_dispatcher(torch.ops.liger_models.qk_norm_rope_backward.default, _qk_norm_rope_backward)
+BACKWARD = define_op("qk_norm_rope_backward", _qk_norm_rope_backward, _qk_norm_rope_backward_fake)
+FORWARD = define_op(
+    "qk_norm_rope", _qk_norm_rope, lambda qkv, cos, sin, *sizes: empty_heads(qkv, *sizes[:3]),
+    outputs="q k v", backward=BACKWARD, gradients="qkv q_norm_weight k_norm_weight",
+    needs={"need_dw": "q_norm_weight k_norm_weight"},
+)  # fmt: skip
 
 
 def qk_norm_rope(
@@ -391,5 +359,4 @@ def qk_norm_rope(
             qkv, cos, sin, *sizes, *weights,
             eps=eps, weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, interleaved=interleaved,
         )  # fmt: skip
-    q, k, v = FORWARD(qkv, cos, sin, *sizes, *weights, eps, weight_offset, scale_in_fp32, interleaved)
-    return q, k, v
+    return FORWARD(qkv, cos, sin, *sizes, *weights, eps, weight_offset, scale_in_fp32, interleaved)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
@@ -216,18 +216,6 @@ def _heads(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> 
     return q, k, v
 
 
-LIBRARY.define(
-    "qkv_norm_rope(Tensor packed, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, int head_dim,"
-    " Tensor q_norm_weight, Tensor? k_norm_weight, float eps) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "qkv_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor packed, Tensor cos, Tensor sin, int num_heads,"
-    " int num_kv_heads, int head_dim, Tensor q_norm_weight, Tensor? k_norm_weight, float eps, bool need_dw)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "qkv_norm_rope", "CompositeExplicitAutograd")
 def _qkv_norm_rope(
     packed: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
     q_norm_weight: Tensor, k_norm_weight: Tensor | None, eps: float,
@@ -247,7 +235,6 @@ def _qkv_norm_rope(
     return q, k, v
 
 
-@torch.library.impl(LIBRARY, "qkv_norm_rope_backward", "CompositeExplicitAutograd")
 def _qkv_norm_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, packed: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
     head_dim: int, q_norm_weight: Tensor, k_norm_weight: Tensor | None, eps: float, need_dw: bool,
@@ -276,12 +263,6 @@ def _qkv_norm_rope_backward(
     return d_packed, dwq, dwk
 
 
-@torch.library.register_fake("liger_models::qkv_norm_rope", lib=LIBRARY)
-def _qkv_norm_rope_fake(packed, cos, sin, num_heads, num_kv_heads, head_dim, q_norm_weight, k_norm_weight, eps):
-    return _heads(packed, num_heads, num_kv_heads, head_dim)
-
-
-@torch.library.register_fake("liger_models::qkv_norm_rope_backward", lib=LIBRARY)
 def _qkv_norm_rope_backward_fake(
     dq, dk, dv, packed, cos, sin, num_heads, num_kv_heads, head_dim, q_norm_weight, k_norm_weight, eps, need_dw
 ):
@@ -289,20 +270,12 @@ def _qkv_norm_rope_backward_fake(
     return packed.new_empty(packed.shape), *(weight.new_empty(weight.shape if need_dw else 0) for weight in weights)
 
 
-def _setup(ctx, inputs, output):
-    packed, cos, sin, *ctx.sizes, q_norm_weight, k_norm_weight, ctx.eps = inputs
-    ctx.save_for_backward(packed, cos, sin, q_norm_weight, k_norm_weight)
-
-
-def _backward(ctx, dq, dk, dv):
-    packed, cos, sin, *weights = ctx.saved_tensors
-    need_dwq, need_dwk = ctx.needs_input_grad[6:8]
-    d_packed, dwq, dwk = BACKWARD(dq, dk, dv, packed, cos, sin, *ctx.sizes, *weights, ctx.eps, need_dwq or need_dwk)
-    return d_packed, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, None
-
-
-FORWARD = register_autograd("qkv_norm_rope", _backward, _setup, _qkv_norm_rope)
-BACKWARD = without_dispatcher(torch.ops.liger_models.qkv_norm_rope_backward.default, _qkv_norm_rope_backward)
+BACKWARD = define_op("qkv_norm_rope_backward", _qkv_norm_rope_backward, _qkv_norm_rope_backward_fake)
+FORWARD = define_op(
+    "qkv_norm_rope", _qkv_norm_rope, lambda packed, cos, sin, *sizes: _heads(packed, *sizes[:3]),
+    outputs="q k v", backward=BACKWARD, gradients="packed q_norm_weight k_norm_weight",
+    needs={"need_dw": "q_norm_weight k_norm_weight"},
+)  # fmt: skip
 
 
 def qkv_norm_rope(
@@ -362,5 +335,4 @@ def qkv_norm_rope(
     sizes, weights = (num_heads, num_kv_heads, head_dim), (q_norm_weight, k_norm_weight)
     if not use_triton(packed):
         return qkv_norm_rope_reference(packed, cos, sin, *sizes, *weights, eps=eps)
-    q, k, v = FORWARD(packed, cos, sin, *sizes, *weights, eps)
-    return q, k, v
+    return FORWARD(packed, cos, sin, *sizes, *weights, eps)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY, register_autograd, without_dispatcher
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
@@ -293,22 +293,6 @@ def _launch_qkv(
             )  # fmt: skip
 
 
-LIBRARY.define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse, bool interleaved) -> Tensor")
-LIBRARY.define(
-    "rope_qkv(Tensor qkv, Tensor? cos, Tensor? sin, int num_heads, int num_kv_heads, int head_dim, bool interleaved)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "rope_qkv_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? cos, Tensor? sin,"
-    " int num_heads, int num_kv_heads, int head_dim, bool interleaved) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "rope", "CompositeExplicitAutograd")
-def _rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
-    return rope_forward(x, cos, sin, inverse, interleaved)
-
-
 def empty_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate uninitialized q, k and v for the packed projection ``qkv``."""
     q, k, v = (
@@ -318,7 +302,6 @@ def empty_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -
     return q, k, v
 
 
-@torch.library.impl(LIBRARY, "rope_qkv", "CompositeExplicitAutograd")
 def _rope_qkv(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
     interleaved: bool,
@@ -329,7 +312,6 @@ def _rope_qkv(
     return q, k, v
 
 
-@torch.library.impl(LIBRARY, "rope_qkv_backward", "CompositeExplicitAutograd")
 def _rope_qkv_backward(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     num_heads: int, num_kv_heads: int, head_dim: int, interleaved: bool,
@@ -344,20 +326,6 @@ def _rope_qkv_backward(
     return dqkv
 
 
-@torch.library.register_fake("liger_models::rope", lib=LIBRARY)
-def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("liger_models::rope_qkv", lib=LIBRARY)
-def _rope_qkv_fake(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return empty_heads(qkv, num_heads, num_kv_heads, head_dim)
-
-
-@torch.library.register_fake("liger_models::rope_qkv_backward", lib=LIBRARY)
 def _rope_qkv_backward_fake(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     num_heads: int, num_kv_heads: int, head_dim: int, interleaved: bool,
@@ -366,32 +334,16 @@ def _rope_qkv_backward_fake(
     return like.new_empty(*like.shape[:2], (num_heads + 2 * num_kv_heads) * head_dim)
 
 
-def _setup(ctx, inputs, output):
-    _, cos, sin, ctx.inverse, ctx.interleaved = inputs
-    ctx.save_for_backward(cos, sin)
+def _rope_backward(dy: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
+    return ROPE(dy, cos, sin, not inverse, interleaved)
 
 
-def _backward(ctx, dy):
-    cos, sin = ctx.saved_tensors
-    return ROPE(dy, cos, sin, not ctx.inverse, ctx.interleaved), None, None, None, None
-
-
-def _qkv_setup(ctx, inputs, output):
-    _, cos, sin, *ctx.sizes = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(cos, sin)
-
-
-def _qkv_backward(ctx, dq, dk, dv):
-    if dq is None and dk is None and dv is None:
-        return (None,) * 7
-    cos, sin = ctx.saved_tensors
-    return ROPE_QKV_BACKWARD(dq, dk, dv, cos, sin, *ctx.sizes), *(None,) * 6
-
-
-ROPE = register_autograd("rope", _backward, _setup, _rope)
-ROPE_QKV = register_autograd("rope_qkv", _qkv_backward, _qkv_setup, _rope_qkv)
-ROPE_QKV_BACKWARD = without_dispatcher(torch.ops.liger_models.rope_qkv_backward.default, _rope_qkv_backward)
+ROPE = define_op("rope", rope_forward, "x", backward=_rope_backward, gradients="x")
+ROPE_QKV_BACKWARD = define_op("rope_qkv_backward", _rope_qkv_backward, _rope_qkv_backward_fake)
+ROPE_QKV = define_op(
+    "rope_qkv", _rope_qkv, lambda qkv, cos, sin, *sizes: empty_heads(qkv, *sizes[:3]),
+    outputs="q k v", backward=ROPE_QKV_BACKWARD, gradients="qkv",
+)  # fmt: skip
 
 
 # The checks below format a message only when they raise an error, because Dynamo cannot format symbolic sizes.
@@ -469,8 +421,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     check_tables("rope", x, cos, sin, x.shape[-1])
     if not use_triton(x):
         return rope_reference(x, cos, sin, interleaved)
-    y: Tensor = ROPE(x, cos, sin, False, interleaved)
-    return y
+    return ROPE(x, cos, sin, False, interleaved)
 
 
 def rope_qkv(
@@ -503,8 +454,7 @@ def rope_qkv(
     check_qkv("rope_qkv", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
     if not use_triton(qkv):
         return rope_qkv_reference(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved=interleaved)
-    q, k, v = ROPE_QKV(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
-    return q, k, v
+    return ROPE_QKV(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
 
 
 def liger_rotary_pos_emb(
