@@ -29,6 +29,7 @@ from liger_models.convert.files import as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.matmul.row_linear import inference_linear
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import take_cu_seqlens
 from liger_models.layers.head_request import check_num_items
@@ -315,7 +316,8 @@ class LigerMTP(nn.Module):
             ahead: the embedding of the next token of each token, [B, T, C].
             layout: layout of the batch. If it has a cache, the tokens are appended to the cache.
         """
-        u = self.fc(torch.cat([self.pre_fc_norm_embedding(ahead), self.pre_fc_norm_hidden(hidden)], -1))
+        both = torch.cat([self.pre_fc_norm_embedding(ahead), self.pre_fc_norm_hidden(hidden)], -1)  # [B, T, 2 C]
+        u = inference_linear(both, self.fc.weight)
 
         # Run the block with the checkpointing policy of the model's last block.
         (predictor,) = self._predictor

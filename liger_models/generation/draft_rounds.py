@@ -142,14 +142,16 @@ class DraftRound:
         if self.captured and self._called and self._graph is None:
             step = f"rollout: a round of {type(model).__name__} with drafts"
             generator = self.sampler.settings.generator
-            recorded = try_record(step, lambda: self._run(model), model.device, generator=generator)
+            with overlapping():
+                recorded = try_record(step, lambda: self._run(model), model.device, generator=generator)
             if recorded is None:
                 self.captured = False
             else:
                 self._graph, self._result = recorded
         if self._graph is None:
             self._called = True
-            return self._run(model)
+            with overlapping(self.captured):  # the kernels that the capture launches are compiled here
+                return self._run(model)
         self._graph.replay()
         assert self._result is not None
         return self._result
@@ -159,9 +161,8 @@ class DraftRound:
 
         # Verify the drafts: each token of a row is a row of the batch. [rows · (k + 1), 1]
         positions = pool.speculate(pool.lengths.long()[:, None] + self._ahead)
-        with overlapping(self.captured):
-            embeds, layout = model.prepare(self._tokens.view(-1, 1), position_ids=positions, cache=pool)
-            out = model.run(embeds, layout, return_logits=False)
+        embeds, layout = model.prepare(self._tokens.view(-1, 1), position_ids=positions, cache=pool)
+        out = model.run(embeds, layout, return_logits=False)
         assert out.hidden_states is not None
         hidden: Tensor = out.hidden_states[-1]  # [rows · (k + 1), 1, C]
         experts = model.choose_experts(out.router_logits or ()) if self.records_routing else None
