@@ -28,9 +28,10 @@ from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.graphs import try_record
 from liger_models.generation.options import is_draft_block
 from liger_models.generation.rows import log_probs_of
-from liger_models.generation.sampling import NOT_FINITE, Sampler, draw
+from liger_models.generation.sampling import NOT_FINITE, Sampler
 from liger_models.kernels.loss.accept_drafts import accept_drafts
 from liger_models.kernels.loss.choose_tokens import choose_tokens
+from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.overlap import overlapping
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import Decoder
@@ -118,11 +119,15 @@ class DraftRound:
         self._stops = torch.full((rows, stops), -1, device=device)
         self._ahead = torch.arange(num_drafts + 1, device=device)
 
-        # The distributions that the drafts were drawn from, [rows, k, V]. They are certain of token 0 in the beginning.
+        # The scores that the drafts were drawn from, [rows, k, V], and the log-probabilities of the drafts, [rows, k].
+        # The first drafts are certain to be token 0. The random numbers are seeds of the tokens, then of the drafts.
         self._proposed: Tensor | None = None
         if sampler.settings.do_sample and not seeded:
-            self._proposed = torch.zeros(rows, num_drafts, vocab_size, device=device)
-            self._proposed[..., 0] = 1
+            self._proposed = torch.full((rows, num_drafts, vocab_size), -torch.inf, device=device)
+            self._proposed[..., 0] = 0
+            self._draft_log_probs = torch.zeros(rows, num_drafts, device=device)
+            self._random = torch.zeros(2 * num_drafts + 1, rows, dtype=torch.int64, device=device)
+            self._no_steps = torch.zeros(rows, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._called = False
         self._result: Round | None = None
@@ -206,40 +211,38 @@ class DraftRound:
             The choices [rows, k + 1]; whether drafts are accepted, [rows, k] bool, or None if those that equal the
             choices are; and the log-probabilities of the choices, [rows · (k + 1)] fp32.
         """
-        k, drafts = self.num_drafts, self._tokens[:, 1:]
-        if self._proposed is None:
-            seeds = steps = None
-            if self.seeded:
-                seeds = self._seeds.repeat_interleave(k + 1)
-                steps = (self._counts[:, None] + self._ahead).flatten()
-            chosen, log_probs = self._most_likely(logits, seeds, steps)
-            if self.seeded and not self.captured:  # a graph has no checks
-                check_values(log_probs.isfinite().all(), NOT_FINITE)
-            return chosen.view(-1, k + 1), None, log_probs
-
-        scores, generator = self.sampler.restrict(logits), self.sampler.settings.generator
-        p = scores.softmax(1).view(-1, k + 1, scores.shape[1])
-        ours, theirs = (x.gather(2, drafts[..., None])[..., 0] for x in (p[:, :k], self._proposed))
-        agree = torch.empty_like(ours).uniform_(generator=generator) * theirs < ours
-
-        # The distribution after a rejection. If p and q are equal, nothing is rejected.
-        rest = (p[:, :k] - self._proposed).clamp_min(0)
-        rest = torch.where(rest.sum(2, keepdim=True) > 0, rest, p[:, :k])
-        others = draw(torch.cat([rest, p[:, k:]], 1).flatten(0, 1), generator).view(-1, k + 1)
-        chosen = torch.cat([torch.where(agree, drafts, others[:, :k]), others[:, k:]], 1)
-        return chosen, agree, log_probs_of(logits, chosen.flatten())
+        k, scores = self.num_drafts, self._restricted(logits)
+        agree = None
+        if self._proposed is not None:
+            self._random.random_(generator=self.sampler.settings.generator)
+            drafts, seeds = self._tokens[:, 1:], self._random[: k + 1].flatten()
+            chosen, agree, log_probs = verify_drafts(
+                logits, scores, drafts, self._proposed, self._draft_log_probs, seeds
+            )
+        elif self.seeded:
+            steps = (self._counts[:, None] + self._ahead).flatten()
+            chosen, log_probs = choose_tokens(logits, scores, self._seeds.repeat_interleave(k + 1), steps)
+        else:
+            chosen, log_probs = choose_tokens(logits, scores)
+        if self.sampler.settings.do_sample and not self.captured:  # a graph has no checks
+            check_values(log_probs.isfinite().all(), NOT_FINITE)
+        return chosen.view(-1, k + 1), agree, log_probs
 
     def _draft(self, logits: Tensor, index: int) -> Tensor:
         """Return draft ``index`` of each row, [rows] int64, from the block's logits [rows, V]."""
+        scores = self._restricted(logits)
         if self._proposed is None:
-            return self._most_likely(logits, *((self._seeds, self._counts + index) if self.seeded else (None, None)))[0]
-        self._proposed[:, index] = self.sampler.restrict(logits).softmax(1)
-        return draw(self._proposed[:, index], self.sampler.settings.generator)
+            draws = (self._seeds, self._counts + index) if self.seeded else ()
+            return choose_tokens(logits, scores, *draws)[0]
+        scores = logits if scores is None else scores
+        self._proposed[:, index] = scores
+        seeds = self._random[self.num_drafts + 1 + index]
+        tokens, self._draft_log_probs[:, index] = choose_tokens(scores, None, seeds, self._no_steps)
+        return tokens
 
-    def _most_likely(self, logits: Tensor, seeds: Tensor | None, steps: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the most likely tokens or, with seeds, sampled tokens, and their log-probabilities."""
-        scores = self.sampler.restrict(logits)
-        return choose_tokens(logits, None if scores is logits else scores, seeds, steps)
+    def _restricted(self, logits: Tensor) -> Tensor | None:
+        """Return the scores that tokens are drawn from; None if these are the logits."""
+        return self.sampler.restrict(logits) if self.sampler.restricts else None
 
 
 @torch.no_grad()

@@ -55,6 +55,7 @@ from liger_models.kernels.loss.linear_kl_div import linear_kl_div
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, log_probs_of_sum
 from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
+from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
 from liger_models.kernels.moe import Routing, moe_mlp, route
@@ -342,6 +343,9 @@ def run_drafts(dtype: torch.dtype) -> None:
         logits = draw(2, V, dtype=dtype).detach()
         for options in ({}, {"scores": logits.float()}, {"seeds": numbers, "steps": numbers}):
             choose_tokens(logits, **options)
+        proposed = torch.zeros(1, 1, V)
+        for scores in (None, logits.float()):
+            verify_drafts(logits, scores, numbers[:1, None], proposed, proposed[..., 0], numbers)
     for k in (1, 3):
         tokens = torch.zeros(2, k + 1, dtype=torch.int64)
         for agree in (None, torch.zeros(2, k, dtype=torch.bool)):

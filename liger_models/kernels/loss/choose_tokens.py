@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.loss.seeded_scores import log_noise, seeded_scores_reference
+from liger_models.kernels.loss.seeded_scores import exponential, seeded_scores_reference
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, contiguous_rows, exp, next_power_of_2, num_warps
 
@@ -77,7 +77,7 @@ def _choose_tokens_kernel(
         if scores_ptr is not None:
             z = tl.load(scores_ptr + row * scores_n + token, mask=inside, other=float("-inf")).to(tl.float32)
         if seed_ptr is not None:
-            z = z - log_noise(seed, step, token)
+            z = z - tl.log(exponential(seed, step, token))
         index = tl.where(z > best, token, index)
         best = tl.maximum(best, z)
         higher = tl.maximum(most, x)
