@@ -87,8 +87,10 @@ define install
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D) || { \
 	    echo "make: $(PYTHON) -m venv $(@D) failed, see above. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "installing the packages into $(@D) (minutes, the first time)"
-	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) $(1) || { \
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet $(PIP_ARGS) $(1) || { \
 	    echo "make: pip could not install the packages, see above. Behind a proxy or without a network set PIP_ARGS; to begin anew: make clean" >&2; exit 1; }
+	@# pip would compile on one core.
+	@$(@D)/bin/python -W ignore -m compileall -qq -j 0 $(@D)/lib || true
 	@touch $@
 endef
 

@@ -14,7 +14,9 @@ WIDER = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def speed_up_the_interpreter() -> None:
-    """Remove two thirds of the interpreter's time: equal objects are made once and compared by identity.
+    """Remove three quarters of the interpreter's time: equal objects are made once and compared by identity.
+
+    Operators on tensors call NumPy directly. All bits of a result are those of the interpreter.
 
     PyTorch converts to and from float8, because the interpreter loses carries. Products of bfloat16 are computed in
     float32, because the interpreter multiplies their bits as integers.
@@ -35,7 +37,9 @@ def speed_up_the_interpreter() -> None:
         promote = implementation.binary_op_type_checking_impl
         unwrap_any, equal = core._unwrap_if_constexpr, core.dtype.__eq__
         patched, blocks, dtypes, constants = set(), {}, {}, {}
-        shapes, sizes_of, common, builtins = {}, {}, {}, {}
+        shapes, sizes_of, common, builtins, block_types = {}, {}, {}, {}, {}
+        ints = {id(dtype): (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n, dtype in ((32, core.int32), (64, core.int64))}
+        floats = {id(core.float32), id(core.float64)}
         plain = {int, bool, float, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
 
         def call(self, *args, **kwargs):
@@ -45,6 +49,8 @@ def speed_up_the_interpreter() -> None:
             return self.rewrite()(*args, **kwargs)
 
         def interpret(member):
+            member = getattr(member, "__wrapped__", member)  # the wrapper asks only for `_semantic`
+
             def interpreted(*args, **kwargs):
                 kwargs["_semantic"] = interpreter.interpreter_semantic
                 return member(*args, **kwargs)
@@ -58,7 +64,8 @@ def speed_up_the_interpreter() -> None:
             """Patch the functions of a module or class, which are the same for every launch."""
             if package not in builtins:
                 members = [(name, x) for name, x in inspect.getmembers(package) if core.is_builtin(x)]
-                builtins[package] = [(name, member, interpret(member)) for name, member in members]
+                fast = operators if package is core.tensor else {}
+                builtins[package] = [(name, x, fast.get(name) or interpret(x)) for name, x in members]
             for name, member, interpreted in builtins[package]:
                 if getattr(package, name) is member:  # not patched yet by the launch around this one
                     scope.set_attr(package, name, interpreted)
@@ -98,8 +105,27 @@ def speed_up_the_interpreter() -> None:
             if members is None:
                 make_tensor(self, None, type)
                 self.shape = once(self.shape)
-                members = type.of_tensor = vars(self).copy()
-            vars(self).update(members, handle=handle, type=type)
+                members = type.of_tensor = self.shape, self.numel, self.dtype
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = members
+
+        def too_wide(data, dtype):
+            return data.itemsize > 1 and not dtype.is_ptr() and 8 * data.itemsize > dtype.primitive_bitwidth
+
+        def make_handle(self, data, dtype, attr=None):
+            if too_wide(data, dtype):
+                raise ValueError(f"numbers of {data.itemsize} bytes are too wide for {dtype}")
+            self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+        def array_handle(data, dtype):
+            return interpreter.TensorHandle(data.astype(array_dtype(dtype)) if too_wide(data, dtype) else data, dtype)
+
+        def binary_op(self, lhs, rhs, operate):
+            return array_handle(operate(lhs.data, rhs.data), lhs.dtype.scalar)
+
+        def divide(x, y):
+            """The quotient of integers, rounded toward zero."""
+            return (x - np.fmod(x, y)) // y
 
         def common_shape(lhs, rhs):
             """The shape to which both are broadcast, or None to leave an error to the interpreter."""
@@ -121,11 +147,73 @@ def speed_up_the_interpreter() -> None:
         def same_shape(self, lhs, rhs):
             if lhs.shape is rhs.shape:
                 return lhs, rhs
-            key = id(lhs.shape), id(rhs.shape)
+            shape = broadcast_shape(lhs, rhs)
+            return broadcast(self, lhs, rhs) if shape is None else (spread(lhs, shape), spread(rhs, shape))
+
+        def fast_operator(operate, slow, types, *, reverse=False, compares=False):
+            """An operator on tensors of one of the types, and on numbers that the type represents; ``slow`` on others.
+
+            NumPy broadcasts the operands, of which the interpreter would make blocks of equal shapes.
+            """
+            ids = {id(dtype) for dtype in types}
+
+            def operator(self, other):
+                dtype, other_type = self.dtype, type(other)
+                if other_type is core.constexpr:
+                    other = other.value
+                    other_type = type(other)
+                if id(dtype) not in ids:
+                    return slow(self, other)
+                if other_type is not core.tensor:
+                    if not (id(dtype) in floats and (other_type is float or other_type is int)) and not (
+                        other_type is int and id(dtype) in ints and ints[id(dtype)][0] <= other <= ints[id(dtype)][1]
+                    ):
+                        return slow(self, other)
+                    other = scalar(interpreter.interpreter_semantic, other, dtype)
+                elif other.dtype is not dtype:
+                    if id(dtype) not in ints or id(other.dtype) not in ints:
+                        return slow(self, other)
+                    dtype = core.int64
+                shape = broadcast_shape(self, other)
+                if shape is None:
+                    return slow(self, other)
+                left, right = (other, self) if reverse else (self, other)
+                handle = array_handle(operate(left.handle.data, right.handle.data), dtype)
+                return core.tensor(handle, block_of(core.int1 if compares else dtype, shape))
+
+            return operator
+
+        def advance(slow):
+            """The sum of pointers and offsets."""
+
+            def add(self, other):
+                dtype = self.dtype
+                if type(dtype) is core.pointer_type and type(other) is core.tensor and id(other.dtype) in ints:
+                    shape = broadcast_shape(self, other)
+                    if shape is not None:
+                        handle = interpreter.interpreter_builder.create_addptr(self.handle, other.handle)
+                        return core.tensor(handle, self.type if shape is self.shape else block_of(dtype, shape))
+                return slow(self, other)
+
+            return add
+
+        def broadcast_shape(lhs, rhs):
+            """The shape to which both are broadcast, of no sizes for scalars; None if there is none."""
+            left, right = lhs.shape, rhs.shape
+            if left is right or not right:
+                return left
+            if not left:
+                return right
+            key = id(left), id(right)
             if key not in common:
                 common[key] = common_shape(lhs, rhs)
-            shape = common[key]
-            return broadcast(self, lhs, rhs) if shape is None else (spread(lhs, shape), spread(rhs, shape))
+            return common[key]
+
+        def block_of(dtype, shape):
+            key = dtype.name, id(shape)
+            if key not in block_types:
+                block_types[key] = core.block_type(dtype, shape) if shape else dtype
+            return block_types[key]
 
         def same_type(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, divides=False):
             if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
@@ -161,10 +249,40 @@ def speed_up_the_interpreter() -> None:
             a, b = (self.cast_impl(x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b))
             return multiply(self, a, b, *rest)
 
+        numbers = [core.int32, core.int64, core.float16, core.float32, core.float64]
+        operations = {
+            "add": (np.add, numbers),
+            "sub": (np.subtract, numbers),
+            "mul": (np.multiply, numbers),
+            "truediv": (np.divide, [core.float32, core.float64]),
+            "floordiv": (divide, [core.int32, core.int64]),
+            "mod": (np.fmod, [core.int32, core.int64]),
+            "and": (np.bitwise_and, [core.int1, core.int32, core.int64]),
+            "or": (np.bitwise_or, [core.int1, core.int32, core.int64]),
+        }
+        comparisons = {
+            "lt": np.less,
+            "le": np.less_equal,
+            "gt": np.greater,
+            "ge": np.greater_equal,
+            "eq": np.equal,
+            "ne": np.not_equal,
+        }
+        operators = {}
+        for key, (operate, types) in operations.items():
+            for name, reverse in ((f"__{key}__", False), (f"__r{key}__", True)):
+                slow = interpret(getattr(core.tensor, name))
+                slow = advance(slow) if name == "__add__" else slow
+                operators[name] = fast_operator(operate, slow, types, reverse=reverse)
+        for key, operate in comparisons.items():
+            slow = interpret(getattr(core.tensor, f"__{key}__"))
+            operators[f"__{key}__"] = fast_operator(operate, slow, numbers, compares=True)
+
         interpreter.np_erf_fp32 = interpreter.np_erf_fp64 = erf
         interpreter._patch_builtin = patch_builtins
         interpreter._convert_float, interpreter._patch_attr, interpreter._get_np_dtype = float8, patch, array_dtype
-        interpreter.InterpreterBuilder.create_dot = dot
+        interpreter.InterpreterBuilder.create_dot, interpreter.InterpreterBuilder.binary_op = dot, binary_op
+        interpreter.TensorHandle.__init__ = make_handle
         interpreter.InterpretedFunction.__call__ = call
         core._unwrap_if_constexpr, core.dtype.__eq__ = unwrap, same_dtype
         core.block_type.__init__, core.tensor.__init__ = block, tensor

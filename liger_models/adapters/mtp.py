@@ -29,12 +29,17 @@ from liger_models.convert.files import as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.matmul.row_linear import inference_linear
+from liger_models.kernels.norm.embed_norms import embed_norms
+from liger_models.kernels.norm.row_norm import MAX_TILE
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import take_cu_seqlens
+from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head_request import check_num_items
 from liger_models.layers.layer import layers_of, wide_parameters
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LossFunction
+from liger_models.layers.norm import LigerRMSNorm
 
 CHUNK = 2048
 """Number of tokens whose logits `LigerMTP.acceptance` computes at a time."""
@@ -55,6 +60,17 @@ class MTPOutput(NamedTuple):
     base_loss: Tensor
     mtp_loss: Tensor
     aux_loss: Tensor | None = None
+
+
+def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
+    """Whether the op `embed_norms` computes the embedding of a token and the norms, which have the same constants."""
+    return (
+        type(embedding) is LigerEmbedding
+        and embedding.scale is None
+        and embedding.vocab_shard is None
+        and all(type(norm) is LigerRMSNorm and norm.kernel and norm.weight is not None for norm in norms)
+        and embedding.embedding_dim <= MAX_TILE
+    )
 
 
 class LigerMTP(nn.Module):
@@ -315,7 +331,25 @@ class LigerMTP(nn.Module):
             ahead: the embedding of the next token of each token, [B, T, C].
             layout: layout of the batch. If it has a cache, the tokens are appended to the cache.
         """
-        u = self.fc(torch.cat([self.pre_fc_norm_embedding(ahead), self.pre_fc_norm_hidden(hidden)], -1))
+        both = torch.cat([self.pre_fc_norm_embedding(ahead), self.pre_fc_norm_hidden(hidden)], -1)  # [B, T, 2 C]
+        return self._run_block(both, layout)
+
+    @torch.no_grad()
+    def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
+        """Compute `predict` without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
+        embedding = self.model.embed_tokens
+        norm: Any = self.pre_fc_norm_embedding
+        other: Any = self.pre_fc_norm_hidden
+        if not embeds_with_norms(embedding, norm, other) or hidden.dtype != embedding.weight.dtype:
+            return self.predict(hidden, self.model.embed(tokens, None)[0], layout)
+        constants = norm.eps, norm.offset, norm.scale_in_fp32
+        rows = tokens.flatten(), hidden.flatten(0, 1)
+        both = embed_norms(embedding.weight, *rows, norm.weight, other.weight, *constants)
+        return self._run_block(both.view(*tokens.shape, -1), layout)
+
+    def _run_block(self, both: Tensor, layout: BatchLayout) -> Tensor:
+        """Compute h' from the concatenated outputs of both norms, [B, T, 2 C]."""
+        u = inference_linear(both, self.fc.weight)
 
         # Run the block with the checkpointing policy of the model's last block.
         (predictor,) = self._predictor

@@ -23,11 +23,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check_values
 from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.graphs import try_record
 from liger_models.generation.options import is_draft_block
 from liger_models.generation.rows import log_probs_of
-from liger_models.generation.sampling import Sampler, draw
+from liger_models.generation.sampling import NOT_FINITE, Sampler
+from liger_models.kernels.loss.accept_drafts import accept_drafts
+from liger_models.kernels.loss.choose_tokens import choose_tokens
+from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.overlap import overlapping
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import Decoder
@@ -49,6 +53,9 @@ class DraftBlock(Protocol):
             ahead: [B, T, C], the embedding of the next token.
             layout: layout of the batch, with a cache to which the block appends.
         """
+
+    def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
+        """Compute `predict` without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
 
     def modules(self) -> Any:
         """Return all modules of the block."""
@@ -112,11 +119,15 @@ class DraftRound:
         self._stops = torch.full((rows, stops), -1, device=device)
         self._ahead = torch.arange(num_drafts + 1, device=device)
 
-        # The distributions that the drafts were drawn from, [rows, k, V]. They are certain of token 0 in the beginning.
+        # The scores that the drafts were drawn from, [rows, k, V], and the log-probabilities of the drafts, [rows, k].
+        # The first drafts are certain to be token 0. The random numbers are seeds of the tokens, then of the drafts.
         self._proposed: Tensor | None = None
         if sampler.settings.do_sample and not seeded:
-            self._proposed = torch.zeros(rows, num_drafts, vocab_size, device=device)
-            self._proposed[..., 0] = 1
+            self._proposed = torch.full((rows, num_drafts, vocab_size), -torch.inf, device=device)
+            self._proposed[..., 0] = 0
+            self._draft_log_probs = torch.zeros(rows, num_drafts, device=device)
+            self._random = torch.zeros(2 * num_drafts + 1, rows, dtype=torch.int64, device=device)
+            self._no_steps = torch.zeros(rows, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._called = False
         self._result: Round | None = None
@@ -142,14 +153,16 @@ class DraftRound:
         if self.captured and self._called and self._graph is None:
             step = f"rollout: a round of {type(model).__name__} with drafts"
             generator = self.sampler.settings.generator
-            recorded = try_record(step, lambda: self._run(model), model.device, generator=generator)
+            with overlapping():
+                recorded = try_record(step, lambda: self._run(model), model.device, generator=generator)
             if recorded is None:
                 self.captured = False
             else:
                 self._graph, self._result = recorded
         if self._graph is None:
             self._called = True
-            return self._run(model)
+            with overlapping(self.captured):  # the kernels that the capture launches are compiled here
+                return self._run(model)
         self._graph.replay()
         assert self._result is not None
         return self._result
@@ -158,88 +171,78 @@ class DraftRound:
         pool, rows, k = self.pool, self.pool.rows, self.num_drafts
 
         # Verify the drafts: each token of a row is a row of the batch. [rows · (k + 1), 1]
-        positions = pool.speculate(pool.lengths.long()[:, None] + self._ahead)
-        with overlapping(self.captured):
-            embeds, layout = model.prepare(self._tokens.view(-1, 1), position_ids=positions, cache=pool)
-            out = model.run(embeds, layout, return_logits=False)
+        positions = pool.speculate(k + 1)
+        embeds, layout = model.prepare(self._tokens.view(-1, 1), position_ids=positions, cache=pool)
+        out = model.run(embeds, layout, return_logits=False)
         assert out.hidden_states is not None
         hidden: Tensor = out.hidden_states[-1]  # [rows · (k + 1), 1, C]
         experts = model.choose_experts(out.router_logits or ()) if self.records_routing else None
         head = model.lm_head
         if self.deterministic:
             raw, logits = head_outputs(head, hidden[:, 0])
-            chosen, counts = self._choose(logits)
+            chosen, agree, _ = self._choose(logits)
             log_probs = log_probs_of(raw, chosen.flatten(), head.softcap, head.logit_scale)
         else:
-            logits = head(hidden)[:, 0]
-            chosen, counts = self._choose(logits)
-            log_probs = log_probs_of(logits, chosen.flatten())
+            chosen, agree, log_probs = self._choose(head(hidden)[:, 0])
 
         # A row ends with its first stop token, or when it needs no further tokens.
-        is_stop = (chosen[:, :, None] == self._stops[:, None]).any(2)
-        before = (is_stop.long().cumsum(1) == 0).sum(1)  # number of tokens before the first stop token
-        stopped = before < counts
-        counts = torch.where(stopped, before + 1, counts).minimum(pool.remaining)
+        counts, last = accept_drafts(
+            chosen, self._tokens, agree, self._stops, pool.lengths, pool.remaining, self._counts
+        )
         pool.accept(counts)
-        pool.remaining.masked_fill_(stopped, 0)
-        self._counts += counts
 
         # The block runs on the same tokens, each with the model's choice of its next token.
-        drafted = self.block.predict(hidden, model.embed(chosen.view(-1, 1), None)[0], layout)
-        last = (counts - 1).clamp_min(0)[:, None]  # [rows, 1]
-        x = drafted.view(rows, k + 1, -1).gather(1, last[..., None].expand(-1, -1, drafted.shape[-1]))  # [rows, 1, C]
-        self._tokens[:, :1] = chosen.gather(1, last)
+        x = self.block.draft(hidden, chosen.view(-1, 1), layout)[last]  # [rows, 1, C]
         for index in range(k):
             if index:
                 # The hidden state of a draft is not known yet, so the block's own output takes its place.
-                positions = pool.speculate((pool.lengths.long() + index - 1)[:, None])
-                embeds, layout = model.prepare(
-                    self._tokens[:, index : index + 1], position_ids=positions, cache=pool
-                )  # fmt: skip
-                x = self.block.predict(x, embeds, layout)
+                positions = pool.speculate(1, index - 1)
+                _, layout = model.prepare(inputs_embeds=x, position_ids=positions, cache=pool)
+                x = self.block.draft(x, self._tokens[:, index : index + 1], layout)
             self._tokens[:, index + 1] = self._draft(head(x)[:, 0], index)
         pool.width = 1
         experts = None if experts is None else experts.unflatten(0, (rows, k + 1))
         return Round(chosen, log_probs.view(rows, k + 1), counts, experts)
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Choose tokens from the model's logits [rows · (k + 1), V].
 
         Returns:
-            The choices [rows, k + 1], and the number of those that depend on accepted drafts only, [rows] from 1 on.
+            The choices [rows, k + 1]; whether drafts are accepted, [rows, k] bool, or None if those that equal the
+            choices are; and the log-probabilities of the choices, [rows · (k + 1)] fp32.
         """
-        k, drafts = self.num_drafts, self._tokens[:, 1:]
-        scores = self.sampler.restrict(logits)
-        if self._proposed is None:
+        k, scores = self.num_drafts, self._restricted(logits)
+        agree = None
+        if self._proposed is not None:
+            self._random.random_(generator=self.sampler.settings.generator)
+            drafts, seeds = self._tokens[:, 1:], self._random[: k + 1].flatten()
+            chosen, agree, log_probs = verify_drafts(
+                logits, scores, drafts, self._proposed, self._draft_log_probs, seeds
+            )
+        elif self.seeded:
             steps = (self._counts[:, None] + self._ahead).flatten()
-            self._seed(self._seeds.repeat_interleave(k + 1))
-            chosen = self.sampler.choose(scores, steps).view(-1, k + 1)
-            agree = chosen[:, :k] == drafts
+            chosen, log_probs = choose_tokens(logits, scores, self._seeds.repeat_interleave(k + 1), steps)
         else:
-            generator = self.sampler.settings.generator
-            p = scores.softmax(1).view(-1, k + 1, scores.shape[1])
-            ours, theirs = (x.gather(2, drafts[..., None])[..., 0] for x in (p[:, :k], self._proposed))
-            agree = torch.empty_like(ours).uniform_(generator=generator) * theirs < ours
-
-            # The distribution after a rejection. If p and q are equal, nothing is rejected.
-            rest = (p[:, :k] - self._proposed).clamp_min(0)
-            rest = torch.where(rest.sum(2, keepdim=True) > 0, rest, p[:, :k])
-            others = draw(torch.cat([rest, p[:, k:]], 1).flatten(0, 1), generator).view(-1, k + 1)
-            chosen = torch.cat([torch.where(agree, drafts, others[:, :k]), others[:, k:]], 1)
-        return chosen, agree.long().cumprod(1).sum(1) + 1
+            chosen, log_probs = choose_tokens(logits, scores)
+        if self.sampler.settings.do_sample and not self.captured:  # a graph has no checks
+            check_values(log_probs.isfinite().all(), NOT_FINITE)
+        return chosen.view(-1, k + 1), agree, log_probs
 
     def _draft(self, logits: Tensor, index: int) -> Tensor:
         """Return draft ``index`` of each row, [rows] int64, from the block's logits [rows, V]."""
-        scores = self.sampler.restrict(logits)
+        scores = self._restricted(logits)
         if self._proposed is None:
-            self._seed(self._seeds)
-            return self.sampler.choose(scores, self._counts + index)
-        self._proposed[:, index] = scores.softmax(1)
-        return draw(self._proposed[:, index], self.sampler.settings.generator)
+            draws = (self._seeds, self._counts + index) if self.seeded else ()
+            return choose_tokens(logits, scores, *draws)[0]
+        scores = logits if scores is None else scores
+        self._proposed[:, index] = scores
+        seeds = self._random[self.num_drafts + 1 + index]
+        tokens, self._draft_log_probs[:, index] = choose_tokens(scores, None, seeds, self._no_steps)
+        return tokens
 
-    def _seed(self, seeds: Tensor) -> None:
-        if self.seeded:
-            self.sampler.seeds = seeds
+    def _restricted(self, logits: Tensor) -> Tensor | None:
+        """Return the scores that tokens are drawn from; None if these are the logits."""
+        return self.sampler.restrict(logits) if self.sampler.restricts else None
 
 
 @torch.no_grad()

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_values
-from liger_models.generation.options import Settings
+from liger_models.generation.options import DRAWING, UNFILTERED, Settings
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 
+FILTERS = [name for name in DRAWING if name in UNFILTERED]
+"""Options that exclude tokens depending on the probabilities of all tokens."""
 LOWEST_TEMPERATURE = 1e-30
 """Below this temperature, all probabilities except the largest are 0 in fp32."""
 NOT_FINITE = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
@@ -90,6 +92,14 @@ class Sampler:
             step: number of new tokens so far: one number for all rows, or [B] int64.
         """
         return self.choose(self.restrict(logits), step)
+
+    @property
+    def restricts(self) -> bool:
+        """Whether `restrict` changes the logits other than by casting them to fp32."""
+        settings = self.settings
+        if not settings.do_sample:
+            return False
+        return settings.temperature != 1 or any(getattr(settings, name) != UNFILTERED[name] for name in FILTERS)
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Apply the options that only affect sampling to logits [B, V], the result of `process`."""

@@ -123,6 +123,11 @@ def use_triton(x: Tensor) -> bool:
     return True
 
 
+def use_triton_for_integers(x: Tensor) -> bool:
+    """Like `use_triton`, for an op whose tensors have integers and no floating-point numbers."""
+    return use_triton(x.new_empty(0, dtype=torch.float32))
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context manager in which the device of ``x`` is the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":

@@ -159,8 +159,7 @@ class BatchLayout:
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one.")
 
         # Number the documents, and count positions from the start of each. Padding is a separate document.
-        documents = index = None
-        positions = torch.arange(past, past + T, device=device)[None]
+        documents = index = positions = None
         if cu_seqlens is not None:
             documents, index = number_documents(cu_seqlens, B, T, device)
             positions = index
@@ -170,6 +169,8 @@ class BatchLayout:
             positions = _check_positions(position_ids, B, T)
             if cu_seqlens is None and past == 0 and positions.dim() == 2:
                 _check_rising(positions, attention_mask)
+        if positions is None:
+            positions = torch.arange(past, past + T, device=device)[None]
 
         # Variable-length attention takes packed rows that are whole, without padding or cached tokens, and that are not
         # too many. It takes no images, so layers to which `visible_until` applies do not use it.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from liger_models.kernels.attention.token_slots import token_slots
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.kv_cache import DecodeCache, Pages
@@ -145,38 +146,41 @@ class PagePool(PagedCache):
         self.lengths.copy_(positions[:, 0] + 1)
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
-    def speculate(self, positions: Tensor) -> Tensor:
+    def speculate(self, n: int, offset: int = 0) -> Tensor:
         """Prepare a forward of n tokens per row, of which `accept` keeps the first ones.
 
         In this forward, each token is a row of the batch: the batch has rows · n rows, and the n tokens of a row are
         consecutive. Neither ``lengths`` nor the states of linear attention change.
 
         Args:
-            positions: [rows, n] int64, consecutive positions of the tokens in their rows.
+            n: number of tokens of each row.
+            offset: number of positions between the cached tokens of a row and the first of these tokens.
 
         Returns:
             The positions of the tokens, which are 0 for idle rows, [rows · n, 1] int64.
         """
-        n, runs = positions.shape[1], (self.remaining > 0)[:, None]
-        positions = positions * runs
-        self._slots = (self._slots_of(self._table, positions) * runs).flatten()  # idle rows write to page 0
-        self.pages = Pages(self._table.repeat_interleave(n, 0), (positions + 1).flatten().int())
-        self.length, self.width = 1, n
-        return positions.view(-1, 1)
+        positions, self._slots, ends, pages = token_slots(
+            self._table, self.lengths, self.remaining, n=n, offset=offset, page=self.page
+        )
+        self.pages, self.length, self.width = Pages(pages, ends), 1, n
+        return positions
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
         """Store the states of a layer after the next one of the tokens of `speculate`."""
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
-        """Keep the first ``counts`` [rows] int64 tokens of the forward that `speculate` has prepared."""
+        """Keep the states after the first ``counts`` [rows] int64 tokens that `speculate` has prepared.
+
+        The caller writes ``lengths`` and ``remaining``.
+        """
+        if not self._drafted:
+            return
         rows, last = torch.arange(self.rows, device=counts.device), (counts - 1).clamp_min(0)
         for layer, states in self._drafted.items():
             for held, drafted in zip(self._states[layer], zip(*states, strict=True), strict=True):
                 held.copy_(torch.stack(drafted)[last, rows])
         self._drafted.clear()
-        self.lengths += counts
-        self.remaining -= counts
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k [B, T, G, D] and v [B, T, G, V] of one layer.

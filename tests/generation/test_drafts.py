@@ -1,6 +1,7 @@
 """Drafts of a model's block for multi-token prediction: the tokens and their distribution are those without drafts."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ FAMILIES = ["qwen3_next", "deepseek_v3", "nemotron_h", "glm4_moe", "glm4_moe_lit
 
 
 @pytest.fixture(autouse=True)
-def _plain_torch():
-    with reference_backend():
+def _plain_torch(request):
+    with nullcontext() if "kernel_device" in request.fixturenames else reference_backend():
         yield
 
 
@@ -79,6 +80,23 @@ def test_generate_and_stream_are_those_without_drafts():
     streamed = [*model.stream(prompts, **options, pad_token_id=0, draft_model=mtp, num_draft_tokens=3)]
     assert torch.equal(torch.stack(streamed, 1), want.sequences[:, len(prompts[2]) :])
     assert mtp.training
+
+
+def test_kernels_draft_as_plain_torch(kernel_device):
+    """Sampled tokens, from seeds and from the numbers of a generator, which verify and draw drafts in two ways."""
+    model, mtp = drafting("qwen3_5_text")
+    model, mtp = model.to(kernel_device), mtp.to(kernel_device)
+    options = {"max_new_tokens": 5, "eos_token_id": [11], "do_sample": True, "draft_model": mtp, "num_draft_tokens": 2}
+    for draws in ({"seed": 3}, {"generator": torch.Generator(kernel_device)}):
+        rows = []
+        for context in (reference_backend(), nullcontext()):
+            if "generator" in draws:
+                draws["generator"].manual_seed(1)
+            with context:
+                rows += model.rollout([[5, 9, 30]], **options, **draws)
+        assert rows[1].tokens.tolist() == rows[0].tokens.tolist()
+        assert rows[1].rounds == rows[0].rounds < 5
+        torch.testing.assert_close(rows[1].log_probs, rows[0].log_probs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["generator", "seed"])

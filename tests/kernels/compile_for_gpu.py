@@ -32,6 +32,7 @@ from liger_models.kernels.attention.causal_attention import causal_attention
 from liger_models.kernels.attention.decode_attention import decode_attention
 from liger_models.kernels.attention.invariant_attention import invariant_attention
 from liger_models.kernels.attention.sink_attention import sink_attention
+from liger_models.kernels.attention.token_slots import token_slots
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.embedding import embedding
 from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
@@ -50,6 +51,8 @@ from liger_models.kernels.linear_attention.kimi_delta_rule import kimi_delta_rul
 from liger_models.kernels.linear_attention.short_conv import short_conv
 from liger_models.kernels.linear_attention.ssd_scan import ssd_scan
 from liger_models.kernels.linear_attention.unit_parts import unit_parts
+from liger_models.kernels.loss.accept_drafts import accept_drafts
+from liger_models.kernels.loss.choose_tokens import choose_tokens
 from liger_models.kernels.loss.cross_entropy import cross_entropy
 from liger_models.kernels.loss.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
 from liger_models.kernels.loss.divergence import KINDS, linear_divergence
@@ -58,10 +61,12 @@ from liger_models.kernels.loss.linear_kl_div import linear_kl_div
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs, log_probs_of_sum
 from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
+from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
 from liger_models.kernels.matmul.wide_linear import wide_linear
 from liger_models.kernels.moe import Routing, moe_mlp, route
+from liger_models.kernels.norm.embed_norms import embed_norms
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.gated_norm import gated_norm
 from liger_models.kernels.norm.layer_norm import add_layer_norm, layer_norm
@@ -366,12 +371,35 @@ def run_decoding(dtype: torch.dtype) -> None:
         invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
     seeded_scores(torch.zeros(2, 128256), torch.tensor([3, 4]), 5)
+    run_drafts(dtype)
     for K in (64, 100, 3072):
         invariant_linear(draw(3, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype))
         row_linear(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype).detach())
+        if dtype != torch.float32:
+            row_linear(draw(9, K, dtype=dtype).detach(), torch.zeros(1, dtype=dtype).expand(2**23 // K, K).contiguous())
         for rows in (1, 9) if dtype != torch.float32 else (1,):
             x, weight = draw(rows, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach()
             row_linear_forward(x, weight, None, "silu")
+
+
+def run_drafts(dtype: torch.dtype) -> None:
+    numbers, table = torch.tensor([3, 4]), torch.zeros(2, 40, dtype=torch.int32)
+    for V in (4096, 128256):
+        logits = draw(2, V, dtype=dtype).detach()
+        for options in ({}, {"scores": logits.float()}, {"seeds": numbers, "steps": numbers}):
+            choose_tokens(logits, **options)
+        proposed = torch.zeros(1, 1, V)
+        for scores in (None, logits.float()):
+            verify_drafts(logits, scores, numbers[:1, None], proposed, proposed[..., 0], numbers)
+    for k in (1, 3):
+        tokens = torch.zeros(2, k + 1, dtype=torch.int64)
+        for agree in (None, torch.zeros(2, k, dtype=torch.bool)):
+            accept_drafts(tokens, tokens.clone(), agree, tokens[:, : k - 1], table[:, 0].clone(), numbers, numbers + 1)
+        token_slots(table, table[:, 0].contiguous(), numbers, n=k, offset=1, page=64)
+    for C in (512, 7168):
+        rows, norm = draw(2, C, dtype=dtype).detach(), draw(C, dtype=dtype).detach()
+        for fp32 in (False, True):
+            embed_norms(rows, numbers, rows, norm, norm, 1e-6, 1.0, fp32)
 
 
 def run_latents(dtype: torch.dtype) -> None:

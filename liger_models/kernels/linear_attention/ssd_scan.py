@@ -361,15 +361,13 @@ def _gradients(
     return BACKWARD(dy, d_final, x, B, C, delta, g, D, initial_state, cu_seqlens)
 
 
-BACKWARD = define_op(
-    "ssd_scan_backward", _ssd_scan_backward, lambda dy, d_final, *inputs: _gradients_like(*inputs[:7]),
-    outputs="x B C delta g D initial_state",
-)  # fmt: skip
-FORWARD = define_op(
-    "ssd_scan", _ssd_scan, lambda x, B, *others: _outputs(x, B, others[-1]),
-    outputs="y final", backward=_gradients, gradients="x B C delta g D initial_state",
-)  # fmt: skip
-STEP = define_op("ssd_step", _ssd_step, lambda x, B, *_: _outputs(x, B, None))
+def _packed_gradients(
+    dy: Tensor | None, d_final: Tensor | None, packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, head_dim: int, groups: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if dy is None:
+        dy = torch.zeros_like(split_packed(packed, delta.shape[2], head_dim, groups)[0])
+    return PACKED_BACKWARD(dy, d_final, packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
 
 
 def _packed_outputs(
@@ -380,23 +378,24 @@ def _packed_outputs(
     return _outputs(x, B, cu_seqlens)
 
 
-def _packed_gradients(
-    dy: Tensor | None, d_final: Tensor | None, packed: Tensor, delta: Tensor, g: Tensor, D: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, head_dim: int, groups: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dy = torch.zeros_like(split_packed(packed, delta.shape[2], head_dim, groups)[0]) if dy is None else dy
-    return BACKWARD_PACKED(dy, d_final, packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
-
-
-BACKWARD_PACKED = define_op(
+BACKWARD = define_op(
+    "ssd_scan_backward", _ssd_scan_backward, lambda dy, d_final, *inputs: _gradients_like(*inputs[:7]),
+    outputs="x B C delta g D initial_state",
+)  # fmt: skip
+FORWARD = define_op(
+    "ssd_scan", _ssd_scan, lambda x, B, *others: _outputs(x, B, others[-1]),
+    outputs="y final", backward=_gradients, gradients="x B C delta g D initial_state",
+)  # fmt: skip
+PACKED_BACKWARD = define_op(
     "ssd_scan_packed_backward", _ssd_scan_packed_backward,
     lambda dy, d_final, packed, *inputs: (packed.new_empty(packed.shape), *_gradients_of_others(*inputs[:4])),
     outputs="packed delta g D initial_state",
 )  # fmt: skip
-FORWARD_PACKED = define_op(
+PACKED_FORWARD = define_op(
     "ssd_scan_packed", _ssd_scan_packed, _packed_outputs,
     outputs="y final", backward=_packed_gradients, gradients="packed delta g D initial_state",
 )  # fmt: skip
+STEP = define_op("ssd_step", _ssd_step, lambda x, B, *_: _outputs(x, B, None))
 
 
 def _check(
@@ -541,7 +540,7 @@ def ssd_scan_packed(
     if not is_fused(*parts[:2]) or not _differentiable(packed, delta, g, D, initial_state):
         return ssd_scan(*parts, delta, g, D, **options)
     _check(op, *parts, delta, g, D, initial_state, cu_seqlens)
-    out, state = FORWARD_PACKED(packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
+    out, state = PACKED_FORWARD(packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
     return (out, state) if return_state else out
 
 

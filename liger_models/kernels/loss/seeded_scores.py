@@ -56,19 +56,19 @@ def _hash_uint32(x):
 
 
 @triton.jit
-def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr):
-    """Compute the scores of BLOCK tokens of a row [V] per program."""
-    row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-
+def uniform(seed, step, token):
+    """Compute u of tokens [BLOCK] for the seed and the step of a row, two int64 scalars."""
     # Hash seed, step and token, as in `exponential_noise`.
-    seed = tl.load(seed_ptr + row)
     key = _hash_uint32(_hash_uint32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
-    key = _hash_uint32(key ^ tl.load(step_ptr + row).to(tl.uint32))
+    key = _hash_uint32(key ^ step.to(tl.uint32))
     bits = _hash_uint32(_hash_uint32(token.to(tl.uint32) ^ key) ^ _hash_uint32(key ^ 0x9E3779B9))
+    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
 
-    # E = −log(1 − u).
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+@triton.jit
+def exponential(seed, step, token):
+    """Compute E = −log(1 − u) of tokens [BLOCK], as `uniform` computes u."""
+    u = uniform(seed, step, token)
     # For small u, a Taylor series is used, because 1 − u loses the digits of u.
     series = 1.0 / 6
     series = series * u + 1.0 / 5
@@ -76,8 +76,15 @@ def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: t
     series = series * u + 1.0 / 3
     series = series * u + 1.0 / 2
     series = (series * u + 1.0) * u
-    noise = tl.where(u < 1.0 / 16, series, -tl.log(1.0 - u))
+    return tl.where(u < 1.0 / 16, series, -tl.log(1.0 - u))
 
+
+@triton.jit
+def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr):
+    """Compute the scores of BLOCK tokens of a row [V] per program."""
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    noise = exponential(tl.load(seed_ptr + row), tl.load(step_ptr + row), token)
     z = tl.load(logits_ptr + row * V + token, mask=token < V, other=0.0)
     tl.store(score_ptr + row * V + token, z - tl.log(noise), mask=token < V)
 

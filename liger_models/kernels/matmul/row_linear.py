@@ -11,7 +11,8 @@ partial sum goes through memory, and no matrix units are needed. Library kernels
 bandwidth if W has few rows.
 
 With 2 to `MOST_ROWS` rows of x, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors,
-several programs divide the columns of W, and a second kernel adds their sums.
+several programs divide the columns of W, and a second kernel adds their sums. If W is small, reading W takes less time
+than launching a second kernel. One kernel with smaller tiles then computes all sums, for up to `MOST_SMALL_ROWS` rows.
 
 x @ Aᵀ is computed by the single-row kernel, with a program for each row of x and each row of A. If x has a single row,
 then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel for y waits
@@ -62,6 +63,12 @@ TILE_STAGES = 4
 """For several rows of x: number of rows and columns of W that a program reads per step, number of warps, and number of
 steps in flight. The columns are divided among enough programs to give each multiprocessor about one. On an H200, for
 the projections of Llama 3.2 3B and Llama 3 8B, these numbers are within 4 % of the best of 35 choices."""
+
+SMALL, SMALL_TILE_ROWS = 2**22, 16
+"""Largest number of elements of a small W, and number of rows of a small W that a program reads."""
+
+MOST_SMALL_ROWS = 64
+"""Largest number of rows of x for which these kernels run if W is small."""
 
 SUM_ROWS, SUM_WARPS = 32, 4
 """Number of rows of partial sums that a program of the second kernel adds, and number of its warps."""
@@ -270,6 +277,11 @@ def are_few(x: Tensor, most: int) -> bool:
     return (rows == 1 or (1 < rows <= most and x.dtype != torch.float32)) and not is_batch_invariant()
 
 
+def most_rows(weight: Tensor) -> int:
+    """Return the largest number of rows in half precision by which the kernels multiply this weight."""
+    return MOST_SMALL_ROWS if weight.numel() <= SMALL else MOST_ROWS
+
+
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `row_linear_forward` supports the product of x and weight.
 
@@ -278,7 +290,7 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     batch-invariant.
     """
     return (
-        are_few(x, MOST_ROWS)
+        are_few(x, most_rows(weight))
         and x.dtype == weight.dtype
         and x.dtype in TRITON_DTYPES
         and (bias is None or bias.dtype == x.dtype)
@@ -358,17 +370,20 @@ def row_linear_forward(
                 COLUMNS=columns, STAGES=STAGES, **constants, num_warps=NUM_WARPS,
             )  # fmt: skip
             return y, product
-        tiles, columns = cdiv(N, TILE_ROWS), max(next_power_of_2(M), 8)
-        # If W has few rows, there are few tiles. The columns of W are then divided among several programs to occupy the
-        # device, and the programs' sums are added.
-        parts = max(min(cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
+        is_small = weight.numel() <= SMALL
+        rows, columns = SMALL_TILE_ROWS if is_small else TILE_ROWS, max(next_power_of_2(M), 8)
+        tiles, parts = cdiv(N, rows), 1
+        if not is_small:
+            # If W has few rows, there are few tiles. The columns of W are then divided among several programs to occupy
+            # the device, and the programs' sums are added.
+            parts = max(min(cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
         share = cdiv(cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
         sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)
         constants |= {"PARTS": parts, "COLUMNS": columns}
-        stage = TILE_COLUMNS * (TILE_ROWS * weight.itemsize + columns * x.itemsize)
+        stage = TILE_COLUMNS * (rows * weight.itemsize + columns * x.itemsize)
         _rows_linear_kernel[(tiles, parts)](
             x, weight, scales, *ends, sums, M, N, K, R, weight.stride(0), share, HAS_SCALE=scales is not None,
-            ROWS=TILE_ROWS, BLOCK=TILE_COLUMNS, **constants, num_warps=TILE_WARPS,
+            ROWS=rows, BLOCK=TILE_COLUMNS, **constants, num_warps=TILE_WARPS,
             num_stages=fitting_stages(x, TILE_STAGES, stage),
         )  # fmt: skip
         if parts > 1:
@@ -390,7 +405,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weightᵀ + bias`` for few rows. The op has no backward.
 
     Args:
-        x: [..., K], up to 16 rows in float16 or bfloat16, or one row in float32.
+        x: [..., K], up to `most_rows` rows in float16 or bfloat16, or one row in float32.
         weight: [N, K] in the dtype of x, with contiguous rows.
         bias: [N] in the dtype of x.
 
@@ -409,7 +424,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(
             f"{op}: x must have rows of the width of weight, got {list(x.shape)} and {list(weight.shape)}."
         )
-    most = 1 if x.dtype == torch.float32 else MOST_ROWS
+    most = 1 if x.dtype == torch.float32 else most_rows(weight)
     if not 0 < x.shape[:-1].numel() <= most:
         raise ValueError(
             f"{op}: x must have 1 to {most} rows in {x.dtype}, got {list(x.shape)}. Use torch.nn.functional.linear."

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -5,14 +7,22 @@ import torch.nn.functional as F
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, gated_act_reference
 from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.norm_linear import norm_linear
-from liger_models.kernels.matmul.row_linear import MOST_ROWS, row_linear, row_linear_forward, row_linear_reference
+from liger_models.kernels.matmul import row_linear as row_linear_file
+from liger_models.kernels.matmul.row_linear import (
+    MOST_ROWS,
+    MOST_SMALL_ROWS,
+    row_linear,
+    row_linear_forward,
+    row_linear_reference,
+)
 from liger_models.kernels.norm.fused_norm import FusedNorm
 
 from ..oracle import opcheck, wide
 from ..rope.test_rope import draw, dtypes
 
 SIZES = [(5, 7), (4, 1024), (130, 1500), (1, 2048), (66, 64)]
-ROWS = [1, 2, 9, MOST_ROWS]
+ROWS = [(1, True), (9, True), (MOST_SMALL_ROWS, True), (2, False), (MOST_ROWS, False)]
+"""Numbers of rows, and whether the weight is small. The columns of other weights are divided among programs."""
 GPU_SIZES = [(5120, 3072), (4096, 14336), (3072, 8192), (28672, 4096)]
 
 
@@ -20,8 +30,9 @@ def error(got, exact):
     return (wide(got) - exact).norm() / exact.norm()
 
 
-def check(N, K, dtype, device):
-    for rows in ROWS if dtype != torch.float32 else (1,):
+def check(N, K, dtype, device, monkeypatch):
+    for rows, is_small in ROWS if dtype != torch.float32 else ROWS[:1]:
+        monkeypatch.setattr(row_linear_file, "SMALL", N * K if is_small else 0)
         x, weight, bias = (draw(*size, dtype=dtype, device=device) for size in ((rows, 1, K), (N, K), (N,)))
         for b in (None, bias):
             got = row_linear(x, weight, b)
@@ -33,20 +44,22 @@ def check(N, K, dtype, device):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_matches_fp64(backend, size):
+def test_matches_fp64(backend, size, monkeypatch):
     for dtype in dtypes(backend):
-        check(*size, dtype, backend)
+        check(*size, dtype, backend, monkeypatch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", GPU_SIZES, ids=str)
-def test_real_sizes(size):
+def test_real_sizes(size, monkeypatch):
     for dtype in dtypes("cuda"):
-        check(*size, dtype, "cuda")
+        check(*size, dtype, "cuda", monkeypatch)
 
 
-def check_float8(N, K, device):
-    for dtype, rows in ((dtype, rows) for dtype in dtypes(device) if dtype != torch.float32 for rows in ROWS):
+def check_float8(N, K, device, monkeypatch):
+    halves = [dtype for dtype in dtypes(device) if dtype != torch.float32]
+    for dtype, (rows, is_small) in itertools.product(halves, ROWS):
+        monkeypatch.setattr(row_linear_file, "SMALL", N * K if is_small else 0)
         x, weight, scales = (draw(*size, dtype=dtype, device=device) for size in ((rows, 1, K), (N, K), (N,)))
         codes, scales = weight.to(torch.float8_e4m3fn), scales.float().abs()
         got, _ = row_linear_forward(x, codes, None, scales=scales)
@@ -55,15 +68,15 @@ def check_float8(N, K, device):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_float8_weights(kernel_device, size):
-    check_float8(*size, kernel_device)
+def test_float8_weights(kernel_device, size, monkeypatch):
+    check_float8(*size, kernel_device, monkeypatch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", GPU_SIZES, ids=str)
-def test_float8_weights_of_real_sizes(size):
+def test_float8_weights_of_real_sizes(size, monkeypatch):
     """With more tiles than the GPU has multiprocessors, one program takes all columns of a tile."""
-    check_float8(*size, "cuda")
+    check_float8(*size, "cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -110,8 +123,8 @@ def test_bad_arguments():
     x, weight = torch.zeros(1, 8), torch.zeros(6, 8)
     with pytest.raises(ValueError, match=r"x must have 1 to 1 rows in torch.float32, got \[2, 8\]"):
         row_linear(x.expand(2, 8), weight)
-    with pytest.raises(ValueError, match=r"x must have 1 to 16 rows in torch.float16, got \[33, 8\]"):
-        row_linear(x.half().expand(33, 8), weight.half())
+    with pytest.raises(ValueError, match=r"x must have 1 to 64 rows in torch.float16, got \[65, 8\]"):
+        row_linear(x.half().expand(65, 8), weight.half())
     with pytest.raises(ValueError, match=r"x must have rows of the width of weight, got \[1, 7\] and \[6, 8\]"):
         row_linear(x[:, :7], weight)
     with pytest.raises(ValueError, match=r"bias must be \[6\], got \[8\]"):

@@ -1,0 +1,145 @@
+"""The new tokens of a round of speculative decoding: how many a row gets, and the state of the row after them.
+
+Let a row have the drafts d_1 ... d_k and the model's choices y_1 ... y_{k+1}::
+
+    n = 1 + number of accepted drafts before the first rejected one         draft d_i is accepted if it equals y_i
+    n = number of tokens up to the first stop token of y_1 ... y_n          if there is one
+    n = min(n, remaining)
+
+Then n is added to the row's numbers of cached and new tokens and subtracted from the remaining ones, of which none are
+left after a stop token. y_n becomes the row's last token. These are thirty operations on a few numbers, each of which
+would be a kernel.
+
+Source: https://arxiv.org/abs/2211.17192.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.common.ops import LIBRARY
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton_for_integers
+from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import next_power_of_2
+
+
+def accept_drafts_reference(
+    chosen: Tensor, tokens: Tensor, agree: Tensor | None, stops: Tensor, lengths: Tensor, remaining: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `accept_drafts` in plain PyTorch."""
+    rows, width = chosen.shape
+    if agree is None:
+        agree = chosen[:, :-1] == tokens[:, 1:]
+    new = agree.long().cumprod(1).sum(1) + 1
+    is_stop = (chosen[:, :, None] == stops[:, None]).any(2)
+    before = (is_stop.long().cumsum(1) == 0).sum(1)  # number of tokens before the first stop token
+    stopped = before < new
+    new = torch.where(stopped, before + 1, new).minimum(remaining)
+    lengths += new
+    remaining -= new
+    remaining.masked_fill_(stopped, 0)
+    counts += new
+    last = torch.arange(rows, device=new.device) * width + (new - 1).clamp_min(0)
+    tokens[:, 0] = chosen.flatten()[last]
+    return new, last
+
+
+@triton.jit
+def _accept_drafts_kernel(
+    chosen_ptr, token_ptr, agree_ptr, stop_ptr, length_ptr, remaining_ptr, count_ptr, new_ptr, last_ptr,
+    K: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Accept the drafts of a row."""
+    await_previous(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    at, stop = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    token = tl.load(chosen_ptr + row * (K + 1) + at, mask=at <= K, other=-1)
+    if agree_ptr is None:
+        agrees = token == tl.load(token_ptr + row * (K + 1) + 1 + at, mask=at < K, other=-2)
+    else:
+        agrees = tl.load(agree_ptr + row * K + at, mask=at < K, other=0).to(tl.int1)
+    new = tl.min(tl.where((at < K) & agrees, K, at), 0) + 1
+
+    # Lanes without a stop token have −1, which no token is.
+    stops = tl.load(stop_ptr + row * STOPS + stop, mask=stop < STOPS, other=-1)
+    is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) & (at <= K)
+    before = tl.min(tl.where(is_stop != 0, at, WIDTH + K), 0)
+    stopped = before < new
+    remaining = tl.load(remaining_ptr + row)
+    new = tl.minimum(tl.where(stopped, before + 1, new).to(tl.int64), remaining)
+    last = row * (K + 1) + tl.maximum(new - 1, 0)
+    chosen = tl.load(chosen_ptr + last)
+
+    tl.store(new_ptr + row, new)
+    tl.store(last_ptr + row, last)
+    tl.store(token_ptr + row * (K + 1), chosen)
+    tl.store(length_ptr + row, tl.load(length_ptr + row) + new.to(tl.int32))
+    tl.store(remaining_ptr + row, tl.where(stopped, 0, remaining - new))
+    tl.store(count_ptr + row, tl.load(count_ptr + row) + new)
+
+
+LIBRARY.define(
+    "accept_drafts(Tensor chosen, Tensor(a!) tokens, Tensor? agree, Tensor stops, Tensor(b!) lengths,"
+    " Tensor(c!) remaining, Tensor(d!) counts) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "accept_drafts", "CompositeExplicitAutograd")
+def _accept_drafts(
+    chosen: Tensor, tokens: Tensor, agree: Tensor | None, stops: Tensor, lengths: Tensor, remaining: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, width = chosen.shape
+    new, last = torch.empty_like(remaining), torch.empty_like(remaining)
+    agree = None if agree is None else agree.contiguous()
+    if rows:
+        with on_device_of(chosen):
+            _accept_drafts_kernel[(rows,)](
+                chosen.contiguous(), tokens, agree, stops.contiguous(), lengths, remaining, counts, new, last,
+                K=width - 1, STOPS=stops.shape[1], WIDTH=next_power_of_2(width),
+                BLOCK=max(next_power_of_2(stops.shape[1]), 1), **overlap(chosen), num_warps=1,
+            )  # fmt: skip
+    return new, last
+
+
+@torch.library.register_fake("liger_models::accept_drafts", lib=LIBRARY)
+def _accept_drafts_fake(chosen, tokens, agree, stops, lengths, remaining, counts):
+    return torch.empty_like(remaining), torch.empty_like(remaining)
+
+
+def accept_drafts(
+    chosen: Tensor, tokens: Tensor, agree: Tensor | None, stops: Tensor, lengths: Tensor, remaining: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Accept the drafts of a round, and write the state of each row in place.
+
+    Args:
+        chosen: [rows, k + 1] int64, the model's choices.
+        tokens: [rows, k + 1] int64, contiguous; the last token of each row, which is overwritten, and its drafts.
+        agree: [rows, k] bool, whether each draft may be accepted; None to compare it with the choice.
+        stops: [rows, S] int64, the stop tokens of each row, filled up with −1.
+        lengths: [rows] int32, number of cached tokens of each row; overwritten.
+        remaining: [rows] int64, number of tokens that each row still needs; overwritten.
+        counts: [rows] int64, number of new tokens of each row so far; overwritten.
+
+    Returns:
+        The number of new tokens of each row, and the index of its last one in the flattened choices, both [rows] int64.
+
+    Raises:
+        ValueError: the shapes do not match, or a tensor that is overwritten is not contiguous.
+    """
+    rows, width = chosen.shape
+    fits = tokens.shape == chosen.shape and (agree is None or agree.shape == (rows, width - 1)) and len(stops) == rows
+    if not fits or any(x.shape != (rows,) for x in (lengths, remaining, counts)):
+        raise ValueError(
+            f"accept_drafts: tokens must be [{rows}, {width}], agree [{rows}, {width - 1}] or None, stops [{rows}, S], "
+            f"and lengths, remaining and counts [{rows}], got {list(tokens.shape)}, "
+            f"{'none' if agree is None else list(agree.shape)}, {list(stops.shape)}, {list(lengths.shape)}, "
+            f"{list(remaining.shape)} and {list(counts.shape)}."
+        )
+    if not all(x.is_contiguous() for x in (tokens, lengths, remaining, counts)):
+        raise ValueError("accept_drafts: tokens, lengths, remaining and counts must be contiguous, got strides.")
+    if not use_triton_for_integers(chosen):
+        return accept_drafts_reference(chosen, tokens, agree, stops, lengths, remaining, counts)
+    new, last = torch.ops.liger_models.accept_drafts(chosen, tokens, agree, stops, lengths, remaining, counts)
+    return new, last
