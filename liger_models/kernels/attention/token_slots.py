@@ -15,7 +15,7 @@ Source: https://arxiv.org/abs/2309.06180.
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton_for_integers
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import next_power_of_2
@@ -55,13 +55,6 @@ def _token_slots_kernel(
             tl.store(pages_ptr + token * WIDTH + start + column, pages, mask=inside)
 
 
-LIBRARY.define(
-    "token_slots(Tensor table, Tensor lengths, Tensor remaining, int n, int offset, int page)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "token_slots", "CompositeExplicitAutograd")
 def _token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, n: int, offset: int, page: int) -> Slots:
     positions, slots, ends, pages = _token_slots_fake(table, lengths, remaining, n, offset, page)
     if len(slots):
@@ -74,11 +67,13 @@ def _token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, n: int, offs
     return positions, slots, ends, pages
 
 
-@torch.library.register_fake("liger_models::token_slots", lib=LIBRARY)
 def _token_slots_fake(table, lengths, remaining, n, offset, page):
     tokens = table.shape[0] * n
     positions, slots = (remaining.new_empty(size) for size in ((tokens, 1), (tokens,)))
     return positions, slots, lengths.new_empty(tokens), table.new_empty(tokens if n > 1 else 0, table.shape[1])
+
+
+FORWARD = define_op("token_slots", _token_slots, _token_slots_fake)
 
 
 def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, offset: int, page: int) -> Slots:
@@ -98,5 +93,5 @@ def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, of
     """
     if not use_triton_for_integers(table):
         return token_slots_reference(table, lengths, remaining, n, offset, page)
-    positions, slots, ends, pages = torch.ops.liger_models.token_slots(table, lengths, remaining, n, offset, page)
+    positions, slots, ends, pages = FORWARD(table, lengths, remaining, n, offset, page)
     return positions, slots, ends, pages if n > 1 else table

@@ -13,10 +13,12 @@ would be a kernel.
 Source: https://arxiv.org/abs/2211.17192.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton_for_integers
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import next_power_of_2
@@ -78,16 +80,10 @@ def _accept_drafts_kernel(
     tl.store(count_ptr + row, tl.load(count_ptr + row) + new)
 
 
-LIBRARY.define(
-    "accept_drafts(Tensor chosen, Tensor(a!) tokens, Tensor? agree, Tensor stops, Tensor(b!) lengths,"
-    " Tensor(c!) remaining, Tensor(d!) counts) -> (Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "accept_drafts", "CompositeExplicitAutograd")
 def _accept_drafts(
-    chosen: Tensor, tokens: Tensor, agree: Tensor | None, stops: Tensor, lengths: Tensor, remaining: Tensor,
-    counts: Tensor,
+    chosen: Tensor, tokens: Annotated[Tensor, "Tensor(a!)"], agree: Tensor | None, stops: Tensor,
+    lengths: Annotated[Tensor, "Tensor(b!)"], remaining: Annotated[Tensor, "Tensor(c!)"],
+    counts: Annotated[Tensor, "Tensor(d!)"],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, width = chosen.shape
     new, last = torch.empty_like(remaining), torch.empty_like(remaining)
@@ -102,9 +98,7 @@ def _accept_drafts(
     return new, last
 
 
-@torch.library.register_fake("liger_models::accept_drafts", lib=LIBRARY)
-def _accept_drafts_fake(chosen, tokens, agree, stops, lengths, remaining, counts):
-    return torch.empty_like(remaining), torch.empty_like(remaining)
+FORWARD = define_op("accept_drafts", _accept_drafts, "remaining remaining")
 
 
 def accept_drafts(
@@ -141,5 +135,4 @@ def accept_drafts(
         raise ValueError("accept_drafts: tokens, lengths, remaining and counts must be contiguous, got strides.")
     if not use_triton_for_integers(chosen):
         return accept_drafts_reference(chosen, tokens, agree, stops, lengths, remaining, counts)
-    new, last = torch.ops.liger_models.accept_drafts(chosen, tokens, agree, stops, lengths, remaining, counts)
-    return new, last
+    return FORWARD(chosen, tokens, agree, stops, lengths, remaining, counts)

@@ -15,7 +15,7 @@ Source: https://arxiv.org/abs/1411.0030 (Gumbel-max).
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.seeded_scores import exponential, seeded_scores_reference
 from liger_models.kernels.overlap import await_previous, overlap
@@ -123,10 +123,6 @@ def _combine_choices_kernel(
     _store_choice(row, token, base, total, logits_ptr, token_ptr, log_prob_ptr, V, logits_n)
 
 
-LIBRARY.define("choose_tokens(Tensor logits, Tensor? scores, Tensor? seeds, Tensor? steps) -> (Tensor, Tensor)")
-
-
-@torch.library.impl(LIBRARY, "choose_tokens", "CompositeExplicitAutograd")
 def _choose_tokens(
     logits: Tensor, scores: Tensor | None, seeds: Tensor | None, steps: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -155,10 +151,12 @@ def _choose_tokens(
     return tokens, log_probs
 
 
-@torch.library.register_fake("liger_models::choose_tokens", lib=LIBRARY)
 def _choose_tokens_fake(logits, scores, seeds, steps):
     N = logits.shape[0]
     return logits.new_empty(N, dtype=torch.int64), logits.new_empty(N, dtype=torch.float32)
+
+
+FORWARD = define_op("choose_tokens", _choose_tokens, _choose_tokens_fake)
 
 
 def choose_tokens(
@@ -190,5 +188,4 @@ def choose_tokens(
         )
     if not use_triton(logits):
         return choose_tokens_reference(logits, scores, seeds, steps)
-    tokens, log_probs = torch.ops.liger_models.choose_tokens(logits, scores, seeds, steps)
-    return tokens, log_probs
+    return FORWARD(logits, scores, seeds, steps)

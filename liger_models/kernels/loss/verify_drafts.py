@@ -18,7 +18,7 @@ Source: https://arxiv.org/abs/2211.17192.
 import torch
 from torch import Tensor
 
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.seeded_scores import exponential, exponential_noise, uniform
 from liger_models.kernels.overlap import await_previous, overlap
@@ -136,13 +136,6 @@ def _verify_drafts_kernel(
     tl.store(log_prob_ptr + at, tl.load(logits_ptr + token).to(tl.float32) - x_sum)
 
 
-LIBRARY.define(
-    "verify_drafts(Tensor logits, Tensor? scores, Tensor drafts, Tensor proposed, Tensor draft_log_probs, Tensor seeds)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "verify_drafts", "CompositeExplicitAutograd")
 def _verify_drafts(
     logits: Tensor, scores: Tensor | None, drafts: Tensor, proposed: Tensor, draft_log_probs: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +154,6 @@ def _verify_drafts(
     return chosen, agree, log_probs
 
 
-@torch.library.register_fake("liger_models::verify_drafts", lib=LIBRARY)
 def _verify_drafts_fake(logits, scores, drafts, proposed, draft_log_probs, seeds):
     rows, k = drafts.shape
     return (
@@ -169,6 +161,9 @@ def _verify_drafts_fake(logits, scores, drafts, proposed, draft_log_probs, seeds
         drafts.new_empty(rows, k, dtype=torch.bool),
         draft_log_probs.new_empty(rows * (k + 1)),
     )
+
+
+FORWARD = define_op("verify_drafts", _verify_drafts, _verify_drafts_fake)
 
 
 def verify_drafts(
@@ -204,5 +199,4 @@ def verify_drafts(
     arguments = logits, scores, drafts, proposed, draft_log_probs, seeds
     if not use_triton(logits):
         return verify_drafts_reference(*arguments)
-    chosen, agree, log_probs = torch.ops.liger_models.verify_drafts(*arguments)
-    return chosen, agree, log_probs
+    return FORWARD(*arguments)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.errors import check_floating
-from liger_models.common.ops import LIBRARY
+from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.rms_norm import rms_norm_reference
 from liger_models.kernels.norm.row_norm import LEAST_TILE, MAX_TILE, scale_rows
@@ -54,13 +54,6 @@ def _embed_norms_kernel(
     tl.store(y_ptr + row * (2 * C) + half * C + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-LIBRARY.define(
-    "embed_norms(Tensor table, Tensor tokens, Tensor hidden, Tensor embed_weight, Tensor hidden_weight, float eps,"
-    " float weight_offset, bool scale_in_fp32) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "embed_norms", "CompositeExplicitAutograd")
 def _embed_norms(
     table: Tensor, tokens: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor, eps: float,
     weight_offset: float, scale_in_fp32: bool,
@@ -78,9 +71,10 @@ def _embed_norms(
     return y
 
 
-@torch.library.register_fake("liger_models::embed_norms", lib=LIBRARY)
-def _embed_norms_fake(table, tokens, hidden, embed_weight, hidden_weight, eps, weight_offset, scale_in_fp32):
-    return hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
+FORWARD = define_op(
+    "embed_norms", _embed_norms,
+    lambda table, tokens, hidden, *_: hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1]),
+)  # fmt: skip
 
 
 def embed_norms(
@@ -118,5 +112,4 @@ def embed_norms(
     arguments = table, tokens, hidden, embed_weight, hidden_weight, eps, weight_offset, scale_in_fp32
     if not use_triton(hidden):
         return embed_norms_reference(*arguments)
-    y: Tensor = torch.ops.liger_models.embed_norms(*arguments)
-    return y
+    return FORWARD(*arguments)
