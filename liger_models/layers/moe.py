@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from liger_models.distributed.collectives import (
     Group,
@@ -18,7 +19,6 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen.products import Weight, dense
-from liger_models.kernels.matmul.wide_linear import wide_linear
 from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
@@ -104,8 +104,9 @@ class WideRouter(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [N, C] to logits [N, X] in fp32."""
+        weight, wide = replicated(self.weight, self.groups.tensor), torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return wide_linear(x, replicated(self.weight, self.groups.tensor))
+            return F.linear(x.to(wide), weight.to(wide))
 
 
 class Fp32Router(WideRouter):

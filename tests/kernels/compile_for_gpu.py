@@ -64,7 +64,6 @@ from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
-from liger_models.kernels.matmul.wide_linear import wide_linear
 from liger_models.kernels.moe import Routing, moe_mlp, route
 from liger_models.kernels.norm.embed_norms import embed_norms
 from liger_models.kernels.norm.fused_norm import FusedNorm
@@ -329,7 +328,6 @@ def run_experts(X: int, K: int, F: int) -> None:
     for act, biases in acts:
         width = F if act == "relu2" else 2 * F
         x, logits = draw(5, 256), draw(5, X)
-        differentiate(wide_linear(x, draw(X, 256)))
         weights, experts = route(logits, Routing(K, normalize=True))
         grouped = Routing(K, normalize=True, score="sigmoid", groups=2, top_groups=2, group_score="top2")
         differentiate(route(logits, grouped, torch.zeros(X))[0])
