@@ -43,8 +43,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(pair[0]))  # models of a family are made once, by one worker
     for item in beyond_the_cases(items):
         item.add_marker("matrix")
-    # The longest tests come first: at the end they would run alone.
-    items.sort(key=lambda item: item.path.name != "test_compile_for_gpu.py")
+    # Modules with process groups come first, which one worker runs, and quick ones last: a long one would end alone.
+    groups = {item.path for item in items if item.get_closest_marker("distributed")}
+    long = {item.path for item in items if item.get_closest_marker("compile") or item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in groups, item.path not in long))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give a worker whole modules, whose imports and fixtures the others then do not need, in the order of collection.
+
+    Of ``--dist loadgroup``; groups of tests stay what they are. The scheduler of pytest-xdist looks at all tests that a
+    worker has ever run after each test.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByModule(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return nodeid.partition("::")[0] if group == nodeid else group
+
+        def _assign_work_unit(self, node) -> None:
+            assigned = self.assigned_work.setdefault(node, {})
+            for scope in [scope for scope, tests in assigned.items() if all(tests.values())]:
+                del assigned[scope]
+            super()._assign_work_unit(node)
+
+    config.option.loadscopereorder = False
+    return ByModule(config, log)
 
 
 def beyond_the_cases(items: list[pytest.Item]) -> list[pytest.Item]:

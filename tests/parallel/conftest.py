@@ -39,6 +39,7 @@ SECONDS, GPU_SECONDS = 120, 360
 def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool, stack: Path) -> None:
     """Run the functions that come through the pipe, until it is closed. On SIGUSR1 say in the file where it is."""
     gc.freeze()  # no collection visits what the server has imported
+    gc.set_threshold(10_000)  # as in the tests themselves
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, os.open(stack, os.O_WRONLY))
     torch.set_num_threads(1)
