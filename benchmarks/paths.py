@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from .options import add_batch, add_model, count, several
 from .processes import Plan, common_start, measure_all, plan_modes
-from .rows import Row, Rows
+from .rows import Row, Rows, of_transformers
 from .tables import markdown, ratio, tokens
 from .training.job import Job
 from .training.modes import Mode
@@ -94,12 +94,6 @@ def measure(job: Job) -> Row:
     return measure_grpo(job) if path == "grpo" else measure_trainer(job)
 
 
-def is_peer(row: Row) -> bool:
-    """Whether a mode uses transformers' models."""
-    words = {*Mode.parse(row["mode"]).extras}
-    return "door" not in words and bool(words & {"trl", "hf"})
-
-
 def rate(row: Row) -> float:
     """Images or tokens per second, or the inverse of the time of a token; 0 for an error."""
     trained = row.get("images_per_s") or row.get("tokens_per_s")
@@ -107,12 +101,12 @@ def rate(row: Row) -> float:
 
 
 def peers(row: Row, rows: Rows) -> Rows:
-    """The ways with transformers on the path of ``row``, with the same model and batch."""
+    """The ways with transformers on the path of ``row``, with the same model and batch, in the same run."""
     path = Mode.parse(row["mode"]).library
     return [
         peer for peer in rows
-        if is_peer(peer) and "error" not in peer and Mode.parse(peer["mode"]).library == path
-        and (peer["model"], peer["batch"]) == (row["model"], row["batch"])
+        if of_transformers(peer) and "error" not in peer and Mode.parse(peer["mode"]).library == path
+        and all(peer.get(name) == row.get(name) for name in ("model", "batch", "run"))
     ]  # fmt: skip
 
 
@@ -200,11 +194,11 @@ def table(rows: Rows) -> str:
         of_kind = [row for row in rows if Mode.parse(row["mode"]).library in paths]
         lines: list[Line] = []
         for row in of_kind:
-            names = (row["model"], tokens(row["batch"]), title(row["mode"]))
+            names = (row["model"], tokens(row["batch"]), row["commit"], title(row["mode"]))
             if "error" in row:
                 lines.append((*names, row["error"], *[""] * columns.count("|")))
             else:
                 lines += [(*names, *line) for line in cells(row, rows)]
         if lines:
-            tables.append(f"{name}:\n\n" + markdown(f"model|rows||{columns}", lines))
+            tables.append(f"{name}:\n\n" + markdown(f"model|rows|run||{columns}", lines))
     return "\n\n".join(tables)

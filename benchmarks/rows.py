@@ -9,8 +9,11 @@ from . import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-RUNS = ("train", "fsdp", "curves", "families")
+RUNS = ("train", "fsdp", "curves", "families", "paths")
 """Benchmarks whose rows are compared only within a run. Each run of curves has its own start."""
+
+BY_MODE = ("train", "fsdp", "paths")
+"""Benchmarks of `RUNS` in which every mode has its own last run."""
 
 NEEDED = {"benchmark", "mode", "date", "commit", "versions"}
 """Keys of every row."""
@@ -32,10 +35,16 @@ def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
 
 
 def of_transformers(row: Row) -> bool:
-    return bool(row["mode"].startswith("hf"))
+    """Whether transformers' models were measured."""
+    library, *words = row["mode"].split("+")
+    if row.get("benchmark") == "paths":  # the first word is the path
+        return "door" not in words and bool({"trl", "hf"} & {*words})
+    return bool(library == "hf")
 
 
 def of_ours(row: Row) -> bool:
+    if row.get("benchmark") == "paths":
+        return not of_transformers(row)
     return bool(row["mode"].startswith("ours"))
 
 
@@ -55,6 +64,8 @@ def parse(file: Path, number: int, line: str) -> Row:
             f"report: {file}, line {number}: must be a JSON object with {distinct(NEEDED)}, "
             f"it lacks {distinct(missing)}: {line[:60]!r}. Delete the line and repeat the measurement."
         )
+    if row["benchmark"] == "paths":
+        row["path"] = row["mode"].partition("+")[0]
     row["run"] = json.dumps([row["commit"], row["date"], row["versions"]], sort_keys=True)
     return row
 
@@ -69,9 +80,9 @@ def read(folder: Path) -> Rows:
     """Read the latest row of each measurement and, for benchmarks in `RUNS`, only the rows of the last run.
 
     Rows of a run have the same commit, date, versions and device. The last run is the run with the latest row of
-    transformers that is no error. In ``train`` and ``fsdp`` every mode has its own last run, because a run may measure
-    only a few modes beside their peer. Runs with a peer come before runs without. The last run of a peer's mode is
-    shown whole. Old rows of early failures have no device, and count for the device of the row before them.
+    transformers that is no error. In `BY_MODE` every mode has its own last run, because a run may measure only a
+    few modes beside their peer. Runs with a peer come before runs without. The last run of a peer's mode is shown
+    whole. Old rows of early failures have no device, and count for the device of the row before them.
     """
     # The latest row of each key.
     latest: dict[tuple[str, ...], Row] = {}
@@ -93,11 +104,11 @@ def read(folder: Path) -> Rows:
     # Of runs, the last ones.
     shown = [row for row in latest.values() if not of_a_run(row)]
     of_runs = [row for row in latest.values() if of_a_run(row)]
-    for (benchmark, *_), group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").items():
+    for (benchmark, *_), group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device", "path").items():
         peers = [row for row in group if of_transformers(row) and "error" not in row] or group
         last = sorted(peers, key=lambda row: row["date"])[-1]["run"]
         runs = {last}
-        if benchmark in ("train", "fsdp"):
+        if benchmark in BY_MODE:
             with_peer = {row["run"] for row in peers}
             in_order = sorted(group, key=lambda row: (row["run"] in with_peer, row["date"]))
             modes = {row["mode"]: row for row in in_order}

@@ -176,7 +176,7 @@ def test_each_path_has_its_sizes(tmp_path, monkeypatch):
 
 
 def test_tables():
-    row = {"model": "llama-3.2-1b", "batch": "8x2048"}
+    row = {"benchmark": "paths", "model": "llama-3.2-1b", "batch": "8x2048", "commit": "abc"}
     times = {"1x16": {"forward_ms": 10.0, "generate_ms": 20.0}}
     fast = {"1x16": {"forward_ms": 5.0, "generate_ms": 4.0}}
     rows = [
@@ -197,7 +197,7 @@ def test_tables():
     tables = paths.table(rows).split("\n\n")
     assert [text for text in tables if not text.startswith("|")] == [f"{name}:" for name in paths.TABLES]
     training, generation, first, harness, begun = (text.splitlines()[2:] for text in tables if text.startswith("|"))
-    name = f"| llama-3.2-1b | 8 {TIMES} 2048 | "
+    name = f"| llama-3.2-1b | 8 {TIMES} 2048 | abc | "
     assert training[2] == name + "full fine-tuning: liger-models train | 75,000 |  | 15.0 | 1.250 | 0.750 |"
     assert training[4] == name + "images, LoRA: liger-models train | 9,000 | 8.0 | 15.0 | 2.000 | 1.000 |"
     assert "out of memory" in training[5]

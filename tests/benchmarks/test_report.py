@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT, curves, families, fsdp, headline, load, longest, plots, profile, report, train
+from benchmarks import ROOT, curves, families, fsdp, headline, load, longest, paths, plots, profile, report, train
 from benchmarks import __main__ as command
 from benchmarks.ops import benchmark as ops
 from benchmarks.rows import RESULTS, read
@@ -114,6 +114,17 @@ def test_the_headline():
     assert medians[0].startswith("median of 3 models")
     assert [cell.split()[0] for cell in medians[3:]] == ["**2.00", "**0.50"]
     assert report.part("headline", rows).startswith("| one X |")
+
+
+def test_what_users_type_is_compared_within_a_run(tmp_path):
+    """Of each mode the last run is shown, with its peers."""
+    path = {"benchmark": "paths", "model": "m", "batch": "1x8", "peak_gib": 1.0}
+    runs = (("2026-01-01", "trl+door", 90), ("2026-01-02", "trl+door", 110), ("2026-01-02", "trl+liger", 100))
+    runs += (("2026-01-03", "train", 160), ("2026-01-03", "trl+liger", 80))
+    rows = [train_row(f"full+{way}", speed, date=date, commit=date, **path) for date, way, speed in runs]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [(line[2], line[-2]) for line in cells(paths.table(read(tmp_path)))[2:]]
+    assert found == [("2026-01-02", "1.100"), ("2026-01-02", "1.000"), ("2026-01-03", "2.000"), ("2026-01-03", "1.000")]
 
 
 @pytest.mark.parametrize("mode", ["hf+liger+lora", "ours+lora", "hf+liger", "ours+adamw"])
