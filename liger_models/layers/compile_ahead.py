@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_models.common.errors import is_traced
 from liger_models.common.ops import LIBRARY
 from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET, cuda_capability
+from liger_models.kernels.embedding import embedding
 from liger_models.layers.recompute import is_compiled, is_hooked
 
 LOG = logging.getLogger(__name__)
@@ -232,6 +233,12 @@ def record_step(
         names = ("loss", "log_probs", "logits", "hidden_states")
         result = next(results[name] for name in names if results[name] is not None)
         total = (result[-1] if isinstance(result, tuple) else result).sum()
+        # The lookup of tokens comes before `run`.
+        table = weights.get(getattr(model.embed_tokens, "weight", None))
+        if table is not None and table.requires_grad and x.requires_grad:
+            ids = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+            padding = model.embed_tokens.padding_idx
+            total = total + embedding(table, ids, -1 if padding is None else padding).sum()
         # Unlike `backward`, `grad` sets the gradient of no tensor.
         inputs = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
         torch.autograd.grad(total, inputs, allow_unused=True)
