@@ -9,6 +9,7 @@ Source: https://arxiv.org/abs/2409.02060, transformers ``models/olmoe``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -16,10 +17,9 @@ from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import QKNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +45,11 @@ class OlmoeConfig(RMSNormDecoderConfig):
     eos_token_id: int | list[int] | None = 50279
 
 
-class OlmoeBlock(PreNormBlock):
+class OlmoeBlock(QKNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: OlmoeConfig, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
-        return LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=self.norm_factory(config, kernels),
-            whole_projection=True,
-            clip=config.clip_qkv,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-        )
+    def attention_options(self, config: OlmoeConfig, layer: int) -> dict[str, Any]:
+        return {"whole_projection": True, "clip": config.clip_qkv}
 
     def build_mlp(self, config: OlmoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
         routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)

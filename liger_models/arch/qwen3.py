@@ -8,14 +8,13 @@ Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import QKNormBlock
 from liger_models.layers.config import LateWindowDecoderConfig
-from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +31,11 @@ class Qwen3Config(LateWindowDecoderConfig):
     eos_token_id: int | list[int] | None = None
 
 
-class Qwen3Block(PreNormBlock):
+class Qwen3Block(QKNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
-        return LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=self.norm_factory(config, kernels),
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            window=config.window(layer),
-        )
+    def attention_options(self, config: Qwen3Config, layer: int) -> dict[str, Any]:
+        return {"window": config.window(layer)}
 
 
 class LigerQwen3(CausalLM):

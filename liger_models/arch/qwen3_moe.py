@@ -8,6 +8,7 @@ Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -15,11 +16,10 @@ from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, decoder_map, sparse_mlps, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import QKNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,11 @@ class Qwen3MoeConfig(RMSNormDecoderConfig):
         return step and layer not in (self.mlp_only_layers or ())
 
 
-class Qwen3MoeBlock(PreNormBlock):
+class Qwen3MoeBlock(QKNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
-        window = config.sliding_window if config.use_sliding_window else None
-        return LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=self.norm_factory(config, kernels),
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            window=window,
-        )
+    def attention_options(self, config: Qwen3MoeConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.sliding_window if config.use_sliding_window else None}
 
     def build_mlp(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
         # Some layers can have a dense MLP instead of experts.

@@ -12,6 +12,7 @@ from liger_models.layers.batch import BatchLayout
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 class PreNormBlock(nn.Module):
@@ -47,6 +48,24 @@ class PreNormBlock(nn.Module):
         # A layout has experts only for a mixture.
         outputs: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
         return outputs
+
+
+class QKNormBlock(PreNormBlock):
+    """A `PreNormBlock` whose attention normalizes queries and keys."""
+
+    attention_class: ClassVar[type[LigerQKNormAttention]] = LigerQKNormAttention
+
+    def attention_options(self, config: Any, layer: int) -> dict[str, Any]:
+        """Return further arguments of ``attention_class.from_config`` for a layer."""
+        return {}
+
+    def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
+        """Create the attention of a layer."""
+        bias, norm = config.attention_bias, self.norm_factory(config, kernels)
+        options = self.attention_options(config, layer)
+        return self.attention_class.from_config(
+            config, layer, kernels, norm=norm, qkv_bias=bias, o_bias=bias, **options
+        )
 
 
 class SharedExpertBlock(PreNormBlock):

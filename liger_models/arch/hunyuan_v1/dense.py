@@ -16,10 +16,9 @@ from torch import Tensor
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import QKNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
@@ -43,20 +42,10 @@ class HunYuanDenseV1Attention(LigerQKNormAttention):
         return self.q_norm(q), self.k_norm(k), v
 
 
-class HunYuanDenseV1Block(PreNormBlock):
+class HunYuanDenseV1Block(QKNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(
-        self, config: HunYuanDenseV1Config, layer: int, kernels: KernelOptions
-    ) -> HunYuanDenseV1Attention:
-        return HunYuanDenseV1Attention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=self.norm_factory(config, kernels),
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-        )
+    attention_class = HunYuanDenseV1Attention
 
 
 class LigerHunYuanDenseV1(CausalLM):

@@ -16,10 +16,8 @@ from liger_models.arch._qwen_vl.model import MRopeModel
 from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_nested
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.block import PreNormBlock
+from liger_models.layers.block import QKNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +43,8 @@ class Qwen3VLConfig(RMSNormDecoderConfig):
         check_decoder(self)
 
 
-class Qwen3VLBlock(PreNormBlock):
+class Qwen3VLBlock(QKNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
-
-    def build_attention(self, config: Qwen3VLConfig, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
-        return LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=self.norm_factory(config, kernels),
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-        )
 
 
 class Qwen3VLModel(MRopeModel):
