@@ -26,9 +26,9 @@ CHUNKS, STAGES = 1024, 4
 """Number of chunks whose first ids a program of the second kernel reads at a time, and of partial sums in flight."""
 
 
-def embedding_reference(weight: Tensor, ids: Tensor, padding_idx: int = -1) -> Tensor:
+def embedding_reference(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Tensor:
     """Compute `embedding` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64."""
-    return F.embedding(ids, weight, None if padding_idx < 0 else padding_idx)
+    return F.embedding(ids, weight, padding_idx)
 
 
 @triton.jit
@@ -137,13 +137,13 @@ FORWARD = define_op(
 )  # fmt: skip
 
 
-def embedding(weight: Tensor, ids: Tensor, padding_idx: int = -1) -> Tensor:
+def embedding(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up the rows of a table.
 
     Args:
         weight: [V, C], float32, float16 or bfloat16.
         ids: [...] int64 or int32, from 0 to V − 1.
-        padding_idx: the row that gets no gradient; −1 if there is none.
+        padding_idx: the row that gets no gradient, from 0 to V − 1; None if there is none.
 
     Returns:
         [..., C] in the dtype of the weight.
@@ -160,4 +160,4 @@ def embedding(weight: Tensor, ids: Tensor, padding_idx: int = -1) -> Tensor:
         raise TypeError(f"{op}: ids must be int64 or int32, got {ids.dtype}.")
     if not use_triton(weight):
         return embedding_reference(weight, ids, padding_idx)
-    return FORWARD(weight, ids, padding_idx)
+    return FORWARD(weight, ids, -1 if padding_idx is None else padding_idx)  # no id is −1

@@ -237,8 +237,7 @@ def record_step(
         table = weights.get(getattr(model.embed_tokens, "weight", None))
         if table is not None and table.requires_grad and x.requires_grad:
             ids = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-            padding = model.embed_tokens.padding_idx
-            total = total + embedding(table, ids, -1 if padding is None else padding).sum()
+            total = total + embedding(table, ids, model.embed_tokens.padding_idx).sum()
         # Unlike `backward`, `grad` sets the gradient of no tensor.
         inputs = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
         torch.autograd.grad(total, inputs, allow_unused=True)

@@ -59,7 +59,7 @@ class LigerEmbedding(nn.Embedding, Layer):
         if self.vocab_shard is not None:
             x = self._of_all_words(input_ids, self.vocab_shard)
         elif self.max_norm is None and not self.scale_grad_by_freq and not self.sparse and not is_sharded(self.weight):
-            x = embedding(self.weight, input_ids, -1 if self.padding_idx is None else self.padding_idx)
+            x = embedding(self.weight, input_ids, self.padding_idx)
         else:
             x = super().forward(input_ids)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=self.weight.dtype, device="cpu")
@@ -67,8 +67,10 @@ class LigerEmbedding(nn.Embedding, Layer):
     def _of_all_words(self, input_ids: Tensor, vocab_shard: VocabShard) -> Tensor:
         rows = input_ids - vocab_shard.start
         here = (rows >= 0) & (rows < vocab_shard.count)
-        padding = -1 if self.padding_idx is None else max(self.padding_idx - vocab_shard.start, -1)
-        x = embedding(local(self.weight), rows.where(here, 0), padding if padding < vocab_shard.count else -1)
+        padding = None if self.padding_idx is None else self.padding_idx - vocab_shard.start
+        if padding is not None and not 0 <= padding < vocab_shard.count:  # a row of another rank
+            padding = None
+        x = embedding(local(self.weight), rows.where(here, 0), padding)
         return reduce_from_region(x * here.unsqueeze(-1), vocab_shard.ranks)
 
 
