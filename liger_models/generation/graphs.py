@@ -349,7 +349,7 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
         cache = PagedCache(rows, rounded_tokens(tokens), model.device)
         step = DecodeStep(cache, captured=True, model_state=state)
         step.moves_padding = can_move_padding(model)
-        if step.moves_padding and is_kept(model):
+        if is_kept(model):
             step.most_prompt_tokens = most_tokens(model)
     # Keep the step, and drop the oldest ones if there are too many or they take too much memory.
     try:

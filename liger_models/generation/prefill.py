@@ -114,7 +114,9 @@ def can_move_padding(model: Decoder) -> bool:
 
 
 def most_tokens(model: Decoder) -> int:
-    """Return how many tokens a captured forward of prompts may have."""
+    """Return how many tokens a captured forward of prompts may have; 0 if prompts must not be padded on the right."""
+    if not can_move_padding(model):
+        return 0
     return int(MOST_OPERATIONS / (2 * sum(parameter.numel() for parameter in model.parameters())))
 
 

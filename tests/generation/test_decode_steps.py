@@ -27,7 +27,14 @@ from liger_models.generation.graphs import (
 from liger_models.generation.logits import takes_pages
 from liger_models.generation.loop import generate, steps_ahead, stream
 from liger_models.generation.options import resolve
-from liger_models.generation.prefill import MOST_GRAPHS, PromptBatch, PromptGraph, can_move_padding, padded_length
+from liger_models.generation.prefill import (
+    MOST_GRAPHS,
+    PromptBatch,
+    PromptGraph,
+    can_move_padding,
+    most_tokens,
+    padded_length,
+)
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers import paged_cache
 from liger_models.layers.attention import LigerAttention
@@ -494,15 +501,16 @@ def test_graphs_of_prompts_are_few(device):
 
 
 def test_prompts_that_padding_would_change_stay_as_they_are():
-    def can_move(arch, variant):
+    def most(arch, variant):
         model = AutoLigerModel.from_config({**tiny(arch)[variant], "model_type": arch}, device="meta")
-        return can_move_padding(model)
+        assert can_move_padding(model) == (most_tokens(model) > 0)
+        return most_tokens(model)
 
-    assert can_move("llama", "gqa")
-    assert not can_move("qwen3_next", next(iter(tiny("qwen3_next"))))
-    assert not can_move("phi3", "longrope-partial")
+    assert most("llama", "gqa") > 2**20
+    assert most("qwen3_next", next(iter(tiny("qwen3_next")))) == 0
+    assert most("phi3", "longrope-partial") == 0
     dynamic = replace(CONFIG, rope_scaling=DynamicScaling(factor=2.0))
-    assert not can_move_padding(LigerLlama.from_config(dynamic, device="meta"))
+    assert most_tokens(LigerLlama.from_config(dynamic, device="meta")) == 0
 
 
 def test_padding_of_long_prompts_moves_to_the_right(monkeypatch):
