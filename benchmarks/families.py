@@ -188,9 +188,9 @@ def table(rows: Rows) -> str:
         floor = by_mode.get("floor", {}).get("floor_ms", "")
         warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
 
-        def show(key: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
-            modes = [by_mode.get(mode) for mode in ("hf", "hf+liger", "ours")]
-            return ["" if row is None else str(row.get(key, "failed")) for row in modes]
+        def show(key: str, *modes: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
+            measured = [by_mode.get(mode) for mode in modes or ("hf", "hf+liger", "ours")]
+            return ["" if row is None else str(row.get(key, "failed")) for row in measured]
 
         def pair(quantity: str, error: Row | None = error) -> str:
             values = [error.get(f"{library}_{quantity}") for library in ("hf", "ours")] if error else []
@@ -200,7 +200,7 @@ def table(rows: Rows) -> str:
         least_ms = smallest(peers, step_ms).get("step_ms")
         lines.append((
             family, *show("step_ms"), ratio(least_ms, ours.get("step_ms")),
-            "" if not adamw else adamw.get("step_ms", "failed"), ratio(least_ms, adamw.get("step_ms")),
+            *show("step_ms", "ours+adamw"), ratio(least_ms, adamw.get("step_ms")),
             floor, ratio(floor, smallest([ours, adamw], step_ms).get("step_ms")),
             *show("peak_gib"), ratio(ours.get("peak_gib"), least_memory.get("peak_gib")),
             " / ".join(show("first_step_s")) + warmed, pair("logits"), pair("gradients"),

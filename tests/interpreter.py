@@ -153,7 +153,7 @@ def speed_up_the_interpreter() -> None:
         def fast_operator(operate, slow, types, *, reverse=False, compares=False):
             """An operator on tensors of one of the types, and on numbers that the type represents; ``slow`` on others.
 
-            NumPy broadcasts the operands, of which the interpreter would make blocks of equal shapes.
+            NumPy broadcasts the operands. The interpreter would first copy them to equal shapes.
             """
             ids = {id(dtype) for dtype in types}
 

@@ -117,7 +117,7 @@ def test_the_headline():
 
 
 def test_what_users_type_is_compared_within_a_run(tmp_path):
-    """Of each mode the last run is shown, with its peers."""
+    """The table shows the last run of each mode, and the peers of that run."""
     path = {"benchmark": "paths", "model": "m", "batch": "1x8", "peak_gib": 1.0}
     runs = (("2026-01-01", "trl+door", 90), ("2026-01-02", "trl+door", 110), ("2026-01-02", "trl+liger", 100))
     runs += (("2026-01-03", "train", 160), ("2026-01-03", "trl+liger", 80))

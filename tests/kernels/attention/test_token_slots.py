@@ -6,7 +6,7 @@ from ..oracle import opcheck
 
 
 def rows(device):
-    """Tables of three rows, of which the second one is idle."""
+    """The tables of three rows. The second row is idle."""
     table = torch.arange(1, 13, dtype=torch.int32, device=device).view(3, 4).flip(1)
     lengths = torch.tensor([15, 3, 40], dtype=torch.int32, device=device)
     return table, lengths, torch.tensor([5, 0, 2], device=device)
