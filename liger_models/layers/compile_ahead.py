@@ -2,9 +2,9 @@
 
 Triton compiles a kernel at its first launch, so the kernels of a first step would be compiled one after the other.
 `compile_ahead` first runs the step on tensors without values, which takes milliseconds per block and no memory on the
-GPU, and records the kernels that the step launches. Threads then compile these kernels in parallel, while the real step
-begins. A launch waits if its kernel is still being compiled. Threads suffice, because Triton's compiler releases
-Python's lock.
+GPU, and records the kernels that the step launches. Threads then compile and load these kernels in parallel, while the
+real step begins. A launch waits if its kernel is still being compiled. Threads suffice, because Triton's compiler
+releases Python's lock.
 
 If the step cannot run on tensors without values, Triton compiles the kernels at their launch. The results are the same.
 
@@ -20,9 +20,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
@@ -341,7 +341,8 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
     from triton import AsyncCompileMode
 
     def compile_for(device: int) -> None:
-        with AsyncCompileMode(pool, ignore_errors=ignore_errors), torch.cuda.device(device):
+        threads = _Threads(pool, device)
+        with AsyncCompileMode(threads, ignore_errors=ignore_errors), torch.cuda.device(device):
             for launch in kernels.values():
                 if launch.device == device:
                     launch.kernel.preload(launch.specialization)
@@ -353,6 +354,31 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
         # each: a mode that is interrupted stays active in its context.
         for device in sorted({launch.device for launch in kernels.values()}):
             copy_context().run(compile_for, device)
+
+
+class _Threads(NamedTuple):
+    """What `triton.AsyncCompileMode` takes for an executor. Its threads also load the kernels that they compile.
+
+    Triton itself loads a kernel at its first launch. Before version 3.7, it then also compiles a C function that
+    launches the kernel, which takes about 0.1 s, so that a step with 30 kernels would wait for seconds.
+
+    Attributes:
+        pool: the threads.
+        device: index of the device on which the kernels are loaded.
+    """
+
+    pool: ThreadPoolExecutor
+    device: int
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        return self.pool.submit(self._compile_and_load, compile_kernel)
+
+    def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        # What fails here fails again at the launch, which raises the error.
+        with suppress(Exception), torch.cuda.device(self.device):
+            _ = kernel.run
+        return kernel
 
 
 @contextmanager

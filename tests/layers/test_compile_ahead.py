@@ -204,6 +204,18 @@ def test_warmed_up_models_are_not_recorded(recorded, model):
     assert not models
 
 
+class Compiled:
+    """As `triton.CompiledKernel`: is loaded when ``run`` is read. Loading fails."""
+
+    def __init__(self):
+        self.compiled_in, self.loaded_in = threading.current_thread(), None
+
+    @property
+    def run(self):
+        self.loaded_in = threading.current_thread()
+        raise RuntimeError("no driver")
+
+
 class Kernel:
     """As `triton.JITFunction`: compiles through the active mode, when the test allows."""
 
@@ -219,7 +231,7 @@ class Kernel:
         self.allowed.wait()
         if self.error:
             raise self.error
-        return threading.current_thread()
+        return Compiled()
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -230,15 +242,16 @@ def test_launches_wait_for_their_own_kernel_and_raise_its_error(monkeypatch):
     thread = start_compilation({kernel: Launch(kernel, 0, "") for kernel in (slow, good, bad)})
     good.allowed.set()
     made = good.kernel  # a launch waits for it
-    made = made if isinstance(made, threading.Thread) else made.result()
-    assert made.name != threading.current_thread().name
+    made = made if isinstance(made, Compiled) else made.result()
+    assert made.compiled_in != threading.current_thread()
+    assert made.loaded_in == made.compiled_in  # before the launch
     assert thread.is_alive()
     bad.allowed.set()
     with pytest.raises(RuntimeError, match="no registers"):
         bad.kernel.result()
     slow.allowed.set()
     thread.join()
-    assert isinstance(slow.kernel, threading.Thread)
+    assert isinstance(slow.kernel, Compiled)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
