@@ -19,13 +19,16 @@ from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
 from liger_models.kernels.tiles import accumulate
 
-WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 512, 8192, 65536
-"""Default size of the logits buffer: WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and in proportion to the number
-of tokens between WORKSPACE_TOKENS and MOST_TOKENS. At V = 128,256 in bf16, this gives 4 chunks, which are so large that
-reading and writing dweight once per chunk costs little. For more than MOST_TOKENS tokens, the buffer stays at 4 GiB,
-and there are more chunks. A buffer in proportion to the tokens would take 32 GiB for 524,288 tokens."""
+WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 640, 8192, 65536
+"""Default size of the logits buffer: at most WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and in proportion to the
+number of tokens between WORKSPACE_TOKENS and MOST_TOKENS. For vocabularies of up to 163,840 entries in bf16, this gives
+at most 4 chunks, which are so large that reading and writing dweight once per chunk costs little. For more than
+MOST_TOKENS tokens, the buffer does not grow further, and there are more chunks. A buffer in proportion to the tokens
+would take 40 GiB for 524,288 tokens."""
 
-ROW_MULTIPLE = 128
+ROW_MULTIPLE, LARGE_MULTIPLE = 128, 512
+"""Chunks are multiples of ROW_MULTIPLE rows, and large chunks are multiples of LARGE_MULTIPLE rows, with which matrix
+products are faster: on an H200, a head of 154,880 x 2048 takes 3 % longer with chunks of 1664 rows than with 1536."""
 
 COLUMN_MULTIPLE = 64
 """The row stride of the logits buffer is a multiple of COLUMN_MULTIPLE. A matrix product over the vocabulary is split
@@ -42,6 +45,17 @@ large. Each block is cast to bf16 and freed before the next block, so that the b
 exist at the same time. This saves 1 GiB at V = 128,256 and C = 4096."""
 
 
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _equal_rows(N: int, limit: int) -> int:
+    """Divide N rows into the fewest chunks of at most ``limit`` rows, and return the rows of one of equal size."""
+    chunks = max(-(-N // limit), 1)
+    multiple = ROW_MULTIPLE if chunks == 1 else LARGE_MULTIPLE
+    return min(_round_up(max(-(-N // chunks), 1), multiple), limit)
+
+
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
     """Return the number of rows per chunk, such that a chunk fits the budget and all chunks have about the same size.
 
@@ -55,11 +69,13 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
     """
     tokens = min(N, MOST_TOKENS)
     budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
-    limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    limit = max(int(budget * 2**20) // (V * itemsize), ROW_MULTIPLE)
+    limit -= limit % (LARGE_MULTIPLE if limit >= 2 * LARGE_MULTIPLE else ROW_MULTIPLE)
     if workspace_mib is None:
-        limit = max(limit, -(-tokens // BF16_CHUNKS))
-    chunks = max(-(-N // limit), 1)
-    return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
+        limit = max(limit, _round_up(-(-tokens // BF16_CHUNKS), ROW_MULTIPLE))
+
+    # More than MOST_TOKENS rows have chunks of at most the size that MOST_TOKENS rows have.
+    return _equal_rows(N, _equal_rows(tokens, limit))
 
 
 def _split_words(V: int, size: int) -> list[int]:

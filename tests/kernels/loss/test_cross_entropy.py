@@ -411,6 +411,37 @@ def test_chunk_rows():
     assert rows % 128 == 0
 
 
+@pytest.mark.parametrize(
+    ("N", "V", "rows"),
+    [
+        (8192, 151936, 2048),
+        (8192, 154880, 2048),
+        (8192, 163840, 2048),  # 640 MiB
+        (8192, 163841, 1536),
+        (8192, 200064, 1536),
+        (8192, 201088, 1536),
+        (8192, 262144, 1024),
+        (16384, 154880, 4096),  # the budget is in proportion to the tokens
+        (16384, 201088, 3072),
+        (65536, 154880, 16384),
+        (524288, 154880, 16384),
+        (9000, 512000, 1152),  # an eighth
+    ],
+)
+def test_large_chunks_are_multiples_of_512_rows_by_default(N, V, rows):
+    assert chunk_rows(N, V, 2, None) == rows
+
+
+@pytest.mark.parametrize("V", [32000, 100278, 154880, 201088, 262144])
+@pytest.mark.parametrize("budget", [200, 512, 640, 1000])
+def test_a_budget_is_a_maximum(V, budget):
+    for N in (1, 1000, 8192, 20000, 300000):
+        for itemsize in (2, 4, 6):
+            rows = chunk_rows(N, V, itemsize, budget)
+            assert rows % 128 == 0
+            assert rows * V * itemsize <= budget * 2**20
+
+
 @pytest.mark.gpu
 def test_memory_stays_within_the_workspace():
     N, V, C = 8192, 128256, 1024
