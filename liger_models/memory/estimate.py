@@ -191,7 +191,7 @@ def training_memory(
 
     # The head: the logits of one chunk, and its gradient.
     matrix = model.lm_head.weight
-    logits = chunk_rows(tokens, len(matrix), size, None) * len(matrix) * size
+    logits = chunk_rows(tokens, len(matrix), size, None, trained=matrix.requires_grad) * len(matrix) * size
     if getattr(model.lm_head, "bias", None) is not None:  # the loss gets a copy of the weight that holds the bias
         logits += (matrix.numel() + len(matrix) * BIAS_COLUMNS) * size
     head = matrix.requires_grad * matrix.numel() * size + logits

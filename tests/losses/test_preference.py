@@ -110,7 +110,7 @@ def test_a_single_pair_computes_its_logits_once(backend, name, loss, rows, monke
     want = run()
     seen, write = [], linear_logprobs.write_logits
     monkeypatch.setattr(linear_logprobs, "write_logits", lambda x, *more: seen.append(len(x)) or write(x, *more))
-    monkeypatch.setattr(linear_logprobs, "chunk_rows", lambda *_: 2)
+    monkeypatch.setattr(linear_logprobs, "chunk_rows", lambda *_, **__: 2)
     got = run()
     assert sum(seen) == rows * T
     assert len(seen) > rows

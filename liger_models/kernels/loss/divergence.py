@@ -580,7 +580,7 @@ def linear_divergence(
     inputs = LinearDivergenceInputs(
         x.flatten(0, -2), weight, y, bias, teacher_x.detach().flatten(0, -2), teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(), factors, options,
-        chunk_rows(len(y), V, size, workspace_mib), HeadGradients(),
+        chunk_rows(len(y), V, size, workspace_mib, trained=weight.requires_grad), HeadGradients(),
     )  # fmt: skip
     loss, soft, hard, *_ = fused_loss(LINEAR_DIVERGENCE, inputs)
     return DivergenceOutput(loss, soft, hard)

@@ -372,8 +372,8 @@ def linear_cross_entropy(
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
         workspace_mib: maximum size of the logits buffer in MiB, except that a chunk has at least 128 rows. The default
-            is 512 MiB for up to 8192 tokens and proportionally more for more tokens; if V > 262,144, the buffer holds
-            an eighth of the rows.
+            is 640 MiB for up to 8192 tokens and proportionally more for more tokens, and at most 2048 rows if the
+            weight needs no gradient; if V > 327,680, the buffer holds an eighth of the rows.
         vocab_shard: this rank's shard if the vocabulary is sharded over ranks; weight and bias then hold the rows of
             the shard. All ranks pass the same x and get the same loss; the gradient of x is a partial sum
             (`collectives.copy_to_region`). A shard cannot be combined with ``class_weight``,
@@ -412,7 +412,7 @@ def linear_cross_entropy(
 
     # Rows per chunk, the same on all ranks: they communicate after each chunk.
     words = V if vocab_shard is None else vocab_shard.shard_size
-    rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib)
+    rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib, trained=weight.requires_grad)
 
     # The factor of each token's loss under the reduction, [N].
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)

@@ -286,7 +286,7 @@ def linear_kl_div(
     options = KLDivOptions(temperature, eps, ignore_index, softcap, logit_scale)
     inputs = LinearKLDivInputs(
         x.flatten(0, -2), weight, y, bias, probabilities.detach().flatten(0, -2), factors, options,
-        chunk_rows(len(y), V, size, workspace_mib), HeadGradients(),
+        chunk_rows(len(y), V, size, workspace_mib, trained=weight.requires_grad), HeadGradients(),
     )  # fmt: skip
     loss: Tensor = fused_loss(LINEAR_KL_DIV, inputs)[0]
     return loss

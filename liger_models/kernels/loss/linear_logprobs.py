@@ -366,7 +366,7 @@ def fused_linear_logprobs(
     check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "none", None)
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
+    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib, trained=weight.requires_grad)
     options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
     log_probs, entropy, _ = LINEAR_LOGPROBS(LinearLogprobsInputs(flat, weight, y, bias, options, rows))
     return log_probs.view(target.shape), entropy.view(target.shape)
@@ -484,7 +484,7 @@ def log_probs_of_sum(
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
+    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib, trained=weight.requires_grad)
     needs = HeadGradients(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)))
     outputs = LogProbsOfSum.apply(options, rows, needs, ahead, when_other, flat, weight, y, bias)
     log_probs, entropy, predicted = (out.view(target.shape) for out in outputs)
@@ -586,7 +586,7 @@ def _loss_and_gradients(
     V, N, unit = len(weight), B * T, together * T
 
     # Units of a group, rows of a group and of the buffer, and rows of a part.
-    rows = chunk_rows(N, V, x.element_size(), workspace_mib)
+    rows = chunk_rows(N, V, x.element_size(), workspace_mib, trained=need[1])
     group_units = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)
     most_rows = rows if workspace_mib is not None else max(rows, int(KEPT * N))
     group_rows = min(group_units * unit, N)

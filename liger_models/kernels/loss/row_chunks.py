@@ -30,6 +30,9 @@ ROW_MULTIPLE, LARGE_MULTIPLE = 128, 512
 """Chunks are multiples of ROW_MULTIPLE rows, and large chunks are multiples of LARGE_MULTIPLE rows, with which matrix
 products are faster: on an H200, a head of 154,880 x 2048 takes 3 % longer with chunks of 1664 rows than with 1536."""
 
+FROZEN_ROWS = 2048
+"""Default number of rows per chunk at most, if dweight is not needed. Larger chunks only save the sums of dweight."""
+
 COLUMN_MULTIPLE = 64
 """The row stride of the logits buffer is a multiple of COLUMN_MULTIPLE. A matrix product over the vocabulary is split
 in two: the largest multiple of COLUMN_MULTIPLE, and the few remaining entries. Without the split, cuBLAS is about three
@@ -56,7 +59,7 @@ def _equal_rows(N: int, limit: int) -> int:
     return min(_round_up(max(-(-N // chunks), 1), multiple), limit)
 
 
-def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
+def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trained: bool = True) -> int:
     """Return the number of rows per chunk, such that a chunk fits the budget and all chunks have about the same size.
 
     The result is a multiple of ROW_MULTIPLE, with which matrix products are fast.
@@ -66,6 +69,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
         V: size of the vocabulary.
         itemsize: bytes per row and vocabulary entry that the buffers take.
         workspace_mib: maximum size of the buffers in MiB; None for the default.
+        trained: whether dweight is needed. Without it, the default is at most FROZEN_ROWS.
     """
     tokens = min(N, MOST_TOKENS)
     budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
@@ -73,6 +77,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
     limit -= limit % (LARGE_MULTIPLE if limit >= 2 * LARGE_MULTIPLE else ROW_MULTIPLE)
     if workspace_mib is None:
         limit = max(limit, _round_up(-(-tokens // BF16_CHUNKS), ROW_MULTIPLE))
+        limit = limit if trained else min(limit, FROZEN_ROWS)
 
     # More than MOST_TOKENS rows have chunks of at most the size that MOST_TOKENS rows have.
     return _equal_rows(N, _equal_rows(tokens, limit))

@@ -73,7 +73,7 @@ def test_cross_entropy_matches_fp64(backend, options, poisoned_empty):
 def four_rows_a_chunk(monkeypatch):
     """13 rows end in a chunk of one."""
     monkeypatch.setattr("liger_models.kernels.loss.row_chunks.BF16_CHUNKS", 1)
-    monkeypatch.setattr("liger_models.kernels.loss.linear_cross_entropy.chunk_rows", lambda *_: 4)
+    monkeypatch.setattr("liger_models.kernels.loss.linear_cross_entropy.chunk_rows", lambda *_, **__: 4)
 
 
 def linear_inputs(device, dtype, rows=N):
@@ -406,6 +406,9 @@ def test_chunk_rows():
     assert chunk_rows(524288, 128256, 2, None) == 16384  # long sequences have more chunks
     assert chunk_rows(524288, 512000, 2, None) == 8192
     assert chunk_rows(9000, 128256, 2, 1) == 128  # never fewer
+    assert chunk_rows(65536, 128256, 2, None, trained=False) == 2048  # no sums of dweight
+    assert chunk_rows(8192, 256000, 2, None, trained=False) == 1024
+    assert chunk_rows(65536, 128256, 2, 1024, trained=False) == 4096  # the given size
     rows = chunk_rows(8193, 128256, 2, 512)
     assert rows * 128256 * 2 <= 512 * 2**20
     assert rows % 128 == 0

@@ -24,7 +24,7 @@ OPTIONS = {
 @pytest.fixture
 def four_rows_a_chunk(monkeypatch):
     """11 rows; of two chunks and then of one the gradients go through the products together."""
-    monkeypatch.setattr("liger_models.kernels.loss.divergence.chunk_rows", lambda *_: 4)
+    monkeypatch.setattr("liger_models.kernels.loss.divergence.chunk_rows", lambda *_, **__: 4)
     monkeypatch.setattr("liger_models.kernels.loss.divergence.TOGETHER", 2)
 
 

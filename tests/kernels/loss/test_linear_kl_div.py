@@ -16,7 +16,7 @@ OPTIONS = {
 
 @pytest.fixture
 def four_rows_a_chunk(monkeypatch):
-    monkeypatch.setattr("liger_models.kernels.loss.linear_kl_div.chunk_rows", lambda *_: 4)
+    monkeypatch.setattr("liger_models.kernels.loss.linear_kl_div.chunk_rows", lambda *_, **__: 4)
 
 
 def stored(rows=N, scale=1.0):

@@ -29,7 +29,7 @@ def four_rows_a_chunk(monkeypatch):
     """A chunk has four rows. A row of 37 logits has blocks of 16, so the last block has 5."""
     monkeypatch.setattr(linear_logprobs, "MAX_BLOCK", 16)
     for module in ("linear_cross_entropy", "linear_logprobs"):
-        monkeypatch.setattr(f"liger_models.kernels.loss.{module}.chunk_rows", lambda *_: 4)
+        monkeypatch.setattr(f"liger_models.kernels.loss.{module}.chunk_rows", lambda *_, **__: 4)
 
 
 def inputs(device, dtype=torch.float32, rows=N):
