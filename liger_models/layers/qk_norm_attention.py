@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.distributed.collectives import Group, sum_over
+from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 from liger_models.kernels.norm.rms_norm import scale_normed
 from liger_models.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rope.rope import rope, rope_reference, split_heads
@@ -123,5 +124,6 @@ class LigerGatedAttention(LigerQKNormAttention):
         queries = self.num_heads // self.num_kv_heads
         groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
         q, gate, kv = groups.split([queries, queries, 2], 3)
-        out: Tensor = super()._mix(torch.cat([q, kv], 3).flatten(2), layout) * gate.flatten(2).sigmoid()
-        return out
+        out: Tensor = super()._mix(torch.cat([q, kv], 3).flatten(2), layout)
+        multiply = gated_norm if self.q_norm.kernel else gated_norm_reference
+        return multiply(out.reshape(gate.shape), gate, None, act="sigmoid").flatten(2)
