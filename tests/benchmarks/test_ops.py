@@ -31,6 +31,7 @@ TINY = {
     "sink_attention_window": {"B": 1, "T": 200, "H": 4, "G": 2, "D": 16, "window": 128},
     "gated_delta_rule": {"T": 70, "H": 4, "G": 2, "D": 16},
     "gated_delta_rule_packed": {"T": 70, "H": 4, "G": 2, "D": 16, "documents": 3},
+    "state_space_scan": {"T": 150, "H": 4, "G": 2, "P": 16, "N": 16},
     "short_conv": {"T": 9, "C": 24, "K": 4},
     "gated_norm": {"N": 37, "C": 64},
     "rms_norm": {"N": 37, "C": 64},
@@ -48,6 +49,7 @@ TINY = {
     **{name: {"N": 48, "C": 32, "V": 300} for name in ("jsd", "forward_kl", "tvd", "cosine")},
     **{name: {"N": 16, "V": 300} for name in ("jsd_of_log_probs", "kl_of_probs", "tvd_of_probs", "tvd_of_logits")},
     "medusa": {"N": 48, "C": 32, "V": 300, "K": 5},
+    "latent_attention": {"B": 1, "T": 16, "H": 2, "N": 16, "R": 8, "V": 16},
     "causal_attention": {"B": 1, "T": 16, "H": 4, "G": 2, "D": 32},
     "adamw": {"L": 1, "C": 48, "F": 64, "V": 100},
 }
