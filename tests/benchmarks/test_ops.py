@@ -91,6 +91,13 @@ def test_what_runs_on_the_cpu_is_right_and_measured(name, peer):
 def test_a_pass_counts_as_much_work_as_its_formula_says():
     assert tiny("rms_norm").ideal({"N": 10, "C": 8}) == {"forward": 320, "backward": 480, "total": 800}
     assert tiny("cross_entropy").ideal({"N": 10, "V": 8}) == {"total": 320}
+    pairs = 3 * 8 * 8 / 2  # of a query and a key that it sees, in three heads
+    latent = tiny("latent_attention").ideal({"B": 1, "T": 8, "H": 3, "N": 10, "R": 6, "V": 12})
+    assert latent == {"forward": 2 * 28 * pairs, "backward": 2 * 72 * pairs, "total": 200 * pairs}
+    heads, shared = 2 * 8 * 4 * 16, 2 * 8 * 2 * 5  # bytes of x, and of B
+    scan = tiny("state_space_scan").ideal({"T": 8, "H": 4, "G": 2, "P": 16, "N": 5})
+    assert scan["forward"] == 2 * heads + 2 * shared
+    assert scan["backward"] == 3 * heads + 4 * shared
     numel = sum(t.numel() for name, t in make_parameters(**TINY["adamw"]).items() if name.startswith("p"))
     assert tiny("adamw").ideal(TINY["adamw"]) == {"total": 14 * numel}
 
