@@ -135,7 +135,8 @@ def scan_of(function: Function, chunk: int) -> Function:
 
 def scan_in_transformers(*inputs: Any, **options: Any) -> Any:
     """The formula that transformers uses without mamba-ssm."""
-    return load("transformers.models.mamba2.modeling_mamba2:mamba2_chunk_scan").__wrapped__(*inputs, **options)
+    scan = torch.compiler.disable(load)("transformers.models.mamba2.modeling_mamba2:mamba2_chunk_scan")
+    return scan.__wrapped__(*inputs, **options)
 
 
 def scan_work(T: int, H: int, G: int, P: int, N: int) -> tuple[int, int]:
