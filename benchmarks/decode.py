@@ -63,21 +63,58 @@ def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
     return lambda new: model.generate(prompts, max_new_tokens=new, **options)
 
 
-def bytes_of_step(config: dict[str, Any], dtype: str | None = None) -> int:
-    """Bytes of the weights that every step of a dense model reads.
+def bytes_of_step(config: dict[str, Any], dtype: str | None = None, rows: int = 1) -> int:
+    """Bytes of the weights that a step with one token in each of ``rows`` rows reads.
 
-    They do not include adapters, nor the embedding unless it is also the head. Weights are in bf16. With ``dtype``
-    "nf4" or "float8" the linear layers of the blocks are in this format.
+    They do not include adapters, nor the embedding unless it is also the head. Of a mixture, a step reads as many
+    experts as the tokens choose on average if all experts are equally likely: K experts for one row. Weights are in
+    bf16. With ``dtype`` "nf4" or "float8" the linear layers of the blocks and the experts are in this format.
     """
     from liger_models import AutoLigerModel
     from liger_models.adapters import apply_lora
     from liger_models.adapters.quantize import quantized_bytes, quantized_layers
+    from liger_models.layers.moe import LigerMoE
 
     model = AutoLigerModel.from_config(config, device="meta")
-    total = 2 * model.num_parameters(exclude_embeddings=not config.get("tie_word_embeddings"))
+    total = 2.0 * model.num_parameters(exclude_embeddings=not config.get("tie_word_embeddings"))
+    for layer in model.modules():
+        if isinstance(layer, LigerMoE):
+            chosen = 1 - (1 - layer.active_share) ** rows
+            for weight in layer.parameters(recurse=False):
+                size = quantized_bytes(weight, dtype) if dtype and weight.dim() == 3 else 2 * weight.numel()
+                total += chosen * size - 2 * weight.numel()
     if dtype is not None:
         weights = [layer.weight for layer in quantized_layers(apply_lora(model))]
         total -= sum(2 * weight.numel() - quantized_bytes(weight, dtype) for weight in weights)
+    return round(total)
+
+
+def cached_bytes(config: dict[str, Any], length: int) -> int:
+    """Bytes of the decode cache of one row of ``length`` tokens that a step reads or writes.
+
+    Keys and values, or latents, are read once, of the tokens in the window. States are read and written, those of
+    recurrences in fp32. Everything else is in bf16.
+    """
+    from liger_models import AutoLigerModel
+    from liger_models.layers.attention import LigerAttention
+    from liger_models.layers.gated_conv import LigerGatedConv
+    from liger_models.layers.latent_attention import LigerLatentAttention
+    from liger_models.layers.linear_attention import LinearAttention
+    from liger_models.layers.mamba2 import LigerMamba2
+
+    total = 0
+    for layer in AutoLigerModel.from_config(config, device="meta").layers.modules():
+        if isinstance(layer, LigerLatentAttention):
+            total += 2 * length * (layer.kv_rank + layer.rope_dim)
+        elif isinstance(layer, LigerAttention):
+            total += 2 * min(length, layer.window or length) * 2 * layer.num_kv_heads * layer.head_dim
+        elif isinstance(layer, LinearAttention):
+            # The last inputs of the convolution, and the state of the recurrence: for each number of the state, a token
+            # takes 4 operations in the scan of Mamba-2 and 6 in a delta rule.
+            channels, _, width = layer.conv_weight.shape
+            total += 2 * 2 * channels * (width - 1)
+            if not isinstance(layer, LigerGatedConv):
+                total += 2 * 4 * layer.token_flops // (4 if isinstance(layer, LigerMamba2) else 6)
     return total
 
 
@@ -86,6 +123,11 @@ def measure(job: Job) -> Row:
     config = read_config(job.model)
     config["eos_token_id"] = None
     dtype = next((word for word in ("nf4", "float8") if word in job.mode), None)
+    rows, prompt = job.shape
+    # What a step reads on a GPU; the cache as it is after half of the steps.
+    gpus = job.mode.extras.get("tp") or 1
+    weights = bytes_of_step(config, dtype, rows) / gpus
+    read = weights + rows * cached_bytes(config, prompt + job.steps // 2) / gpus
     # The speed of the device, then calls with N tokens and with one.
     copy = ceilings("cuda", copied=2**31)["copy_gbs"]
     generate = generating(job, config)
@@ -97,11 +139,14 @@ def measure(job: Job) -> Row:
         generate(1)
         prompts = statistics.median(seconds(lambda: generate(1)) for _ in range(REPEATS))
     times = [1e3 * (elapsed - prompts) / (job.steps - 1) for elapsed in every]
+    step_ms = statistics.median(times)
     return {
         "new_tokens": job.steps,
-        "step_ms": round(statistics.median(times), 3),
+        "step_ms": round(step_ms, 3),
         "step_ms_range": [round(min(times), 3), round(max(times), 3)],
-        "floor_ms": round(bytes_of_step(config, dtype) / copy / 1e6 / (job.mode.extras.get("tp") or 1), 3),
+        "floor_ms": round(weights / copy / 1e6, 3),
+        "read_gb": round(read / 1e9, 3),
+        "copy_share": round(read / copy / 1e6 / step_ms, 3),
         "prompts_ms": round(1e3 * prompts, 1),
         "first_call_s": round(first, 1),
         "peak_gib": round(peak / 2**30, 2),
@@ -109,14 +154,21 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. ``floor_ms`` is the time in which the device copies as many bytes as the weights have."""
+    """One line per mode.
+
+    ``floor_ms`` is the time in which the device copies as many bytes as the weights of a step have. ``copy_share`` is
+    the speed at which a step reads weights and cache, relative to this copy; older rows do not have it.
+    """
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))
         if "error" in row:
-            lines.append((*names, row["error"], "", "", "", "", ""))
+            lines.append((*names, row["error"], *[""] * 7))
             continue
         rate = int(row["batch"].split("x")[0]) / row["step_ms"] * 1e3
-        keys = ("floor_ms", "prompts_ms", "first_call_s", "peak_gib")
-        lines.append((*names, row["step_ms"], f"{rate:,.0f}", *(row[key] for key in keys)))
-    return markdown("model|prompts||ms/step|tokens/s|weights alone, ms|prompts ms|first call s|peak GiB", lines)
+        keys = ("floor_ms", "prompts_ms", "first_call_s", "peak_gib", "read_gb", "copy_share")
+        lines.append((*names, row["step_ms"], f"{rate:,.0f}", *(row.get(key, "") for key in keys)))
+    return markdown(
+        "model|prompts||ms/step|tokens/s|weights alone, ms|prompts ms|first call s|peak GiB|read GB|share of copy",
+        lines,
+    )

@@ -28,7 +28,7 @@ LAUNCHER = "torch.distributed.elastic."
 """Prefix of errors of torchrun itself, which only say that a rank failed."""
 
 PACKAGES = (
-    "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
+    "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels", "mamba-ssm",
     "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl", "sentence-transformers", "lm_eval",
 )  # fmt: skip
 

@@ -1,12 +1,20 @@
-"""Causal attention with heads wider than 256, and with heads of 256 for other kernels; attention with sinks."""
+"""Causal attention with heads wider than 256, and with heads of 256 for other kernels; attention with sinks.
 
+Latent attention has heads of N + R columns in queries and keys, of which R are rotated, and of V columns in values.
+"""
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from liger_models.kernels.attention.causal_attention import causal_attention, causal_attention_reference
 from liger_models.kernels.attention.sink_attention import sink_attention, sink_attention_reference
+from liger_models.kernels.rope.latent_heads import latent_heads, latent_heads_reference
+from liger_models.layers.attention_backends import attention
+from liger_models.layers.batch import BatchLayout
 
-from .op import Op, Peer, randn
+from .op import Function, Op, Peer, randn
 
 
 def make(B: int, T: int, H: int, G: int, D: int) -> dict[str, Tensor]:
@@ -63,7 +71,58 @@ def sink_op(name: str, T: int, window: int | None = None) -> Op:
     )  # fmt: skip
 
 
+def make_latent(B: int, T: int, H: int, N: int, R: int, V: int) -> dict[str, Tensor]:
+    """The outputs of the projections, the keys' second part of all heads, and the tables of the rotation."""
+    angles = torch.outer(torch.arange(T), 10000 ** -(torch.arange(0, R, 2) / R))[None]
+    projected = {"q": randn(B, T, H, N + R), "kv": randn(B, T, H, N + V), "shared": randn(B, T, R)}
+    return projected | {"cos": angles.cos(), "sin": angles.sin()}
+
+
+def ready_heads(q: Tensor, kv: Tensor, shared: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, which the peers get ready."""
+    return latent_heads_reference(q.flatten(2), kv.flatten(2), shared, cos, sin, q.shape[2], interleaved=True)
+
+
+def latent_ours(q: Tensor, kv: Tensor, shared: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What the layer computes between its projections: rotated queries and keys, and attention."""
+    q, k, v = latent_heads(q.flatten(2), kv.flatten(2), shared, cos, sin, q.shape[2], interleaved=True)
+    return attention(q, k, v, BatchLayout.build(q.shape[:2], q.device, {}), scale=q.shape[3] ** -0.5)
+
+
+def sdpa_of(backend: SDPBackend) -> Function:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v)
+
+    return run
+
+
+def padded_values(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Ready heads whose values are as wide as keys: flash attention has no others. The result is as wide."""
+    q, k, v = ready_heads(*inputs)
+    return q, k, F.pad(v, (0, q.shape[3] - v.shape[3]))
+
+
+def latent_work(B: int, T: int, H: int, N: int, R: int, V: int) -> tuple[float, float]:
+    """Two and five products of half of the pairs, two of which have the width of values."""
+    pairs = B * H * T**2 / 2
+    return 2.0 * pairs * (N + R + V), 2.0 * pairs * (3 * (N + R) + 2 * V)
+
+
 OPS = (
+    Op(
+        name="latent_attention", shapes=({"B": 1, "T": 8192, "H": 128, "N": 128, "R": 64, "V": 128},),
+        check={"T": 512}, make=make_latent, fixed=("cos", "sin"), limit="flops", work=latent_work,
+        truth=lambda *inputs: truth(*ready_heads(*inputs)),
+        peers={
+            "torch": Peer(truth, ready_heads),
+            "cudnn": Peer(sdpa_of(SDPBackend.CUDNN_ATTENTION), ready_heads),
+            "flash_padded": Peer(
+                sdpa_of(SDPBackend.FLASH_ATTENTION), padded_values, truth=lambda *inputs: truth(*padded_values(*inputs))
+            ),
+            "ours": Peer(latent_ours),
+        },
+    ),
     Op(
         name="causal_attention",
         shapes=(

@@ -1,4 +1,9 @@
-"""Gated DeltaNet: the gated delta rule, the convolution before it, and the norm after it."""
+"""Gated DeltaNet: the gated delta rule, the convolution before it, and the norm after it. The scan of Mamba-2.
+
+The scan has H heads with P columns and states of N rows; the heads of each of G groups share B and C.
+"""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +11,11 @@ from torch import Tensor
 
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from liger_models.kernels.linear_attention.short_conv import short_conv, short_conv_reference
+from liger_models.kernels.linear_attention.ssd_scan import ssd_scan, ssd_scan_reference, step_sizes
 from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 
 from .norm import EPS
-from .op import Op, Peer, load, randn
+from .op import Function, Op, Peer, load, named, randn
 
 
 def make_delta(T: int, H: int, G: int, D: int, documents: int = 0) -> dict[str, Tensor]:
@@ -92,9 +98,71 @@ def conv_in_cuda(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def make_scan(T: int, H: int, G: int, P: int, N: int) -> dict[str, Tensor]:
+    """The outputs of the convolution and of the projection to step sizes, and parameters as in a new model."""
+    steps = torch.empty(H).uniform_(0.001, 0.1)
+    return {
+        "x": randn(1, T, H, P),
+        "B": randn(1, T, G, N),
+        "C": randn(1, T, G, N),
+        "dt": randn(1, T, H),
+        "dt_bias": steps.expm1().log(),  # the inverse of softplus
+        "A_log": torch.empty(H).uniform_(1, 16).log(),
+        "D": torch.ones(H),
+    }
+
+
+def scan_truth(x: Tensor, B: Tensor, C: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor) -> Tensor:
+    return ssd_scan_reference(x, B, C, *step_sizes(dt, A_log, dt_bias), D)[0]
+
+
+def scan_ours(x: Tensor, B: Tensor, C: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor) -> Tensor:
+    """The scan and, as in the layer, its step sizes in plain torch."""
+    out = ssd_scan(x, B, C, *step_sizes(dt, A_log, dt_bias), D)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def scan_of(function: Function, chunk: int) -> Function:
+    """A scan with the arguments of mamba-ssm, in chunks of ``chunk`` tokens."""
+
+    def run(x: Tensor, B: Tensor, C: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor) -> Tensor:
+        out: Tensor = function(x, dt, -A_log.exp(), B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True)
+        return out.to(x.dtype)
+
+    return run
+
+
+def scan_in_transformers(*inputs: Any, **options: Any) -> Any:
+    """The formula that transformers uses without mamba-ssm."""
+    scan = torch.compiler.disable(load)("transformers.models.mamba2.modeling_mamba2:mamba2_chunk_scan")
+    return scan.__wrapped__(*inputs, **options)
+
+
+def scan_work(T: int, H: int, G: int, P: int, N: int) -> tuple[int, int]:
+    """Bytes. On an H200, the products of a scan in chunks of 128 tokens take about as long as this traffic."""
+    part = 2 * T  # the forward reads x, B and C and writes the result
+    return part * (2 * H * P + 2 * G * N), part * (3 * H * P + 4 * G * N)  # the backward also reads dy, writes dx, ...
+
+
+MAMBA = "mamba_ssm.ops.triton.ssd_combined"
+"""The module of mamba-ssm's Triton kernels. Its source distribution has it, too, so nothing need be compiled."""
+
 OPS = (
     delta_op("gated_delta_rule"),
     delta_op("gated_delta_rule_packed", documents=16),
+    Op(
+        name="state_space_scan", shapes=({"T": 32768, "H": 64, "G": 8, "P": 64, "N": 128},),
+        check={},  # mamba-ssm tunes its kernels in the first call, which must have the timed sizes
+        make=make_scan, truth=scan_truth, limit="bytes", work=scan_work,
+        peers={
+            "torch": Peer(scan_of(scan_in_transformers, 128), needs="transformers"),
+            "mamba_ssm_128": Peer(scan_of(named(f"{MAMBA}:mamba_chunk_scan_combined"), 128), needs=MAMBA),
+            "mamba_ssm_256": Peer(scan_of(named(f"{MAMBA}:mamba_chunk_scan_combined"), 256), needs=MAMBA),
+            "ours": Peer(scan_ours),
+        },
+        least_error=torch.finfo(torch.bfloat16).eps / 2,
+    ),
     Op(
         name="short_conv", shapes=({"T": 32768, "C": 8192, "K": 4},), check={"T": 512},
         make=lambda T, C, K: {"x": randn(1, T, C), "weight": randn(C, K, scale=K**-0.5)},

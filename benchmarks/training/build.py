@@ -12,6 +12,7 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -40,6 +41,9 @@ IN_SHARDS = {
 WITHOUT_SDPA = ("gpt_oss",)
 """Model types for which transformers has no SDPA."""
 
+WITHOUT_OUT_PROJ = ("falcon_h1", "mamba2", "nemotron_h")
+"""Model types for which PEFT refuses adapters of ``out_proj``, which then get none in this package, either."""
+
 
 def build(config: dict, mode: Mode) -> nn.Module:
     """The model on one GPU."""
@@ -50,7 +54,7 @@ def build(config: dict, mode: Mode) -> nn.Module:
         from .medusa import MedusaLoss
 
         return MedusaLoss(model, MEDUSA_HEADS, liger="liger" in mode)
-    return adapt_hf(model, nf4="nf4" in mode) if "lora" in mode else model
+    return adapt_hf(model, nf4="nf4" in mode, experts="noexperts" not in mode) if "lora" in mode else model
 
 
 def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
@@ -157,9 +161,8 @@ def empty_hf(
     return model
 
 
-def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
+def adapt_hf(model: nn.Module, nf4: bool, experts: bool = True) -> nn.Module:
     """Add PEFT's adapters. bitsandbytes quantizes only in loading, so 4-bit weights are saved and loaded first."""
-    import peft
     from transformers import BitsAndBytesConfig
 
     if nf4:
@@ -175,28 +178,51 @@ def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
                 folder, dtype=torch.bfloat16, quantization_config=bits, device_map={"": 0}
             )
         model.config.use_cache = False
-    return peft.get_peft_model(model, peft.LoraConfig(**LORA | hf_targets(model), task_type="CAUSAL_LM"))
+    return with_peft(model, hf_targets(model, experts))
 
 
-def hf_targets(model: nn.Module) -> dict:
-    """PEFT's options for models with vision towers, which get no adapters, and with experts, which get adapters."""
+def with_peft(model: nn.Module, targets: dict) -> nn.Module:
+    """Add PEFT's adapters to exactly the matrices of `hf_targets`.
+
+    For some families, PEFT would otherwise take names of linear layers for old names of experts, as "up_proj" of shared
+    experts: it would leave these layers out, and double the rank of the experts' gate and up.
+    """
+    import peft
+    from peft.utils import transformers_weight_conversion
+
+    with patch.dict(transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN):
+        transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN.pop(model.config.model_type, None)
+        return peft.get_peft_model(model, peft.LoraConfig(**LORA | targets, task_type="CAUSAL_LM"))
+
+
+def hf_targets(model: nn.Module, experts: bool = True) -> dict:
+    """PEFT's options for models with vision towers, which get no adapters, and with experts, which may get adapters."""
     if any("language_model." in name for name, _ in model.named_modules()):
         return {"target_modules": r".*language_model\..*layers\..*(_proj)"}
-    names = ("experts.gate_up_proj", "experts.down_proj")
-    if not all(any(name.endswith(ending) for name, _ in model.named_parameters()) for ending in names):
+    found = {".".join(name.split(".")[-2:]) for name, weight in model.named_parameters() if weight.dim() == 3}
+    names = sorted(found & {"experts.gate_up_proj", "experts.up_proj", "experts.down_proj"})
+    refused = model.config.model_type in WITHOUT_OUT_PROJ
+    if not names and not refused:
         return {}
     # With "all-linear" PEFT would use twice the rank for gate and up, and adapt the router.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {"target_modules": sorted(linear - {"lm_head"}), "target_parameters": names}
+    modules = {"target_modules": sorted(linear - {"lm_head"} - ({"out_proj"} if refused else set()))}
+    return modules | ({"target_parameters": names} if names and experts else {})
 
 
-def our_targets(model: nn.Module) -> dict:
+def our_targets(model: nn.Module, experts: bool = True) -> dict:
     """The options of `hf_targets` for this package."""
-    from liger_models.adapters.lora import adaptable_experts, language_targets
-    from liger_models.adapters.lora_layers import EXPERTS
+    from liger_models.adapters.lora import adaptable_experts, adaptable_layers, language_targets
+    from liger_models.convert import format_of
 
     options: dict = {} if model.visual is None else {"target_modules": language_targets(model)}
-    return options | ({"target_parameters": EXPERTS} if any(adaptable_experts(model).values()) else {})
+    if format_of(type(model)).model_type in WITHOUT_OUT_PROJ:
+        full = [name for _, expression in adaptable_layers(model).values() for name in expression.names()]
+        linear = {name.removesuffix(".weight").rpartition(".")[2] for name in full}
+        options["target_modules"] = sorted(linear - {"lm_head", "out_proj"})
+    names = {name for weights in adaptable_experts(model).values() for name, _ in weights.values()}
+    parameters = sorted({".".join(name.split(".")[-2:]) for name in names})
+    return options | ({"target_parameters": parameters} if parameters and experts else {})
 
 
 @torch.no_grad()
@@ -244,7 +270,7 @@ def adapt_ours(model: nn.Module, mode: Mode) -> None:
     if "lora" in mode:
         from liger_models.adapters import LoRAConfig, apply_lora
 
-        apply_lora(model, LoRAConfig(**LORA | ({} if "noexperts" in mode else our_targets(model))))
+        apply_lora(model, LoRAConfig(**LORA | our_targets(model, experts="noexperts" not in mode)))
 
 
 def draw_weights(model: nn.Module) -> None:

@@ -17,10 +17,13 @@ MODELS = {
     "qwen2-7b": ("qwen2/Qwen2-7B.json", None),
     "qwen3-0.6b": ("qwen3/Qwen3-0.6B.json", None),
     "qwen3-30b-a3b": ("qwen3_moe/Qwen3-30B-A3B.json", None),
+    "glm-4.7-flash": ("GLM-4.7-Flash", None),
+    "nemotron-3-nano": ("nemotron_h/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json", None),
     "gpt-oss-20b": ("gpt_oss/gpt-oss-20b.json", None),
     "qwen2.5-vl-3b": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", None),
 }
-"""Name of a release at real width -> file of its config.json, and number of layers, or None for all layers."""
+"""Name of a release at real width -> its file in `CONFIGS` or its name in `RELEASES`, and number of layers, or None for
+all layers."""
 FAMILIES = {
     "llama": ("llama/Llama-3.2-1B-Instruct.json", 4),
     "mistral": ("mistral/Mistral-7B-v0.1.json", 4),

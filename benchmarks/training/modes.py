@@ -14,7 +14,7 @@
 | ``float8`` | ours | after ``lora``: frozen weights are in float8, and so are their products |
 | ``mxfp4``, ``nvfp4``, ``int4``, ``fp8blocks`` | ours | after ``lora``: frozen weights as in such checkpoints |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
-| ``noexperts`` | ours | with ``lora``: experts get no adapters |
+| ``noexperts`` | hf, ours | with ``lora``: experts get no adapters |
 | ``ac`` | hf, unsloth | activation checkpointing |
 | ``static`` | hf | in ``decode``: a static cache, for which transformers compiles the step |
 | ``liger`` | hf | patched by Liger Kernel |
@@ -52,7 +52,7 @@ MODES = (
 """The modes that ``--help`` names."""
 
 MODE = (
-    r"hf(\+(ac|bf16|compile|graph|liger|medusa|lora(\+nf4)?))*"
+    r"hf(\+(ac|bf16|compile|graph|liger|medusa|noexperts|lora(\+nf4)?))*"
     r"|ours(\+(8bit|adamw|balanced|bf16|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|medusa|noexperts|warm"
     r"|lora(\+(float8|fp8blocks|int4|mxfp4|nf4|nvfp4|peft))?"
     r"|(full|moments|offload|selective)\d*|(ep|hsdp|plan|tp)\d+))*"

@@ -31,6 +31,7 @@ TINY = {
     "sink_attention_window": {"B": 1, "T": 200, "H": 4, "G": 2, "D": 16, "window": 128},
     "gated_delta_rule": {"T": 70, "H": 4, "G": 2, "D": 16},
     "gated_delta_rule_packed": {"T": 70, "H": 4, "G": 2, "D": 16, "documents": 3},
+    "state_space_scan": {"T": 150, "H": 4, "G": 2, "P": 16, "N": 16},
     "short_conv": {"T": 9, "C": 24, "K": 4},
     "gated_norm": {"N": 37, "C": 64},
     "rms_norm": {"N": 37, "C": 64},
@@ -48,6 +49,7 @@ TINY = {
     **{name: {"N": 48, "C": 32, "V": 300} for name in ("jsd", "forward_kl", "tvd", "cosine")},
     **{name: {"N": 16, "V": 300} for name in ("jsd_of_log_probs", "kl_of_probs", "tvd_of_probs", "tvd_of_logits")},
     "medusa": {"N": 48, "C": 32, "V": 300, "K": 5},
+    "latent_attention": {"B": 1, "T": 16, "H": 2, "N": 16, "R": 8, "V": 16},
     "causal_attention": {"B": 1, "T": 16, "H": 4, "G": 2, "D": 32},
     "adamw": {"L": 1, "C": 48, "F": 64, "V": 100},
 }
@@ -89,6 +91,13 @@ def test_what_runs_on_the_cpu_is_right_and_measured(name, peer):
 def test_a_pass_counts_as_much_work_as_its_formula_says():
     assert tiny("rms_norm").ideal({"N": 10, "C": 8}) == {"forward": 320, "backward": 480, "total": 800}
     assert tiny("cross_entropy").ideal({"N": 10, "V": 8}) == {"total": 320}
+    pairs = 3 * 8 * 8 / 2  # of a query and a key that it sees, in three heads
+    latent = tiny("latent_attention").ideal({"B": 1, "T": 8, "H": 3, "N": 10, "R": 6, "V": 12})
+    assert latent == {"forward": 2 * 28 * pairs, "backward": 2 * 72 * pairs, "total": 200 * pairs}
+    heads, shared = 2 * 8 * 4 * 16, 2 * 8 * 2 * 5  # bytes of x, and of B
+    scan = tiny("state_space_scan").ideal({"T": 8, "H": 4, "G": 2, "P": 16, "N": 5})
+    assert scan["forward"] == 2 * heads + 2 * shared
+    assert scan["backward"] == 3 * heads + 4 * shared
     numel = sum(t.numel() for name, t in make_parameters(**TINY["adamw"]).items() if name.startswith("p"))
     assert tiny("adamw").ideal(TINY["adamw"]) == {"total": 14 * numel}
 

@@ -78,17 +78,18 @@ def test_blocks_of_transformers_are_compiled_before_they_are_sharded(monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore")  # names that transformers' next version drops, which PEFT reads
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "qwen2_5_vl"])
-def test_both_libraries_adapt_the_same_matrices(family):
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe_lite", "nemotron_h", "gemma3", "qwen2_5_vl"])
+def test_both_libraries_adapt_the_same_matrices(family, experts):
     """Of the language model alone, and of experts."""
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     config = read_config(family)
     ours = AutoLigerModel.from_config(config, device="meta")
-    apply_lora(ours, LoRAConfig(**build.LORA | build.our_targets(ours)))
+    apply_lora(ours, LoRAConfig(**build.LORA | build.our_targets(ours, experts)))
     kind = "AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM"
     with torch.device("meta"):
         theirs = getattr(transformers, kind).from_config(transformers.AutoConfig.for_model(**config))
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**build.LORA | build.hf_targets(theirs)))
+    theirs = build.with_peft(theirs, build.hf_targets(theirs, experts))
     counts = [sum(each.numel() for each in model.parameters() if each.requires_grad) for model in (ours, theirs)]
     assert counts[0] == counts[1] > 0
 
