@@ -98,19 +98,20 @@ def _add_residual(h, residual_ptr, h_ptr, start, columns, inside):
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, h_ptr, statistics_ptr, C, eps, weight_offset,
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, h_ptr, statistics_ptr, C, x_n, eps, weight_offset,
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row of x [N, C] per program."""
+    """Normalize one row of x [N, C] per program. x_n is the distance of the rows of x."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
+    x_ptr += tl.program_id(0).to(tl.int64) * x_n
     columns = tl.arange(0, BLOCK)  # [BLOCK]
 
     if ONE_TILE:
         # h = residual + x stays in registers until it is normalized.
         inside = columns < C
-        h = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
+        h = tl.load(x_ptr + columns, mask=inside, other=0.0)
         h = _add_residual(h, residual_ptr, h_ptr, row, columns, inside)
 
         # Compute the statistics of the row.
@@ -131,7 +132,7 @@ def _norm_kernel(
         square = tl.zeros([BLOCK], tl.float32)
         for start in range(0, C, BLOCK):
             inside = start + columns < C
-            h = tl.load(x_ptr + row + start + columns, mask=inside, other=0.0)
+            h = tl.load(x_ptr + start + columns, mask=inside, other=0.0)
             h = _add_residual(h, residual_ptr, h_ptr, row + start, columns, inside)
             wide = h.to(tl.float32)
             square += wide * wide
@@ -140,7 +141,7 @@ def _norm_kernel(
         # A second loop normalizes. With a residual, each thread reads only elements that it has stored itself above.
         for start in range(0, C, BLOCK):
             inside = start + columns < C
-            h = tl.load((x_ptr if residual_ptr is None else h_ptr) + row + start + columns, mask=inside, other=0.0)
+            h = tl.load((x_ptr if residual_ptr is None else h_ptr + row) + start + columns, mask=inside, other=0.0)
             w = tl.load(w_ptr + start + columns, mask=inside, other=0.0)
             y = scale_rows(h.to(tl.float32) * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype)
             tl.store(y_ptr + row + start + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -154,14 +155,14 @@ def _norm_kernel(
 
 @triton.jit
 def _normed_kernel(
-    h_ptr, w_ptr, b_ptr, statistics_ptr, y_ptr, C, weight_offset,
+    h_ptr, w_ptr, b_ptr, statistics_ptr, y_ptr, C, h_n, weight_offset,
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Recompute BLOCK columns of a normalized row [C] from the saved statistics."""
     index = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = columns < C
-    h = tl.load(h_ptr + index * C + columns, mask=inside, other=0.0)
+    h = tl.load(h_ptr + index * h_n + columns, mask=inside, other=0.0)
     if CENTERED:
         n = (h.to(tl.float32) - tl.load(statistics_ptr + 2 * index)) * tl.load(statistics_ptr + 2 * index + 1)
         w = tl.load(w_ptr + columns, mask=inside, other=0.0)
@@ -177,7 +178,8 @@ def _normed_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, statistics_ptr, dx_ptr, partial_ptr, y_ptr, N, C, weight_offset,
+    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, statistics_ptr, dx_ptr, partial_ptr, y_ptr, N, C, h_n,
+    weight_offset,
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, STORE_DW: tl.constexpr, STORE_DB: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +197,7 @@ def _norm_backward_kernel(
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         at = rows[:, None] * C + columns[None, :]  # [ROWS, BLOCK]
         mask = (rows < N)[:, None] & inside[None, :]
-        h = tl.load(h_ptr + at, mask=mask, other=0.0)
+        h = tl.load(h_ptr + rows[:, None] * h_n + columns[None, :], mask=mask, other=0.0)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
         # Recompute the normalized rows n [ROWS, BLOCK] from the saved statistics.
@@ -307,19 +309,36 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
+def _spaced_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [..., C] and the distance of its rows, which are consecutive elements at equal distances.
+
+    Other tensors are made contiguous. A column slice of contiguous rows, such as a part of the output of a packed
+    projection, is not copied.
+    """
+    shape, strides = x.shape, x.stride()
+    if x.is_contiguous():
+        return x, shape[-1]
+    spaced = x.dim() > 1 and strides[-1] == 1 and shape[-1] <= MAX_TILE  # the kernels of wider rows take no distance
+    if spaced and all(strides[i] == shape[i + 1] * strides[i + 1] for i in range(x.dim() - 2)):
+        return x, strides[-2]
+    return x.contiguous(), shape[-1]
+
+
 def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalize ``h = residual + x``, and return ``(y, h, statistics)``.
 
-    If the residual is None, h is x, made contiguous.
+    If the residual is None, h is x, whose rows may be at any distance, unless x is wider than MAX_TILE or its rows are
+    at unequal distances. h is then contiguous.
     """
-    x, weight = x.contiguous(), weight.contiguous()
+    weight = weight.contiguous()
+    x, x_n = _spaced_rows(x)
     residual, bias = _contiguous(residual, bias)
     C = x.shape[-1]
     N = x.numel() // C
-    y = torch.empty_like(x if residual is None else residual)
+    y = torch.empty_like(x if residual is None else residual, memory_format=torch.contiguous_format)
     h = x if residual is None else torch.empty_like(residual)
     shape = (*x.shape[:-1], 2) if is_centered(kind) else x.shape[:-1]
     statistics = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -329,7 +348,7 @@ def norm_forward(
     if N:
         with on_device_of(x):
             _norm_kernel[(N,)](
-                x, residual, weight, bias, y, h, statistics, C, eps, weight_offset,
+                x, residual, weight, bias, y, h, statistics, C, x_n, eps, weight_offset,
                 CENTERED=is_centered(kind), SCALE_IN_FP32=scale_in_fp32, ONE_TILE=block >= C, BLOCK=block,
                 num_warps=warps, **launch,
             )  # fmt: skip
@@ -344,14 +363,15 @@ def normed_rows(
 
     Before the cast, the rows are bitwise identical to those of the forward.
     """
-    h, weight = h.contiguous(), weight.contiguous()
+    weight = weight.contiguous()
+    h, h_n = _spaced_rows(h)
     C = h.shape[-1]
-    y = torch.empty_like(h, dtype=dtype)
+    y = torch.empty_like(h, dtype=dtype, memory_format=torch.contiguous_format)
     block = min(next_power_of_2(C), ELEMENTWISE_BLOCK)
     if h.numel():
         with on_device_of(h):
             _normed_kernel[(h.numel() // C, cdiv(C, block))](
-                h, weight, *_contiguous(bias), statistics, y, C, weight_offset,
+                h, weight, *_contiguous(bias), statistics, y, C, h_n, weight_offset,
                 CENTERED=is_centered(kind), SCALE_IN_FP32=scale_in_fp32, BLOCK=block, num_warps=num_warps(block),
             )  # fmt: skip
     return y
@@ -375,12 +395,13 @@ def norm_backward(
         sum_dtype: dtype of dw and db; None for the dtype of the weight.
         y_dtype: dtype of y; None for the dtype of h.
     """
-    dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
+    dy, weight = dy.contiguous(), weight.contiguous()
+    h, h_n = _spaced_rows(h)
     dh, bias = _contiguous(dh, bias)
     C = h.shape[-1]
     N = h.numel() // C
-    dx = torch.empty_like(h)
-    y = torch.empty_like(h, dtype=y_dtype) if need_y else None
+    dx = torch.empty_like(h, memory_format=torch.contiguous_format)
+    y = torch.empty_like(dx, dtype=y_dtype) if need_y else None
     dw, db = (torch.empty_like(weight, dtype=sum_dtype) if need else None for need in (need_dw, need_db))
     sums = [total for total in (dw, db) if total is not None]
     block, warps = _tile(kind, C)
@@ -400,7 +421,7 @@ def norm_backward(
     with on_device_of(h):
         if N and block >= C:
             _norm_backward_kernel[(programs,)](
-                dy, dh, h, weight, bias, statistics, dx, partial, y, N, C, weight_offset,
+                dy, dh, h, weight, bias, statistics, dx, partial, y, N, C, h_n, weight_offset,
                 CENTERED=is_centered(kind), SCALE_IN_FP32=scale_in_fp32, STORE_DW=need_dw, STORE_DB=need_db,
                 ROWS=rows, BLOCK=block, STAGES=fitting_stages(h, STAGES, in_flight), num_warps=max(warps, 4),
             )  # fmt: skip

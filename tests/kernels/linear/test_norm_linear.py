@@ -149,6 +149,9 @@ def test_strided_inputs_and_gradients(backend, op):
         "weight": named["weight"][:, ::2],
     }
     check(op, named | halves, [dy[:1].expand(3, 5, 16), dh[:1, :1, :1].expand(3, 5, 16)])
+    # A part of the output of a packed projection, whose rows are further apart than they are wide.
+    packed, _ = make(op, (6, 5, 80), 16, torch.float32, backend)
+    check(op, named | {"residual": packed["residual"][..., 8:40]}, [dy, dh], ("x",))
 
 
 @OPS

@@ -73,6 +73,20 @@ def test_strided_inputs_and_gradients(backend):
     )
 
 
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_column_slices_are_read_without_a_copy(kernel_device, flavor, poisoned_empty):
+    packed, _, _, (upstream, _) = make((2, 5, 72), torch.float32, kernel_device)
+    for x in (packed[..., :40], packed[..., 40:64], packed[0, ::2, 8:40]):
+        assert module._spaced_rows(x)[0] is x
+        weight, dy = packed[0, 0, : x.shape[-1]], upstream[..., : x.shape[-1]].expand_as(packed[..., : x.shape[-1]])
+        dy = dy if x.dim() == 3 else dy[0, ::2]
+        assert_close_to_truth(
+            lambda x, w: rms_norm(x, w, **flavor), lambda x, w: rms_norm_reference(x, w, **flavor), [x, weight], [dy]
+        )
+        slices, copies = (run(lambda x, w: rms_norm(x, w, **flavor), [each, weight], [dy]) for each in (x, x.clone()))
+        assert all(torch.equal(a, b) for a, b in zip(slices, copies, strict=True))
+
+
 def test_mixed_dtypes(backend):
     """Under autocast the stream is fp32, the branch fp16; norms are often kept in fp32 in a half-precision model."""
     x, residual, weight, upstream = make((4, 64), torch.float32, backend)
