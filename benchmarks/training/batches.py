@@ -201,9 +201,9 @@ def draw_next_images(config: dict, ids: Tensor, generator: torch.Generator) -> d
         height, width = (length * side // 336 for length in size)
         H, W = rows * patches, columns * patches
         if width * H > height * W:
-            H -= (H - round(height * W / width)) // 2 * 2
+            H -= (H - height * W // width) // 2 * 2
         else:
-            W -= (W - round(width * H / height)) // 2 * 2
+            W -= (W - width * H // height) // 2 * 2
         runs.append([patches**2 + H * (W + 1)])
         sizes.append([height, width])
     ids, placed = place(ids, token, runs)
