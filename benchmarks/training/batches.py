@@ -214,7 +214,7 @@ def draw_next_images(config: dict, ids: Tensor, generator: torch.Generator) -> d
 
 
 def draw_equal_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of InternVL, Idefics3 and SmolVLM: images in square tiles, which have tokens between them but InternVL's."""
+    """A batch of InternVL, Idefics3 and SmolVLM: images in square tiles. InternVL has no tokens between tiles."""
     token, tower, tiles = config["image_token_id"], config["vision_config"], PHOTOS_IN_TILES[config["model_type"]]
     internvl = config["model_type"] == "internvl"
     side, patch = (tower[key][0] if internvl else tower[key] for key in ("image_size", "patch_size"))

@@ -46,10 +46,10 @@ def shrunk(config: Any, small: dict[str, Any]) -> Any:
     """A config with tiny sizes of the same structure."""
     if not isinstance(config, dict):
         return config
-    result = {key: shrunk(value, small) for key, value in config.items()}
+    result = {key: small.get(key, shrunk(value, small)) for key, value in config.items()}
     for key, value in config.items():
-        if key in small:
-            result[key] = [small[key]] * len(value) if isinstance(value, list) and key != "mrope_section" else small[key]
+        if isinstance(value, list) and key in small and not isinstance(small[key], list):  # one for each layer or side
+            result[key] = [small[key]] * len(value)
     return result
 
 
@@ -70,7 +70,8 @@ def tiny(family: str) -> dict[str, Any]:
         if config["vision_config"]["model_type"] == "siglip_vision_model":  # not in PaliGemma's files
             result["vision_config"]["image_size"] = 24
     if "image_grid_pinpoints" in config:  # as many tiles as in the release
-        result["image_grid_pinpoints"] = [[24 * side // 336 for side in size] for size in config["image_grid_pinpoints"]]
+        canvases = config["image_grid_pinpoints"]
+        result["image_grid_pinpoints"] = [[24 * side // 336 for side in size] for size in canvases]
     return result
 
 
