@@ -38,7 +38,12 @@ SMALL: dict[str, Any] = {
     "video_end_token_id": 125,
 }  # fmt: skip
 TOWER: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "patch_size": 4, "image_size": 24, "num_patches": 9
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "patch_size": 4,
+    "image_size": 24,
+    "num_patches": 9,
 }
 
 
