@@ -29,7 +29,8 @@ from .training.models import FAMILIES, read_config
 from .training.modes import MODE, title
 
 HELP = "a few layers of each family: speed, memory, floor of the time, error against fp32"
-ERROR_TOKENS = 1024
+ERROR_TOKENS = {"idefics3": 8192, "internvl": 8192, "llava_next": 4096, "smolvlm": 4096}
+"""Family -> number of tokens of which errors are measured, if 1024 do not have an image."""
 HEADS, HEAD_DIM = 32, 128
 """Shape of the attention whose rate is measured for the floor."""
 ADAMW_PASSES = 7
@@ -120,12 +121,12 @@ def measure_errors(job: Job) -> Row:
     from liger_models import AutoLigerModel
 
     config = read_config(job.model)
-    # Only eager attention computes softcaps, too. It keeps every score, which is too much for the patches of images.
-    attention = "sdpa" if "vision_config" in config else "eager"
+    # Eager attention keeps every score, which is too much for the patches of images.
+    attention = None if "vision_config" in config else "eager"
     theirs = build_hf(config, liger=False, recompute=False, attention=attention)
 
     # Logits and gradients of both libraries in bf16.
-    batch = draw(config, 1, ERROR_TOKENS, torch.Generator("cuda").manual_seed(0))
+    batch = draw(config, 1, ERROR_TOKENS.get(job.model, 1024), torch.Generator("cuda").manual_seed(0))
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Batches of random tokens on the GPU, with images for vision-language models."""
+"""Batches of random tokens, with images for vision-language models."""
 
 import torch
 from torch import Tensor
@@ -7,34 +7,73 @@ from .models import text_part
 
 IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))
 """Rows and columns of image tokens. Each sequence has as many of these images as fit into its first half."""
+PHOTOS = {
+    "llava": ((30, 40), (36, 64), (10, 13)),
+    "mistral3": ((18, 23), (31, 55), (6, 8)),
+    "glm4v": ((17, 23), (39, 69), (5, 7)),
+    "glm4v_moe": ((17, 23), (39, 69), (5, 7)),
+}
+"""Model type -> rows and columns of tokens of images of 480 x 640, 1080 x 1920 and 150 x 200 pixels.
+
+Each sequence has those that fit into its first half. For LLaVA, the numbers are those of Pixtral.
+"""
+PHOTOS_IN_TILES = {"internvl": (13, 9, 13), "idefics3": (13, 13, 13), "smolvlm": (13, 13, 13)}
+"""Model type -> numbers of tiles of the same three images, each with a small copy of the whole image."""
+NEXT_PHOTOS = (((480, 640), (2, 2)), ((1080, 1920), (2, 2)), ((150, 200), (1, 2)))
+"""Height and width of the same images, and rows and columns of tiles of LLaVA-NeXT, for tiles of 336 x 336 pixels."""
+LFM2_PHOTOS = ([(13, 18)], [*[(16, 16)] * 8, (12, 21)], [(7, 10)])
+"""Rows and columns of tokens of each tile of the same images in LFM2-VL."""
 PADDED = ((14, 20), (16, 16), (10, 27), (5, 40))
 """Rows and columns of images that are padded to 280 tokens. The sizes take turns."""
 
 
 def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw a forward's arguments: B sequences of T tokens, of which up to half are images if the model takes images."""
+    """Draw a forward's arguments: B sequences of T tokens, of which up to half are images if the model takes images.
+
+    They are on the generator's device.
+    """
     # If config.json has no size of the vocabulary, every id below the image token is valid.
     vocabulary = text_part(config).get("vocab_size") or config["image_token_index"]
-    ids = torch.randint(0, vocabulary, (B, T), device="cuda", generator=generator)
+    ids = torch.randint(0, vocabulary, (B, T), device=generator.device, generator=generator)
     if "vision_config" not in config:
         return {"input_ids": ids, "labels": ids}
-    if config["model_type"] == "gemma3":
-        return draw_square_images(config, ids, generator)
-    if config["model_type"] == "gemma4":
-        return draw_padded_images(config, ids, generator)
-    if config["model_type"] == "mllama":
-        return draw_tiled_images(config, ids, generator)
-    return draw_images(config, ids, generator)
+    if config["vision_config"].get("model_type") == "pixtral":
+        return draw_rows_of_images(config, ids, generator)
+    return DRAWN.get(config["model_type"], draw_images)(config, ids, generator)
+
+
+def place(ids: Tensor, token: int, images: list[list[int]]) -> tuple[Tensor, list[int]]:
+    """Put images of ``images`` into the first half of all sequences ``ids`` [B, T]; return ids and their indices.
+
+    An image is a list of runs of placeholders, and another token precedes each run. An image that does not fit is left
+    out.
+
+    Raises:
+        ValueError: no image fits.
+    """
+    ids, start, placed = ids.masked_fill(ids == token, token - 1), 1, []  # no placeholder by chance
+    for index, runs in enumerate(images):
+        if start + sum(runs) + len(runs) - 1 > ids.shape[1] // 2:
+            continue
+        for run in runs:
+            ids[:, start : start + run] = token
+            start += run + 1
+        placed.append(index)
+    if not placed:
+        raise ValueError(f"draw: half of {ids.shape[1]} tokens must be as long as an image, but all are longer.")
+    return ids, placed
 
 
 def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of the Qwen-VL families and Muse Glimmer: images of unequal size in every sequence."""
+    """A batch of the Qwen-VL families, GLM-V and Muse Glimmer: images of unequal size in every sequence."""
     tower, token, (B, T) = config["vision_config"], config["image_token_id"], ids.shape
-    ids = ids % min(token, config.get("video_token_id", token))  # no placeholder by chance
+    # No placeholder by chance, and no start or end of a video.
+    special = ("image_token_id", "video_token_id", "video_start_token_id", "video_end_token_id")
+    ids = ids % min(config[key] for key in special if key in config)
 
     # Images from the second token on, with a token between them.
     merge, grids, start = tower.get("spatial_merge_size", 2), [], 1
-    for rows, columns in IMAGES:
+    for rows, columns in PHOTOS.get(config["model_type"], IMAGES):
         if start + rows * columns > T // 2:
             continue
         ids[:, start : start + rows * columns] = token
@@ -62,7 +101,7 @@ def draw_square_images(config: dict, ids: Tensor, generator: torch.Generator) ->
     return {
         "input_ids": ids,
         "labels": ids.masked_fill(ids == token, -100),
-        "pixel_values": torch.randn(images, 3, side, side, device="cuda", generator=generator),
+        "pixel_values": torch.randn(images, 3, side, side, device=ids.device, generator=generator),
         "token_type_ids": (ids == token).int(),
     }
 
@@ -107,11 +146,114 @@ def draw_tiled_images(config: dict, ids: Tensor, generator: torch.Generator) -> 
     return {
         "input_ids": ids,
         "labels": ids.masked_fill(ids == token, -100),
-        "pixel_values": torch.randn(B, 2, tiles, 3, side, side, device="cuda", generator=generator),
-        "aspect_ratio_ids": torch.tensor([ratios] * B).cuda(),
-        "aspect_ratio_mask": used.long().expand(B, -1, -1).cuda(),
-        "cross_attention_mask": seen.cuda(),
+        "pixel_values": torch.randn(B, 2, tiles, 3, side, side, device=ids.device, generator=generator),
+        "aspect_ratio_ids": torch.tensor([ratios] * B).to(ids.device),
+        "aspect_ratio_mask": used.long().expand(B, -1, -1).to(ids.device),
+        "cross_attention_mask": seen.to(ids.device),
     }
+
+
+def with_pixels(ids: Tensor, token: int, pixels: tuple[int, ...], generator: torch.Generator, **images: Tensor) -> dict:
+    """The arguments of a forward: random pixels of a shape, ``images``, and labels for all but placeholders."""
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": torch.randn(pixels, device=ids.device, generator=generator),
+        **images,
+    }
+
+
+def draw_equal_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch of LLaVA 1.5 and PaliGemma: images of one size, as many as fit into half of a sequence.
+
+    The first half of a sequence is the prefix of PaliGemma, which has no labels.
+    """
+    token, tower, (B, T) = config["image_token_index"], config["vision_config"], ids.shape
+    side = tower.get("image_size", 224)
+    count = (side // tower["patch_size"]) ** 2
+    ids, placed = place(ids, token, [[count]] * (T // count))
+    batch = with_pixels(ids, token, (B * len(placed), 3, side, side), generator)
+    if config["model_type"] == "paligemma":
+        batch["labels"][:, : T // 2] = -100
+        batch["token_type_ids"] = (torch.arange(T, device=ids.device) >= T // 2).long().repeat(B, 1)
+    return batch
+
+
+def draw_rows_of_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch of Pixtral's tower: images of several sizes, and a token after each row of an image."""
+    token, grids = config["image_token_index"], PHOTOS[config["model_type"]]
+    ids, placed = place(ids, token, [[columns] * rows for rows, columns in grids])
+    side = config["vision_config"]["patch_size"] * config.get("spatial_merge_size", 1)
+    sizes = side * torch.tensor([grids[i] for i in placed] * len(ids))
+    shape = (len(sizes), 3, *sizes.amax(0).tolist())
+    return with_pixels(ids, token, shape, generator, image_sizes=sizes.to(ids.device))
+
+
+def draw_next_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch of LLaVA-NeXT: tiles of images of several sizes, each after a small copy of the whole image."""
+    token, tower = config["image_token_index"], config["vision_config"]
+    side, patches = tower["image_size"], tower["image_size"] // tower["patch_size"]
+
+    # The tokens of the small copy, and those of the tiles: without the padding above and below, or left and right, and
+    # with one more token for each row.
+    runs, sizes = [], []
+    for size, (rows, columns) in NEXT_PHOTOS:
+        height, width = (length * side // 336 for length in size)
+        H, W = rows * patches, columns * patches
+        if width * H > height * W:
+            H -= (H - height * W // width) // 2 * 2
+        else:
+            W -= (W - width * H // height) // 2 * 2
+        runs.append([patches**2 + H * (W + 1)])
+        sizes.append([height, width])
+    ids, placed = place(ids, token, runs)
+
+    tiles = 1 + max(rows * columns for _, (rows, columns) in (NEXT_PHOTOS[i] for i in placed))
+    sizes = torch.tensor([sizes[i] for i in placed] * len(ids), device=ids.device)
+    return with_pixels(ids, token, (len(sizes), tiles, 3, side, side), generator, image_sizes=sizes)
+
+
+def draw_equal_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch of InternVL, Idefics3 and SmolVLM: images in square tiles. InternVL has no tokens between tiles."""
+    token, tower, tiles = config["image_token_id"], config["vision_config"], PHOTOS_IN_TILES[config["model_type"]]
+    internvl = config["model_type"] == "internvl"
+    side, patch = (tower[key][0] if internvl else tower[key] for key in ("image_size", "patch_size"))
+    shuffle = round(1 / config["downsample_ratio"]) if internvl else config["scale_factor"]
+    count = (side // patch // shuffle) ** 2
+    ids, placed = place(ids, token, [[number * count] if internvl else [count] * number for number in tiles])
+    B, number = len(ids), sum(tiles[i] for i in placed)
+    if internvl:
+        return with_pixels(ids, token, (B * number, 3, side, side), generator)
+    mask = torch.ones(B, number, side, side, dtype=torch.int64, device=ids.device)
+    return with_pixels(ids, token, (B, number, 3, side, side), generator, pixel_attention_mask=mask)
+
+
+def draw_unequal_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch of LFM2-VL: tiles of unequal size, each with a token before it, and padded to the size of the largest."""
+    token, tower = config["image_token_id"], config["vision_config"]
+    ids, placed = place(ids, token, [[rows * columns for rows, columns in tiles] for tiles in LFM2_PHOTOS])
+    shapes = config["downsample_factor"] * torch.tensor([grid for i in placed for grid in LFM2_PHOTOS[i]] * len(ids))
+    patches = shapes.prod(1)
+    mask = torch.arange(int(patches.max())) < patches[:, None]  # [tiles, patches]
+    return with_pixels(
+        ids, token, (*mask.shape, 3 * tower["patch_size"] ** 2), generator,
+        spatial_shapes=shapes.to(ids.device), pixel_attention_mask=mask.long().to(ids.device),
+    )  # fmt: skip
+
+
+DRAWN = {
+    "gemma3": draw_square_images,
+    "gemma4": draw_padded_images,
+    "idefics3": draw_equal_tiles,
+    "internvl": draw_equal_tiles,
+    "lfm2_vl": draw_unequal_tiles,
+    "llava": draw_equal_images,
+    "llava_next": draw_next_images,
+    "mllama": draw_tiled_images,
+    "paligemma": draw_equal_images,
+    "smolvlm": draw_equal_tiles,
+}
+"""Model type -> the function that adds its images. Others take those of `draw_images`."""
 
 
 def draw_chain(vocabulary: int, B: int, T: int, batches: int, seed: int) -> Tensor:

@@ -37,8 +37,8 @@ IN_SHARDS = {
 }  # fmt: skip
 """Words of modes that do not change the weights that are drawn."""
 
-WITHOUT_SDPA = ("gpt_oss",)
-"""Model types for which transformers has no SDPA."""
+PATCHED_IN_PARTS = ("internvl", "llava", "smolvlm")
+"""Model types whose language model and tower Liger Kernel patches only in a model that exists."""
 
 
 def build(config: dict, mode: Mode) -> nn.Module:
@@ -128,7 +128,7 @@ def fill_shards(model: nn.Module, mode: Mode) -> nn.Module:
 
 
 @torch.no_grad()
-def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa") -> nn.Module:
+def build_hf(config: dict, liger: bool, recompute: bool, attention: str | None = None) -> nn.Module:
     model = empty_hf(config, torch.bfloat16, torch.device(DEVICE), liger, recompute, attention)
     for name, parameter in model.named_parameters():
         parameter.copy_(weight(name, parameter.shape, parameter.device))
@@ -136,21 +136,28 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
 
 
 def empty_hf(
-    config: dict, dtype: torch.dtype, device: torch.device, liger: bool, recompute: bool, attention: str = "sdpa"
+    config: dict, dtype: torch.dtype, device: torch.device, liger: bool, recompute: bool, attention: str | None = None
 ) -> nn.Module:
-    """The model of transformers, with arbitrary values."""
+    """The model of transformers, with arbitrary values. Its parts have SDPA where transformers supports it.
+
+    Raises:
+        KeyError: Liger Kernel does not patch models of this type.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     # Liger Kernel patches the classes, so it must come before the model.
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-    if config["model_type"] in WITHOUT_SDPA:
-        attention = "eager"
+    patch = in_parts = None
     if liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-        MODEL_TYPE_TO_APPLY_LIGER_FN[config["model_type"]]()
+        patch, in_parts = MODEL_TYPE_TO_APPLY_LIGER_FN[config["model_type"]], config["model_type"] in PATCHED_IN_PARTS
+    if patch and not in_parts:
+        patch()
     with device:
         model = auto_class.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention)
+    if patch and in_parts:
+        patch(model=model)
     model.config.use_cache = False
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})

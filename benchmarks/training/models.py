@@ -31,8 +31,10 @@ FAMILIES = {
     "gemma4_text": ("gemma4_text/gemma-4-E4B-it.text.json", 6),
     "gemma4_text_shared": ("gemma4_text/gemma-4-E4B-it.text.json", 12),
     "gemma4_text_moe": ("gemma4_text/gemma-4-26B-A4B.text.json", 6),
+    "gemma3n_text": ("gemma3n_text/gemma-3n-E4B-it.text.json", 5),
     "ministral3": ("ministral3/Ministral-3-3B-Instruct-2512.text.json", 4),
     "qwen2": ("qwen2/Qwen2.5-7B.json", 4),
+    "qwen2_moe": ("Qwen1.5-MoE-A2.7B", 4),
     "qwen3": ("qwen3/Qwen3-8B.json", 4),
     "qwen3_moe": ("qwen3_moe/Qwen3-30B-A3B.json", 4),
     "qwen3_next": ("qwen3_next/Qwen3-Next-80B-A3B-Instruct.json", 4),
@@ -44,17 +46,23 @@ FAMILIES = {
     "glm4_moe": ("GLM-4.7", 3),
     "glm4_moe_lite": ("GLM-4.7-Flash", 4),
     "minimax_m2": ("MiniMax-M2.5", 3),
+    "kimi_linear": ("kimi_linear/Kimi-Linear-48B-A3B-Instruct.json", 4),
+    "ernie4_5_moe": ("ERNIE-4.5-21B-A3B", 4),
+    "hunyuan_v1_moe": ("Hunyuan-A13B", 4),
     "nemotron_h": ("nemotron_h/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json", 6),
     "falcon_h1": ("Falcon-H1-7B", 4),
     "granitemoehybrid": ("Granite-4.0-H-Small", 6),
     "bamba": ("Bamba-9B", 4),
     "lfm2": ("LFM2-350M", 6),
+    "lfm2_moe": ("LFM2-8B-A1B", 4),
     "gpt_oss": ("gpt_oss/gpt-oss-20b.json", 4),
     "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
     "phimoe": ("phimoe/Phi-3.5-MoE-instruct.json", 2),
     "granite": ("granite/granite-3.1-2b-instruct.json", 4),
     "olmo2": ("olmo2/OLMo-2-1124-7B.json", 4),
     "olmo3": ("olmo3/Olmo-3-7B.json", 6),
+    "olmoe": ("OLMoE-1B-7B", 4),
+    "apertus": ("Apertus-8B", 4),
     "glm": ("glm/glm-4-9b-chat-hf.json", 4),
     "glm4": ("glm4/GLM-4-9B-0414.json", 4),
     "smollm3": ("smollm3/SmolLM3-3B.json", 4),
@@ -70,21 +78,40 @@ FAMILIES = {
     "qwen3_5": ("qwen3_5/Qwen3.5-9B.json", 4),
     "qwen3_5_moe": ("qwen3_5_moe/Qwen3.5-35B-A3B.json", 4),
     "muse_glimmer": ("muse_glimmer/Muse-Glimmer-30B.json", 4),
+    "llava": ("llava/llava-1.5-7b-hf.json", 4, 5),
+    "llava_next": ("llava_next/llava-v1.6-mistral-7b-hf.json", 4, 5),
+    "pixtral": ("Pixtral-12B", 4, 4),
+    "mistral3": ("mistral3/Mistral-Small-3.2-24B-Instruct-2506.json", 4, 4),
+    "paligemma": ("paligemma/paligemma-3b-pt-224.json", 4, 4),
+    "paligemma2": ("paligemma/paligemma2-3b-pt-224.json", 4, 4),
+    "internvl": ("InternVL3.5-8B", 4, 4),
+    "smolvlm": ("SmolVLM2-2.2B", 4, 4),
+    "idefics3": ("Idefics3-8B-Llama3", 4, 4),
+    "glm4v": ("GLM-4.1V-9B", 4, 4),
+    "glm4v_moe": ("GLM-4.5V", 4, 4),
+    "lfm2_vl": ("LFM2-VL-450M", 4, 4),
 }
-"""Family -> one release, and number of layers. Vision towers have twice this number.
+"""Family -> one release, its number of layers, and that of its vision tower, by default twice the number of layers.
 
-The release is a file in `CONFIGS` or a name in `RELEASES`.
+The release is a file in `CONFIGS` or a name in `RELEASES`. The text of LLaVA does not read the tower's last layer.
 """
 CHANGES = {
     "deepseek_v3": {"n_routed_experts": 32, "first_k_dense_replace": 1},
     "glm4_moe": {"n_routed_experts": 32, "first_k_dense_replace": 1},
     "minimax_m2": {"num_local_experts": 64},
+    "kimi_linear": {
+        "num_experts": 32,
+        "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]},
+    },
     "nemotron_h": {"n_routed_experts": 32},
     "bamba": {"attn_layer_indices": [3]},
+    "mistral3": {"tie_word_embeddings": False},
+    "glm4v_moe": {"text_config": {"n_routed_experts": 32}},
 }
 """Family -> settings besides the number of layers that differ from the release.
 
 All experts of these layers do not fit on a GPU, or none of the first layers is of a type that the release has.
+The file of Mistral Small 3.2 does not say that its head has weights of its own.
 """
 
 CHOICES = [*MODELS, *FAMILIES]
@@ -93,22 +120,26 @@ CHOICES = [*MODELS, *FAMILIES]
 
 def read_config(name: str) -> dict:
     """The config.json of a model, cut to its number of layers."""
-    release, layers = (MODELS | FAMILIES)[name]
+    release, layers, *tower_layers = (MODELS | FAMILIES)[name]
     config = copy.deepcopy(RELEASES[release]) if release in RELEASES else json.loads((CONFIGS / release).read_text())
     config.pop("quantization_config", None)  # trained weights are not quantized
     config.pop("audio_config", None)  # audio towers are not trained
     if layers is not None:
-        keep_layers(config, layers)
-    return config | CHANGES.get(name, {})
+        keep_layers(config, layers, *tower_layers)
+    return changed(config, CHANGES.get(name, {}))
 
 
-def keep_layers(config: dict, layers: int) -> None:
-    """Cut the language model of a config to its first layers, and a vision tower to twice as many."""
+def changed(config: dict, changes: dict) -> dict:
+    """A config with other settings, also within its parts."""
+    return config | {key: changed(config[key], new) if isinstance(new, dict) else new for key, new in changes.items()}
+
+
+def keep_layers(config: dict, layers: int, tower_layers: int | None = None) -> None:
+    """Cut the language model of a config to its first layers, and a vision tower to its own or twice as many."""
     # The language model.
     text = text_part(config)
-    released = text["num_hidden_layers"]
     if text.get("num_kv_shared_layers"):  # the released share, if a layer of each type remains
-        shared = text["num_kv_shared_layers"] * layers // released
+        shared = text["num_kv_shared_layers"] * layers // text["num_hidden_layers"]
         complete = {*text["layer_types"][: layers - shared]} == {*text["layer_types"]}
         text["num_kv_shared_layers"] = shared if complete else 0
     keep_first(text, "num_hidden_layers", layers)
@@ -116,16 +147,16 @@ def keep_layers(config: dict, layers: int) -> None:
         return
 
     # The tower, and the layers whose features it returns.
-    tower = config["vision_config"]
+    tower, blocks = config["vision_config"], tower_layers or 2 * layers
     depth = "depth" if "depth" in tower else "num_hidden_layers"
     released = tower.get(depth)
-    keep_first(tower, depth, 2 * layers)
+    keep_first(tower, depth, blocks)
     for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
         if tower.get(key):  # spread as evenly as in the release
-            tower[key] = [2 * layers // 3, 2 * layers - 1]
+            tower[key] = [blocks // 3, blocks - 1]
     if "intermediate_layers_indices" in tower:
         key, tower["num_global_layers"] = "intermediate_layers_indices", 2
-        tower[key] = [index * 2 * layers // released for index in tower[key]]
+        tower[key] = [index * blocks // released for index in tower[key]]
         text["cross_attention_layers"] = [i for i in text["cross_attention_layers"] if i < layers]
 
 
