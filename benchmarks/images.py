@@ -53,7 +53,9 @@ IMAGES = {
     "glm4v": (QWEN[0], ("<|begin_of_image|>", "<|end_of_image|>"), CLIP),
     "llava": ({"image_token_index": "<image>"}, (), {"size": {"shortest_edge": 336}, "crop_size": 336, **CLIP}),
     "llava_next": ({"image_token_index": "<image>"}, (), {"size": {"shortest_edge": 336}, "crop_size": 336, **CLIP}),
-    "mistral3": ({"image_token_index": "[IMG]"}, ("[IMG_BREAK]", "[IMG_END]"), {"size": {"longest_edge": 1540}, **CLIP}),
+    "mistral3": (
+        {"image_token_index": "[IMG]"}, ("[IMG_BREAK]", "[IMG_END]"), {"size": {"longest_edge": 1540}, **CLIP}
+    ),
     "paligemma": ({"image_token_index": "<image>"}, (), {"size": {"height": 224, "width": 224}}),
     "internvl": (
         {"image_token_id": "<IMG_CONTEXT>"},
@@ -61,10 +63,12 @@ IMAGES = {
         {"size": {"height": 448, "width": 448}, "max_patches": 12, **IMAGENET},
     ),
     "smolvlm": (
-        {"image_token_id": "<image>"}, IDEFICS, {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
+        {"image_token_id": "<image>"}, IDEFICS,
+        {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
     ),
     "idefics3": (
-        {"image_token_id": "<image>"}, IDEFICS, {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
+        {"image_token_id": "<image>"}, IDEFICS,
+        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
     ),
     "lfm2_vl": (
         {"image_token_id": "<image>"},
