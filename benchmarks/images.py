@@ -1,6 +1,7 @@
 """Training on images from files: the speed of workers that decode and pack, beside the speed of a model."""
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -18,12 +19,17 @@ from .processes import measure_all, plan_batch
 from .rows import Row, Rows
 from .tables import markdown, tokens
 from .training.job import Job
-from .training.models import CONFIGS, FAMILIES
+from .training.models import CHANGES, CONFIGS, FAMILIES, RELEASES, changed, keep_first, text_part
 from .training.modes import title
 from .training.step import make_step
 
 HELP = "photographs from files, by 1 to 8 workers, and training steps on them"
-MODELS = ("qwen2_5_vl", "qwen2_vl_2b", "qwen3_vl")
+MODELS = (
+    "qwen2_5_vl", "qwen2_vl_2b", "qwen3_vl", "llava", "llava_next", "mistral3", "paligemma", "internvl", "smolvlm",
+    "idefics3", "glm4v", "lfm2_vl", "gemma3",
+)  # fmt: skip
+DEPTHS = {"mistral3": 10}
+"""Family -> number of layers of the language model, if all layers with their optimizer do not fit on a GPU."""
 WORKERS = (1, 2, 4, 8)
 PHOTOS, SIZE = 256, (1280, 960)
 """Number of different files, and their width and height. A file has about 1500 tokens of Qwen2.5-VL."""
@@ -31,9 +37,60 @@ MAX_PIXELS = 1280 * 960
 SETTLE = 3
 """Number of steps, and of batches, before the timed ones."""
 
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+QWEN = ({"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}, (), {"min_pixels": 3136, **CLIP})
+IDEFICS = (
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)),
+)
+LFM = ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+IMAGES = {
+    "qwen2_vl": QWEN,
+    "qwen2_5_vl": QWEN,
+    "qwen3_vl": QWEN,
+    "glm4v": (QWEN[0], ("<|begin_of_image|>", "<|end_of_image|>"), CLIP),
+    "llava": ({"image_token_index": "<image>"}, (), {"size": {"shortest_edge": 336}, "crop_size": 336, **CLIP}),
+    "llava_next": ({"image_token_index": "<image>"}, (), {"size": {"shortest_edge": 336}, "crop_size": 336, **CLIP}),
+    "mistral3": (
+        {"image_token_index": "[IMG]"}, ("[IMG_BREAK]", "[IMG_END]"), {"size": {"longest_edge": 1540}, **CLIP}
+    ),
+    "paligemma": ({"image_token_index": "<image>"}, (), {"size": {"height": 224, "width": 224}}),
+    "internvl": (
+        {"image_token_id": "<IMG_CONTEXT>"},
+        ("<img>", "</img>"),
+        {"size": {"height": 448, "width": 448}, "max_patches": 12, **IMAGENET},
+    ),
+    "smolvlm": (
+        {"image_token_id": "<image>"}, IDEFICS,
+        {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
+    ),
+    "idefics3": (
+        {"image_token_id": "<image>"}, IDEFICS,
+        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
+    ),
+    "lfm2_vl": (
+        {"image_token_id": "<image>"},
+        (*LFM, *(f"<|img_row_{i}_col_{j}|>" for i in range(1, 11) for j in range(1, 11))),
+        {"tile_size": 512},
+    ),
+    "gemma3": (
+        {"boi_token_index": "<boi>", "image_token_index": "<img>", "eoi_token_index": "<eoi>"},
+        (),
+        {"size": {"height": 896, "width": 896}},
+    ),
+}  # fmt: skip
+"""Model type -> tokens by their keys in config.json, of which the first is the placeholder; further tokens of images;
+and the settings of preprocessor_config.json."""
+FIRST_WORD, FIRST_TOKEN = 20, 500
+"""The first ids of words, and of further tokens of images. No placeholder has an id of either."""
+QUESTION = FIRST_WORD + 3
+"""The id of the word "what", which is once in a chat about one image."""
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %} a {{ m.content }} end"
-    "{% else %}{% for part in m.content %}{% if part.type == 'image' %} <|image_pad|>{% else %} {{ part.text }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'image' %} IMAGE{% else %} {{ part.text }}"
     "{% endif %}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %} a{% endif %}"
 )
 
@@ -64,27 +121,54 @@ def write_photos(folder: Path, number: int, size: tuple[int, int]) -> list[Path]
     return paths
 
 
-def make_processor(config: dict[str, Any], max_pixels: int) -> Any:
-    """Make a processor of Qwen-VL with the placeholder ids of ``config`` and few words."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, pre_tokenizers
+def whole_config(name: str) -> dict[str, Any]:
+    """The config.json of a family's release with all layers, or as many as `DEPTHS` says."""
+    release = FAMILIES[name][0]
+    config = copy.deepcopy(RELEASES[release]) if release in RELEASES else json.loads((CONFIGS / release).read_text())
+    if name in DEPTHS:
+        keep_first(text_part(config), "num_hidden_layers", DEPTHS[name])
+    return changed(config, CHANGES.get(name, {}))
 
-    from liger_models import Tokenizer
-    from liger_models.arch._qwen_vl.processor import QwenVLImages, QwenVLProcessor
 
-    special = {"<|image_pad|>": config["image_token_id"], "<|video_pad|>": config["video_token_id"]}
+def make_processor(config: dict[str, Any], max_pixels: int = MAX_PIXELS, **changes: Any) -> Any:
+    """Make a family's processor, with the settings of a release, the placeholder ids of ``config``, and few words.
+
+    Args:
+        config: the content of config.json.
+        max_pixels: maximum area of an image of Qwen-VL and GLM-4.1V.
+        changes: other settings of preprocessor_config.json.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from liger_models import AutoLigerModel
+
+    names, more, settings = IMAGES[config["model_type"]]
+    settings = settings | changes
+    if "video_token_id" in names:
+        settings |= {"max_pixels": max_pixels, "min_pixels": 3136}
+    if "image_grid_pinpoints" in config:
+        settings["image_grid_pinpoints"] = config["image_grid_pinpoints"]
+
+    # The words, and the tokens of images with the ids of the config.
     words = ["?", "end", "a", "what", "is", "it", *(f"w{n}" for n in range(100))]
-    vocabulary = {word: number for number, word in enumerate(words)} | special
-    backend = Backend(models.WordLevel(vocabulary, unk_token="?"))
+    special = {token: number for number, token in enumerate(more, FIRST_TOKEN)}
+    model = AutoLigerModel.from_config(config, device="meta")
+    special |= {token: config.get(key, getattr(model.config, key, None)) for key, token in names.items()}
+    backend = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(words, FIRST_WORD)} | special, unk_token="?")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(list(special))
-    tokenizer = Tokenizer(backend, {"eos_token": "end", "pad_token": "end", "chat_template": TEMPLATE})
 
-    # Images and videos with the patches of the model.
-    tower = config["vision_config"]
-    settings = {"patch_size": tower["patch_size"], "min_pixels": 3136, "max_pixels": max_pixels}
-    images, videos = QwenVLImages(settings), QwenVLImages(settings, of="frame")
-    return QwenVLProcessor(tokenizer, images, videos, image_token="<|image_pad|>", video_token="<|video_pad|>")
+    # The processor of a model without weights.
+    template = TEMPLATE.replace("IMAGE", next(iter(names.values())))
+    files = {
+        "tokenizer_config.json": {"eos_token": "end", "pad_token": "end", "chat_template": template},
+        "preprocessor_config.json": settings,
+    }
+    model.assets = {name: json.dumps(content).encode() for name, content in files.items()}
+    model.assets["tokenizer.json"] = backend.to_str().encode()
+    return model.processor
 
 
 def write_chats(file: Path, paths: list[Path], number: int) -> None:
@@ -98,7 +182,8 @@ def write_chats(file: Path, paths: list[Path], number: int) -> None:
 
 
 def images_of(batch: dict[str, torch.Tensor]) -> int:
-    return len(batch.get("image_grid_thw", ()))
+    """The number of images of a batch, each of which is followed by the question in the text."""
+    return int((batch["input_ids"] == QUESTION).sum())
 
 
 def endless(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -132,14 +217,14 @@ def measure(job: Job) -> Row:
     """Measure the loader alone with each number of workers, the model alone on kept batches, and both together."""
     from liger_models import PackedDataset, PackedLoader
 
-    config = json.loads((CONFIGS / FAMILIES[job.model][0]).read_text())
+    config = whole_config(job.model)
     B, T = job.shape
     with tempfile.TemporaryDirectory() as path:
         # The loader alone. Reading the headers is timed, too.
         folder = Path(path)
         paths = write_photos(folder, PHOTOS, SIZE)
         write_chats(folder / "train.jsonl", paths, 100 * PHOTOS)
-        processor = make_processor(config, MAX_PIXELS)
+        processor = make_processor(config)
         begun = time.perf_counter()
         data = PackedDataset(
             folder / "train.jsonl", processor, length=T, batch_size=B, cache_dir=folder, progress=False

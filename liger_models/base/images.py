@@ -284,11 +284,16 @@ class Normalize:
         stds = _setting(settings, "image_std", std) if normalizes else [1.0] * 3
         numbers = _numbers("image_mean", means), _numbers("image_std", stds, positive=True)
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in numbers)
+        # transformers multiplies in fp64 and rounds to fp32 before it subtracts.
+        scaled = (torch.arange(256, dtype=torch.float64) * self.factor).float()
+        self.table = ((scaled - self.mean) / self.std).expand(3, 1, 256).flatten()  # [3 · 256]
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Normalize pixels [..., 3, height, width] uint8; returns the same shape in fp32."""
-        # transformers multiplies in fp64 and rounds to fp32 before it subtracts.
-        return ((pixels.double() * self.factor).float() - self.mean) / self.std
+        # A pixel has one of 256 values, so the results are looked up; channel c begins at 256 · c of the table.
+        index = pixels.to(torch.int32, memory_format=torch.contiguous_format)
+        index = index + 256 * torch.arange(3, dtype=torch.int32).view(3, 1, 1)
+        return self.table.index_select(0, index.flatten()).view(pixels.shape)
 
 
 def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
