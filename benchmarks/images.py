@@ -63,12 +63,14 @@ IMAGES = {
         {"size": {"height": 448, "width": 448}, "max_patches": 12, **IMAGENET},
     ),
     "smolvlm": (
-        {"image_token_id": "<image>"}, IDEFICS,
-        {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
+        {"image_token_id": "<image>"},
+        IDEFICS,
+        {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
     ),
     "idefics3": (
-        {"image_token_id": "<image>"}, IDEFICS,
-        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
+        {"image_token_id": "<image>"},
+        IDEFICS,
+        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
     ),
     "lfm2_vl": (
         {"image_token_id": "<image>"},
