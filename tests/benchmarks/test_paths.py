@@ -89,8 +89,8 @@ def test_images_are_counted(way, few, tmp_path, monkeypatch):
     from transformers import AutoConfig
 
     sizes = next(iter(tiny("qwen2_5_vl").values()))
-    changes = {"text_config": {**sizes["text_config"], "vocab_size": 120}}
-    changes |= {"image_token_id": 118, "video_token_id": 119}
+    changes = {"text_config": {**sizes["text_config"], "vocab_size": 140}}
+    changes |= {"image_token_id": 138, "video_token_id": 139}
     config = AutoConfig.for_model("qwen2_5_vl", **{**sizes, **changes}).to_dict()
     monkeypatch.setattr(files, "read_config", lambda _: config)
     monkeypatch.setattr(files, "PHOTOS", 2)
