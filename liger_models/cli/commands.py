@@ -116,11 +116,12 @@ def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_model_types
 
-    # The docstring of a module begins with the names of its checkpoints, up to a colon.
+    # The docstring of a module begins with the names of its checkpoints, up to a colon or the end of the paragraph.
     families = []
     for name in list_model_types():
         model_class = get_arch(name)
-        reads = (getattr(sys.modules.get(model_class.__module__), "__doc__", None) or "").partition(":")[0]
+        doc = getattr(sys.modules.get(model_class.__module__), "__doc__", None) or ""
+        reads = " ".join(doc.partition("\n\n")[0].partition(":")[0].split())
         families.append({"model_type": name, "class": model_class.__name__, "reads": reads})
     if as_json:
         return _print_json(families)
