@@ -237,15 +237,19 @@ def _save_in_background(
     folder = checkpoint.parent
 
     def publish_when_written(saving: "Future[Any]") -> None:
-        _in_flight.discard(folder)
+        failure = None
         try:
             with _checkpoint_errors(checkpoint):
                 saving.result()
             _publish(temporary, checkpoint, keep)
         except BaseException as error:
-            finished.set_exception(error)
-        else:
+            failure = error
+        # Not earlier, because the next save removes temporary folders. Whoever waits for `finished` may save.
+        _in_flight.discard(folder)
+        if failure is None:
             finished.set_result(None)
+        else:
+            finished.set_exception(failure)
 
     _in_flight.add(folder)
     try:
@@ -510,7 +514,7 @@ def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Me
     now = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     faults = {
         "without": [name for name in saved if name not in now],
-        "with also": [name for name in now if name not in saved],
+        "that also has": [name for name in now if name not in saved],
         "with another shape of": [name for name in saved if now.get(name, saved[name]) != saved[name]],
     }
     changes = [
