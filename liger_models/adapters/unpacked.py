@@ -61,6 +61,11 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
     """
     # There must be one model of this package that is not sharded, has no adapters, and has no other linear layers.
     where = f"unpack_projections: {type(model).__name__}"
+    if any(isinstance(module, (UnpackedModel, UnpackedLinear)) for module in model.modules()):
+        raise ValueError(
+            f"{where} must have packed projections, got a model that is unpacked already. Use the model that the first "
+            "call or pack() returned."
+        )
     causal_lms = [module for module in model.modules() if isinstance(module, CausalLM)]
     if len(causal_lms) != 1:
         raise ValueError(f"{where} must be or hold one CausalLM, got {len(causal_lms)}. Load a model of this package.")
@@ -70,11 +75,10 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
         )
 
     unsupported = unsupported_linears(model)
-    if unsupported or any(isinstance(module, UnpackedLinear) for module in model.modules()):
+    if unsupported:
         raise ValueError(
-            f"{where} must have packed projections and no other linear layers than nn.Linear, got "
-            f"{', '.join(unsupported) or 'a model that is unpacked already'}. Unpack it before anything replaces "
-            "layers, and once: use what the first call returned."
+            f"{where} must have no other linear layers than nn.Linear, got {', '.join(unsupported)}. Unpack the model "
+            "before anything replaces layers."
         )
     return UnpackedModel(model, causal_lms[0])
 
