@@ -459,7 +459,9 @@ class Decoder(nn.Module):
                 and models also save the input of the MLP.
             offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap with
                 the compute stream. The blocks are spread evenly and exclude the last two if possible, so that copies
-                can finish while other blocks run. Offloading works with compiled blocks, but not with a compiled model.
+                can finish while other blocks run. Offloading works with compiled blocks. A model with offloading is not
+                compiled as one graph: ``torch.compile(model)`` splits it into several, and with ``fullgraph=True`` the
+                forward fails.
 
         Raises:
             ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``
@@ -771,9 +773,11 @@ class Decoder(nn.Module):
         If ``states`` is given, the residual stream before each block, [B, T, C], is appended to it.
         """
         offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
+        # The compiler ends its graph here, and runs this method without compiling it. It shows this error only if there
+        # must be a single graph.
         if offload is not None and torch.compiler.is_compiling():
             raise ValueError(
-                "forward: offload_layers must be 0 in a compiled model. Compile the blocks instead, or don't set it."
+                "forward: offload_layers must be 0 in a model compiled as one graph. Compile the blocks instead."
             )
         # With a decode cache, no block is recomputed, because it would append to the cache again.
         once = not torch.is_grad_enabled() or layout.cache is not None or in_graph(embeds)
