@@ -1,7 +1,7 @@
-"""The parameters of a layer whose weight is frozen and quantized (NF4 or float8).
+"""The parameters of a layer whose weight is frozen and quantized, in any format of ``kernels/frozen/weight.py``.
 
 The parameter of the layer holds the codes, and the submodule ``stored`` holds the other tensors of the format, as
-bytes. FSDP shards, gathers and offloads all of them like other parameters, but without casts::
+bytes. FSDP shards, gathers and offloads all of them like other parameters, but without casts. For two of the formats::
 
     layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
     layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
