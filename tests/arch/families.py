@@ -61,9 +61,9 @@ VISION_CASES = [(arch, variant) for arch, variant in CASES if "vision_config" in
 
 @cache
 def properties(arch: str) -> frozenset[str]:
-    """What a family's layers are and do: the classes of all that lie in its blocks and towers, and of attention more.
+    """Return the names of the classes of a family's layers, and the properties of its attention layers.
 
-    Blocks, towers and models themselves are wiring, which every family has of its own.
+    A layer that contains attention layers, such as a block or a tower, is left out: every family has its own.
     """
     if not (DATA / arch / "tiny.json").exists():
         return frozenset()
@@ -82,18 +82,18 @@ def properties(arch: str) -> frozenset[str]:
 
 
 def simplest_with(name: str) -> str:
-    """The family with the fewest properties among those that have one of this name."""
+    """Return the simplest family (see `simplicity`) that has the property ``name``."""
     return min((arch for arch in ARCHS if name in properties(arch)), key=simplicity)
 
 
 def simplicity(arch: str) -> tuple[int, int, str]:
-    """What families are sorted by from the simplest on: few properties, then many variants."""
+    """Return the sort key of a family. The simplest families come first: few properties, then many variants."""
     return len(properties(arch)), -len(variants(arch)), arch
 
 
 @cache
 def one_of_each_kind() -> frozenset[str]:
-    """Families in which every property of a layer occurs: from the simplest on, each that has one that is new."""
+    """Return families that together have every property: of the families from the simplest on, each with a new one."""
     seen: set[str] = set()
     chosen = set()
     for arch in sorted(ARCHS, key=simplicity):
@@ -105,7 +105,7 @@ def one_of_each_kind() -> frozenset[str]:
 
 @cache
 def one_of_each_setting() -> frozenset[tuple[str, str]]:
-    """The first case of each family; and for each further setting of a configuration, a case that has it."""
+    """Return the first case of each family and, for each further setting of a configuration, a case that has it."""
     chosen = list(FIRST_CASES)
     seen = set().union(*(settings(case) for case in chosen))
     for case in sorted(CASES, key=lambda case: simplicity(case[0])):
@@ -116,7 +116,7 @@ def one_of_each_setting() -> frozenset[tuple[str, str]]:
 
 
 def settings(case: tuple[str, str]) -> set[tuple[str, Any]]:
-    """The keys in which a case differs from its family's base, with the values that are no numbers or lists."""
+    """Return the keys in which a case differs from its family's base, with values, or types of numbers and lists."""
     arch, variant = case
     file = DATA / arch / "tiny.json"
     parts = [json.loads(file.read_text())["variants"][variant]] if file.exists() else []
@@ -131,9 +131,9 @@ def settings(case: tuple[str, str]) -> set[tuple[str, Any]]:
 
 
 def beyond_kinds(arch: str) -> Any:
-    """The marker ``matrix`` for all families but those of `one_of_each_kind`.
+    """Return the marker ``matrix`` for all families that are not in `one_of_each_kind`.
 
-    For tests of what depends on a family through its layers alone, and costs too much to be run for each.
+    It is for tests that are costly and depend on a family only through the family's layers.
     """
     return () if arch in one_of_each_kind() else pytest.mark.matrix
 
@@ -144,10 +144,10 @@ def of_each_kind(cases: Iterable[Any]) -> list[Any]:
 
 
 def beyond_settings(case: tuple[str, str]) -> Any:
-    """The marker ``matrix`` for all cases but those of `one_of_each_setting`.
+    """Return the marker ``matrix`` for all cases that are not in `one_of_each_setting`.
 
-    For tests in which a setting does in one family what it does in others. All cases are compared with transformers,
-    and exported.
+    It is for tests in which a setting has the same effect in all families. Comparisons with transformers and exports
+    run for all cases.
     """
     return () if case in one_of_each_setting() else pytest.mark.matrix
 
@@ -189,9 +189,9 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
     model = auto_class(arch).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Also norms and biases away from the ones and zeros that they start from.
+            # Norms and biases, too, must differ from their initial ones and zeros.
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
-            if name.endswith("A_log"):  # in a new model states vanish within a token or two, and whatever is in them
+            if name.endswith("A_log"):  # in a new model, states decay within two tokens, and with them errors
                 parameter.sub_(4)
         saved = model.state_dict()
         for name, buffer in model.named_buffers():
@@ -482,7 +482,7 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
     for name, gradient in theirs.items():
         gate = next((gate for gate in GATED if name.endswith(gate)), None)
         if is_tower(name) and name.endswith("k_proj.bias") and not rotates:
-            # It shifts all scores of a query alike where nothing is rotated: zero but for rounding, for everybody.
+            # Without rotation, this bias adds a number to all scores of a query: its gradient is zero up to rounding.
             scale = theirs[name.replace("k_proj", "q_proj")].norm()
             assert max(gradient.norm(), ours[name].norm()) <= limit * max(scale, 1e-30), name
         elif gate:
