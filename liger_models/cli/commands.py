@@ -221,7 +221,9 @@ def download(
     folder = hub.download(
         model, lambda config: get_arch(read_model_type(config)), revision=revision, progress=not as_json
     )
-    _print_json({"folder": str(folder)}) if as_json else print(folder)
+    if as_json:
+        return _print_json({"folder": str(folder)})
+    print(folder)
 
 
 @app.command()
@@ -372,10 +374,11 @@ def convert(
         )
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
+    load_dtype = "auto" if adapter is None and gguf is None else dtype
     # Models of embeddings may have no head.
     embeds = has_settings(Path(model)) or (adapter is not None and has_settings(adapter))
     loaded = _load(
-        model, revision, "auto" if adapter is None and gguf is None else dtype, "cpu", adapter,
+        model, revision, load_dtype, "cpu", adapter,
         progress=not as_json, head=None if embeds else True,
     )  # fmt: skip
     if adapter is not None and is_bidirectional(adapter):
@@ -384,15 +387,18 @@ def convert(
     if gguf is not None:
         with messages.status(Text(f"Writing {printable(str(output))}")):
             save_gguf(loaded, output, gguf, name=Path(model).name)
-        _print_json({"file": str(output)}) if as_json else print(output)
-        return
+        if as_json:
+            return _print_json({"file": str(output)})
+        return print(output)
 
     # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
         copy_settings(Path(model) if adapter is None else adapter, output)
     written = sorted(path.name for path in output.iterdir())
-    _print_json({"folder": str(output), "files": written}) if as_json else print(output)
+    if as_json:
+        return _print_json({"folder": str(output), "files": written})
+    print(output)
 
 
 @app.command()

@@ -207,7 +207,8 @@ def run(
         finite.watch(step, loss, norm)
 
         # Log, evaluation, sample. Only the time of training counts in the log's rates. All ranks decide alike.
-        is_last, is_stopping = step == steps, stop.check() and step % objective.repeats == 0
+        is_last = step == steps
+        is_stopping = stop.check() and step % objective.repeats == 0
         if step % options.log_every == 0 or is_last:
             loss = mean_over_ranks(loss)
             values = {"loss": loss.item(), "lr": lr, "epoch": data.epoch, **mean_metrics(metrics)}
@@ -346,7 +347,7 @@ def all_ranks(device: torch.device) -> DeviceMesh:
 
 
 def fetch_files(options: TrainOptions) -> TrainOptions:
-    """Return the options with local files for downloaded models and data, after checking the format of the data."""
+    """Download the model and the data, check the format of the data, and return the options with the local files."""
     names = [*options.data, *options.eval_data]
     if options.model.startswith(PREFIX) or any(map(is_remote, names)):
         output = Path(str(options.output))
