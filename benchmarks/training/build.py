@@ -193,7 +193,7 @@ def hf_targets(model: nn.Module) -> dict:
 def our_targets(model: nn.Module) -> dict:
     """The options of `hf_targets` for this package."""
     from liger_models.adapters.lora import adaptable_experts, language_targets
-    from liger_models.adapters.lora_layers import EXPERTS
+    from liger_models.adapters.lora_config import EXPERTS
 
     options: dict = {} if model.visual is None else {"target_modules": language_targets(model)}
     return options | ({"target_parameters": EXPERTS} if any(adaptable_experts(model).values()) else {})

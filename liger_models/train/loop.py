@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_models.adapters.check import adapter_line, adapter_sums
 from liger_models.adapters.lora import apply_lora, language_targets
-from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
+from liger_models.adapters.lora_config import EXPERTS, LoRAConfig
 from liger_models.adapters.mtp import LigerMTP
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.adapters.quantize import quantize_base
