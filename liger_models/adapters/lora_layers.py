@@ -162,7 +162,7 @@ class LinearAdapters(nn.ModuleDict):
             A = sum_gradient(A, group)  # each rank has only a part of the rows of B, or of the tokens
         return A.to(dtype), self._pack(blocks).to(dtype)
 
-    def scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    def dora_scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
         """Return what DoRA multiplies each row by, [O] fp32. It is 1 for rows without an adapter.
 
         Args:
@@ -206,6 +206,11 @@ class LinearAdapters(nn.ModuleDict):
         group = self._active_group()
         missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
         sharded = any(missing.values())
+        # There are three cases:
+        # - Nothing is sharded, or this rank's rows of a weight with a single matrix are given: pack what is given.
+        # - This rank's rows of several matrices are given: pad them with zeros, and keep this rank's packed rows.
+        # - Whole matrices are given: keep this rank's packed rows, or all of them if the weight is sharded by columns,
+        #   and sum the gradients over the ranks.
         if group is None or (sharded and isinstance(self.expression, Name)):
             return self.expression.pack(rows)
 
@@ -300,7 +305,7 @@ class LoRALinear(nn.Linear, Layer):
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         A, B = self.lora.factors(dtype)
-        return A, B, self.lora.scale(local(self.dense_weight()), A, B) if self.lora.config.use_dora else None
+        return A, B, self.lora.dora_scale(local(self.dense_weight()), A, B) if self.lora.config.use_dora else None
 
     @property
     def is_low_rank(self) -> bool:
@@ -325,7 +330,7 @@ class LoRALinear(nn.Linear, Layer):
             return frozen.join(self.weight)
         return None if type(self.weight) in PLAIN_WEIGHTS else FrozenWeight.of(self.weight)
 
-    def store(self) -> None:
+    def freeze_weight(self) -> None:
         """Convert a torchao weight to parameters that can be sharded. Other weights are not changed."""
         weight = None if frozen_parts(self) else self.frozen_weight
         if weight is not None:
@@ -394,7 +399,8 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
 
-        # From the rank of each row of the packed weight, compute the rank of each row of each matrix.
+        # From the rank of each row of the packed weight, compute the rank of each row of each matrix. For example, with
+        # 2 ranks, matrices a and b packed as a0 b0 a1 b1 have ranks 0 0 1 1 there, so a and b have ranks 0 1 each.
         rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
         rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)

@@ -671,21 +671,21 @@ def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:  # not an Exception
-        rank, (reason, _) = next(iter(error.failures.items()))
-        raise _incomplete(checkpoint, rank, reason) from error
+        failed_rank, (reason, _) = next(iter(error.failures.items()))
+        raise _incomplete(checkpoint, failed_rank, reason) from error
 
 
-def _incomplete(checkpoint: Path, rank: int, reason: BaseException, file: str = "") -> OSError:
+def _incomplete(checkpoint: Path, failed_rank: int, reason: BaseException, file: str = "") -> OSError:
     """Return the error for a checkpoint that could not be written or read.
 
     Args:
         checkpoint: folder of the checkpoint.
-        rank: the rank on which writing or reading failed.
+        failed_rank: the rank on which writing or reading failed.
         reason: the exception.
         file: name of the damaged file, if it is known.
     """
     got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
-    message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {rank}: {got}."
+    message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {failed_rank}: {got}."
     # A checkpoint that is being written has another name.
     if not checkpoint.exists():
         return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
