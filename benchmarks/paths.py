@@ -170,7 +170,7 @@ TABLES: dict[str, tuple[tuple[str, ...], str, Callable[[Row, Rows], list[Line]]]
     "Generation": (
         ("generate",), "first token ms|ms/token|peak GiB|speed ratio|memory ratio", generate_lines,
     ),
-    "The first token, by a forward and by `generate`": (
+    "Time to the first token, of a single forward and of `generate`": (
         ("first",), "prompts|forward ms|generate ms|speed ratio, forward|speed ratio, generate", first_lines,
     ),
     "Requests of lm-evaluation-harness": (

@@ -4,7 +4,7 @@ from liger_models.adapters.lora import language_targets as language_targets
 from liger_models.adapters.lora import merge_lora as merge_lora
 from liger_models.adapters.lora import unmerge_lora as unmerge_lora
 from liger_models.adapters.lora import without_adapters as without_adapters
-from liger_models.adapters.lora_layers import LoRAConfig as LoRAConfig
+from liger_models.adapters.lora_config import LoRAConfig as LoRAConfig
 from liger_models.adapters.lora_layers import adapter_config as adapter_config
 from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
 from liger_models.adapters.mtp import LigerMTP as LigerMTP

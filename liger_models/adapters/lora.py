@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from liger_models.adapters.lora_config import LoRAConfig
+from liger_models.adapters.lora_experts import ExpertAdapter, LoRAExperts
 from liger_models.adapters.lora_layers import (
     ADAPTED,
-    ExpertAdapter,
-    LoRAConfig,
-    LoRAExperts,
     LoRALinear,
     adapted_layers,
     adapter_config,

@@ -1,7 +1,6 @@
 """Linear layers with a frozen weight W and low-rank adapters A and B (LoRA, rsLoRA, DoRA).
 
     y = W x + s · B A x          s = alpha / r (LoRA), alpha / sqrt(r) (rsLoRA)
-    y_e = W_e x + s · B_e A_e x      for the matrices of each routed expert e
     y = m · (W x + s · B A x) / ‖W + s · B A‖      for each row, with no gradient of the norm (DoRA)
 
 An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
@@ -15,27 +14,27 @@ tensors, and these parts are summed::
     weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
     weight by columns (o, down)            A sharded        B, m replicated
 
+`lora_experts` has the adapters of routed experts.
+
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from liger_models.adapters.lora_config import LoRAConfig
+from liger_models.adapters.lora_experts import LoRAExperts
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.distributed.collectives import Group, all_reduce, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
-from liger_models.kernels.frozen.products import Weight, dense, quantized_linear
+from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
-from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.layers.derived import derive
 from liger_models.layers.frozen import freeze, frozen_format, frozen_parts
 from liger_models.layers.frozen_linear import FrozenLinear
@@ -45,78 +44,15 @@ from liger_models.layers.linear import (
     PartialLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    copy_into,
     is_sharded,
     local,
 )
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.moe import MATRICES
 from liger_models.layers.norm import PLAIN_WEIGHTS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-"""Value of ``target_parameters`` that selects all routed experts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoRAConfig:
-    """The matrices that get adapters, and the form of the adapters.
-
-    Names and defaults are those of PEFT, except for the default of ``target_modules``.
-
-    Args:
-        r: rank of the adapters.
-        lora_alpha: the output of an adapter is multiplied by ``lora_alpha / r``.
-        lora_dropout: probability that an element of the input of an adapter is dropped in training. All adapters of one
-            packed projection drop the same elements.
-        target_modules: a list of names in the Hugging Face checkpoint, or of last parts of names, such as "q_proj". A
-            name whose second last part is ``experts``, such as "experts.down_proj", refers to routed experts. The
-            string "all-linear" selects all linear layers of the blocks; any other string is a regular expression that
-            must match a full name.
-        target_parameters: names, or last parts of names, of the parameters in transformers that hold the matrices of
-            all routed experts of a layer: "experts.gate_up_proj", "experts.down_proj". Each expert has its own A and B
-            for gate and up together, and another A and B for down.
-        use_rslora: whether to multiply by ``lora_alpha / sqrt(r)`` instead of ``lora_alpha / r``.
-        use_dora: whether to learn the norm of each row of the adapted matrices, too.
-
-    Raises:
-        ValueError: a value is out of range or has the wrong type.
-    """
-
-    r: int = 8
-    lora_alpha: float = 8
-    lora_dropout: float = 0.0
-    target_modules: Sequence[str] | str = "all-linear"
-    target_parameters: Sequence[str] = ()
-    use_rslora: bool = False
-    use_dora: bool = False
-
-    def __post_init__(self) -> None:
-        r: Any = self.r
-        if type(r) is bool or not isinstance(r, Integral) or r < 1:
-            raise ValueError(f"LoRAConfig: r must be an integer of at least 1, got {r!r}.")
-        for name in ("lora_alpha", "lora_dropout"):
-            value = getattr(self, name)
-            if type(value) is bool or not isinstance(value, Real) or not math.isfinite(value):
-                raise ValueError(f"LoRAConfig: {name} must be a finite number, got {value!r}.")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"LoRAConfig: lora_dropout must be in [0, 1), got {self.lora_dropout}.")
-        for name in ("use_rslora", "use_dora"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"LoRAConfig: {name} must be True or False, got {getattr(self, name)!r}.")
-        for name in ("target_modules", "target_parameters"):
-            names = getattr(self, name)
-            if name == "target_modules" and isinstance(names, str):
-                continue
-            if isinstance(names, str) or not (isinstance(names, Collection) and all(isinstance(n, str) for n in names)):
-                raise ValueError(f"LoRAConfig: {name} must be a list of names, got {names!r}.")
-
-    @property
-    def scaling(self) -> float:
-        """The number s that B A is multiplied by."""
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 class Adapter(Layer):
@@ -196,10 +132,10 @@ class LinearAdapters(nn.ModuleDict):
         """
         for name, adapter in self.by_name().items():
             drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
-            _copy_into(adapter.lora_A, nn.init.kaiming_uniform_(drawn, a=5**0.5))
+            copy_into(adapter.lora_A, nn.init.kaiming_uniform_(drawn, a=5**0.5))
             nn.init.zeros_(adapter.lora_B)
             if adapter.lora_magnitude_vector is not None:
-                _copy_into(adapter.lora_magnitude_vector, row_norms[name])
+                copy_into(adapter.lora_magnitude_vector, row_norms[name])
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the concatenated A [R, C] and s · B [O, R] of all adapters, where R is r · number of adapters.
@@ -226,7 +162,7 @@ class LinearAdapters(nn.ModuleDict):
             A = sum_gradient(A, group)  # each rank has only a part of the rows of B, or of the tokens
         return A.to(dtype), self._pack(blocks).to(dtype)
 
-    def scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    def dora_scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
         """Return what DoRA multiplies each row by, [O] fp32. It is 1 for rows without an adapter.
 
         Args:
@@ -270,6 +206,11 @@ class LinearAdapters(nn.ModuleDict):
         group = self._active_group()
         missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
         sharded = any(missing.values())
+        # There are three cases:
+        # - Nothing is sharded, or this rank's rows of a weight with a single matrix are given: pack what is given.
+        # - This rank's rows of several matrices are given: pad them with zeros, and keep this rank's packed rows.
+        # - Whole matrices are given: keep this rank's packed rows, or all of them if the weight is sharded by columns,
+        #   and sum the gradients over the ranks.
         if group is None or (sharded and isinstance(self.expression, Name)):
             return self.expression.pack(rows)
 
@@ -364,7 +305,7 @@ class LoRALinear(nn.Linear, Layer):
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         A, B = self.lora.factors(dtype)
-        return A, B, self.lora.scale(local(self.dense_weight()), A, B) if self.lora.config.use_dora else None
+        return A, B, self.lora.dora_scale(local(self.dense_weight()), A, B) if self.lora.config.use_dora else None
 
     @property
     def is_low_rank(self) -> bool:
@@ -389,7 +330,7 @@ class LoRALinear(nn.Linear, Layer):
             return frozen.join(self.weight)
         return None if type(self.weight) in PLAIN_WEIGHTS else FrozenWeight.of(self.weight)
 
-    def store(self) -> None:
+    def freeze_weight(self) -> None:
         """Convert a torchao weight to parameters that can be sharded. Other weights are not changed."""
         weight = None if frozen_parts(self) else self.frozen_weight
         if weight is not None:
@@ -458,7 +399,8 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
 
-        # From the rank of each row of the packed weight, compute the rank of each row of each matrix.
+        # From the rank of each row of the packed weight, compute the rank of each row of each matrix. For example, with
+        # 2 ranks, matrices a and b packed as a0 b0 a1 b1 have ranks 0 0 1 1 there, so a and b have ranks 0 1 each.
         rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
         rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
@@ -526,126 +468,6 @@ ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
 """Maps a class of linear layers to its class with adapters. Other subclasses of `nn.Linear` can't have adapters."""
 
 
-class ExpertAdapter(Layer):
-    """The adapter of a parameter that holds one matrix per expert: A [X, r, in] and B [X, out, r].
-
-    The rows of B have the packed order of the weight.
-
-    Args:
-        weight: the matrices, [X, out, in].
-        name: name, in transformers, of the parameter that holds the matrices.
-        expression: the weight as an expression over the parameter in transformers.
-        config: settings of the adapters.
-        exchanged: whether A and B change places in PEFT's files; see `CheckpointFormat.peft_exchanges`.
-    """
-
-    def __init__(
-        self, weight: Weight, name: str, expression: Expression, config: LoRAConfig, *, exchanged: bool = False
-    ) -> None:
-        super().__init__()
-        X, out, width = weight.shape
-
-        # Adapters are fp32 because of their small updates, as for linear layers.
-        options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
-        self.name, self.expression, self.exchanged = name, expression, exchanged
-        self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
-        self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
-
-    def sum_gradients(self, group: Group) -> bool:
-        """Return True, because `LoRAExperts` already sums the gradients."""
-        return True
-
-
-class LoRAExperts(Layer):
-    """The adapters of a layer's routed experts, which are in the submodule ``lora``. The ops of the layer take A and B.
-
-    Args:
-        adapters: maps the name of a parameter of the layer, "gate_up_weight" or "down_weight", to its adapter.
-        active_share: ``active_share`` of the layer.
-        config: settings of the adapters.
-    """
-
-    active: bool = True
-    """Whether the adapters are used, not only the frozen weights; see `without_adapters`."""
-    group: Group | None = None
-    """The process group over which `apply_tp` has divided the width of each expert; otherwise None."""
-
-    def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
-        super().__init__()
-        self.config, self.names, self.active_share = config, tuple(adapters), active_share
-        for name, adapter in adapters.items():
-            self.add_module(name, adapter)
-        self.reset_adapters()
-
-    def shard(self, group: Group) -> dict[str, int]:
-        """Shard the adapters along the width of the experts: B of gate and up by rows, and A of down by columns."""
-        self.group = group
-        dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}  # the dimension along which each tensor is sharded
-        return {name: dim for name, dim in dims.items() if name.partition(".")[0] in self.names}
-
-    def by_name(self) -> dict[str, ExpertAdapter]:
-        """Map the name of each adapted parameter in transformers to its adapter."""
-        adapters = [cast(ExpertAdapter, self.get_submodule(name)) for name in self.names]
-        return {adapter.name: adapter for adapter in adapters}
-
-    @torch.no_grad()
-    def reset_adapters(self) -> None:
-        """Draw A and set B to 0, so that the adapters have no effect.
-
-        Sharded adapters get their parts of the values that the first rank draws.
-        """
-        for adapter in self.by_name().values():
-            drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
-            bound = drawn.shape[2] ** -0.5  # as for A [r, in] of a linear layer
-            _copy_into(adapter.lora_A, drawn.uniform_(-bound, bound))
-            nn.init.zeros_(adapter.lora_B)
-
-    @property
-    def dropout(self) -> float:
-        """The current probability that an element of the adapters' input is dropped. It is 0 outside of training."""
-        return self.config.lora_dropout if self.training and self.active else 0.0
-
-    def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
-        """Return A [X, r, in] and s · B [X, out, r] of this rank's experts, for gate and up, and for down.
-
-        A pair is None if its matrices have no adapters or the adapters are switched off.
-        """
-
-        if not self.active:
-            return None, None
-        gate_up_A, gate_up_B, down_A, down_B = derive(self, dtype, lambda: self._factors(dtype))
-        return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
-
-    def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Return A and s · B for each name in `MATRICES`, or None and None if there is no adapter."""
-        factors: list[Tensor | None] = []
-        for name in MATRICES:
-            if name not in self.names:
-                factors += [None, None]
-                continue
-            adapter: Any = self.get_submodule(name)
-            A, B = local(adapter.lora_A), local(adapter.lora_B)
-
-            # If A is sharded, each rank computes only a part of the gradient of B, and vice versa.
-            if self.group is not None and name == "gate_up_weight":
-                A = sum_gradient(A, self.group)
-            elif self.group is not None:
-                B = sum_gradient(B, self.group)
-            factors += [A.to(dtype), (B * self.config.scaling).to(dtype)]
-        return tuple(factors)
-
-    @torch.no_grad()
-    def merged(self, name: str, weight: Weight) -> Tensor:
-        """Return the weight [X, out, in] of the parameter ``name`` with merged adapters, in the dtype of the weight."""
-        adapter: Any = self.get_submodule(name)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        B = (adapter.lora_B.to(wide) * self.config.scaling).split(1)
-
-        # Experts are merged one by one, because the fp32 copies need memory.
-        experts = zip(weight.split(1), B, adapter.lora_A.to(wide).split(1), strict=True)
-        return torch.cat([torch.baddbmm(dense(W).to(wide), b, a).to(weight.dtype) for W, b, a in experts])
-
-
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
     """Map the path of each module of a model that holds adapters to the module."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
@@ -674,16 +496,6 @@ def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
 def short_name(name: str) -> str:
     """Return the last part of a name, such as ``q_proj`` for ``model.layers.0.self_attn.q_proj.weight``."""
     return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _copy_into(parameter: Tensor, values: Tensor) -> None:
-    """Copy values into a parameter. If the parameter is sharded, its shards get the values of the first rank."""
-    if is_sharded(parameter):
-        from torch.distributed.tensor import distribute_tensor  # slow to import
-
-        sharded: Any = parameter
-        values = distribute_tensor(values.to(parameter.dtype), sharded.device_mesh, sharded.placements)
-    parameter.copy_(values)
 
 
 def row_norms(weight: Tensor) -> Tensor:

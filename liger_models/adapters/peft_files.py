@@ -21,15 +21,9 @@ from liger_models.adapters.lora import (
     matches,
     remove_adapters,
 )
-from liger_models.adapters.lora_layers import (
-    ExpertAdapter,
-    LoRAConfig,
-    LoRAExperts,
-    LoRALinear,
-    adapted_layers,
-    adapter_config,
-    short_name,
-)
+from liger_models.adapters.lora_config import LoRAConfig
+from liger_models.adapters.lora_experts import ExpertAdapter, LoRAExperts
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers, adapter_config, short_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import open_safetensors, read_json, write_json
 from liger_models.convert.folder import check_complete, write_folder

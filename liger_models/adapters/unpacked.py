@@ -22,14 +22,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
 
-from liger_models.adapters.lora import adaptable_layers, matches, unsupported_linears
+from liger_models.adapters.lora import adaptable_layers, unsupported_linears
 from liger_models.adapters.lora_layers import short_name, with_class
+from liger_models.adapters.unpacked_checks import check_config
 from liger_models.adapters.unpacked_linear import UnpackedLinear
 from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import check_values
@@ -61,6 +62,11 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
     """
     # There must be one model of this package that is not sharded, has no adapters, and has no other linear layers.
     where = f"unpack_projections: {type(model).__name__}"
+    if any(isinstance(module, (UnpackedModel, UnpackedLinear)) for module in model.modules()):
+        raise ValueError(
+            f"{where} must have packed projections, got a model that is unpacked already. Use the model that the first "
+            "call or pack() returned."
+        )
     causal_lms = [module for module in model.modules() if isinstance(module, CausalLM)]
     if len(causal_lms) != 1:
         raise ValueError(f"{where} must be or hold one CausalLM, got {len(causal_lms)}. Load a model of this package.")
@@ -70,11 +76,10 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
         )
 
     unsupported = unsupported_linears(model)
-    if unsupported or any(isinstance(module, UnpackedLinear) for module in model.modules()):
+    if unsupported:
         raise ValueError(
-            f"{where} must have packed projections and no other linear layers than nn.Linear, got "
-            f"{', '.join(unsupported) or 'a model that is unpacked already'}. Unpack it before anything replaces "
-            "layers, and once: use what the first call returned."
+            f"{where} must have no other linear layers than nn.Linear, got {', '.join(unsupported)}. Unpack the model "
+            "before anything replaces layers."
         )
     return UnpackedModel(model, causal_lms[0])
 
@@ -184,7 +189,7 @@ class UnpackedModel(Node):
         # PEFT reads these attributes of the module that it adapts.
         self.name_or_path = getattr(inner, "name_or_path", None)
         embedding = causal_lm.embed_tokens
-        self.embeds_by_lookup = embedding.is_lookup
+        self.embeds_by_lookup = embedding.is_lookup  # now, because PEFT may replace the embedding
         if embedding.scale is not None:
             setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # for adapters of the embedding
 
@@ -234,15 +239,13 @@ class UnpackedModel(Node):
                 full_name = f"{path}.{name}".lstrip(".")
                 expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
 
-            is_leaf = not isinstance(module, nn.Linear) or isinstance(module, LigerLMHead)
-            if is_leaf and _is_same_module(module, expressions) and len(_owners_of(expressions, owners)) <= 1:
-                # In transformers there is the same module, for example a norm or the embedding.
+            kind = _kind_of(module, expressions, owners, is_adaptable=path in linears)
+            if kind == "same":
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
                 theirs, _, _ = next(iter(expressions.values())).names()[0].rpartition(".")
                 self._add_leaf_at(theirs, owner, owner_name)
-            elif path in linears:
-                # A projection, for which transformers has one linear layer per matrix.
+            elif kind == "projection":
                 bias = expressions.get("bias")
                 unpacked = UnpackedLinear(linears[path][0], expressions["weight"], bias, self.said)
                 setattr(owner, owner_name, unpacked)
@@ -251,7 +254,6 @@ class UnpackedModel(Node):
                 for name in expressions["weight"].names():
                     self._add_leaf_at(name.removesuffix(".weight"), unpacked, short_name(name))
             else:
-                # In transformers, no module has only these parameters, so PEFT can't adapt them.
                 for name, expression in expressions.items():
                     self._add_fixed(module, name, expression)
 
@@ -328,7 +330,10 @@ class UnpackedModel(Node):
         self.sync_leaves()
         for name, config in (self.adapter_configs or {}).items():
             if name not in self.checked:
-                self._check_config(config)
+                check_config(
+                    config, self.inner, self.causal_lm, fixed=self.fixed, embeds_by_lookup=self.embeds_by_lookup
+                )
+                self._warn_of_skipped(config)
                 self.checked.add(name)
 
     def _before_forward(self, *_: Any) -> None:
@@ -336,55 +341,8 @@ class UnpackedModel(Node):
 
     _before_forward.only_prepares = True  # type: ignore[attr-defined]  # see `run_preparing_hooks`
 
-    def _check_config(self, config: Any) -> None:
-        """Raise ValueError for settings that PEFT would silently ignore."""
-        # Targets must not match parameters that can't have adapters.
-        targets = getattr(config, "target_modules", None) or []
-        if isinstance(targets, str) or config.inference_mode:
-            targets = []
-        for target in sorted(targets):  # sorted, so that every run raises the same error
-            fixed = next((name for name in self.fixed if matches(name, target)), None)
-            if fixed is not None:
-                raise ValueError(
-                    f"target_modules must name linear layers, got {target!r}, which means {fixed} as well. Experts, "
-                    "routers and patch embeddings have no adapters. Leave it out, or give longer names."
-                )
-
-        if config.peft_type == "ADALORA" and self.inner is self.causal_lm:
-            raise ValueError(
-                f"AdaLoRA: the model must return outputs whose loss can be replaced, got {type(self.inner).__name__}, "
-                "which returns tuples. Adapt unpack_projections(liger_models.hf.wrap(model))."
-            )
-
-        # Parameters of experts can't be targets.
-        parameters = getattr(config, "target_parameters", None)
-        if parameters:
-            raise ValueError(
-                f"target_parameters must be empty, got {parameters}. Experts have no adapters in PEFT: use "
-                "apply_lora. If you have given none, PEFT has made them of names in target_modules that mean experts: "
-                "leave these out."
-            )
-
-        # Single tokens can't be trained if the embedding is also the head. A classification model's head has no weight.
-        tied = self.causal_lm.config.tie_word_embeddings and any(True for _ in self.causal_lm.lm_head.parameters())
-        for option in ("trainable_token_indices", "token_indices", "ensure_weight_tying"):
-            value = getattr(config, option, None)
-            if value and tied:
-                raise ValueError(
-                    f"{option} must be empty in a model that ties the head to the embedding, got {value}. Leave it "
-                    "out; modules_to_save trains copies of either."
-                )
-
-        # PEFT looks up the rows of single tokens itself, without what the embedding does afterwards.
-        for option in ("trainable_token_indices", "token_indices"):
-            value = getattr(config, option, None)
-            if value and not self.embeds_by_lookup:
-                raise ValueError(
-                    f"{option} must be empty for {type(self.causal_lm).__name__}, got {value}. PEFT would leave out "
-                    "the norm of its embedding; modules_to_save=['embed_tokens'] trains the whole embedding."
-                )
-
-        # Warn if PEFT has adapted every linear layer of the tree but the model in transformers has more linear layers.
+    def _warn_of_skipped(self, config: Any) -> None:
+        """Warn if PEFT has adapted every linear layer of the tree, but the model in transformers has more of them."""
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(
@@ -592,6 +550,29 @@ class UnpackedModel(Node):
 
     def _unpacked_paths(self) -> list[str]:
         return [path for path, layer in self.causal_lm.named_modules() if isinstance(layer, UnpackedLinear)]
+
+
+def _kind_of(
+    module: nn.Module, expressions: dict[str, Expression], owners: dict[str, set[str]], is_adaptable: bool
+) -> Literal["same", "projection", "fixed"]:
+    """Return how the tree contains a module.
+
+    - "same": transformers has the same module, for example a norm or the embedding.
+    - "projection": transformers has one linear layer for each matrix of the module.
+    - "fixed": in transformers, no module has only these parameters, so PEFT can't adapt them.
+
+    Args:
+        module: the module.
+        expressions: the module's own parameters as expressions over the checkpoint's tensors. A module without
+            parameters is "fixed".
+        owners: maps each module of the checkpoint to our modules that have parameters of it.
+        is_adaptable: whether the module is a linear layer that can have adapters.
+    """
+    is_projection = isinstance(module, nn.Linear) and not isinstance(module, LigerLMHead)
+    # `_owners_of` needs a parameter, and `_is_same_module` is False without one.
+    if not is_projection and _is_same_module(module, expressions) and len(_owners_of(expressions, owners)) <= 1:
+        return "same"
+    return "projection" if is_adaptable else "fixed"
 
 
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bool:

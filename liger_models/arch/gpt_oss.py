@@ -79,7 +79,7 @@ class GptOssAttention(LigerAttention):
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.sinks = nn.Parameter(torch.empty(self.num_heads))
-        self.draw(0.02)
+        self.draw(0.02)  # for a layer outside of a model; a model draws again with its own ``initializer_range``
 
     @property
     def attention(self) -> AttentionSpec:
@@ -117,6 +117,7 @@ class GptOssBlock(PreNormBlock):
         )
 
     def build_mlp(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
+        # Weights of the softmax over all experts, divided by their sum, are the softmax over the chosen experts.
         routing = Routing(config.num_experts_per_tok, normalize=True, round_weights=True)
         # Experts have biases, and their activation clamps gate and up.
         return LigerMoE(
@@ -149,7 +150,7 @@ IGNORED_KEYS = ("experts_per_token", "initial_context_length")  # redundant with
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """If there are no rope parameters, use YaRN with the constants of the released models, as transformers does."""
     flat = {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
-    if hf.get("rope_scaling") or hf.get("rope_parameters") is not None:
+    if hf.get("rope_scaling") or (hf.get("rope_parameters") is not None):
         return flat
     return {**flat, "rope_scaling": {"rope_type": "yarn", **asdict(YARN)}}
 

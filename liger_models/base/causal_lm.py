@@ -179,10 +179,10 @@ class CausalLM(Decoder):
 
         Args:
             batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, and a call may
-                pass other tensors of the same shapes and dtypes. All other values are fixed.
+                pass other tensors of the same shapes and dtypes. All other arguments keep the values given here.
 
         Returns:
-            A `CapturedStep`. A call of it with a batch returns the loss, [] fp32. The capture itself sets no gradients.
+            A `CapturedStep`. Calling it with a batch returns the loss, [] fp32. The capture itself sets no gradients.
 
         Raises:
             ValueError: the batch has no labels, a gradient is not None, or the model does something that a graph would

@@ -116,11 +116,12 @@ def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_model_types
 
-    # The docstring of a module begins with the names of its checkpoints, up to a colon.
+    # The docstring of a module begins with the names of its checkpoints, up to a colon or the end of the paragraph.
     families = []
     for name in list_model_types():
         model_class = get_arch(name)
-        reads = (getattr(sys.modules.get(model_class.__module__), "__doc__", None) or "").partition(":")[0]
+        doc = getattr(sys.modules.get(model_class.__module__), "__doc__", None) or ""
+        reads = " ".join(doc.partition("\n\n")[0].partition(":")[0].split())
         families.append({"model_type": name, "class": model_class.__name__, "reads": reads})
     if as_json:
         return _print_json(families)
@@ -220,7 +221,9 @@ def download(
     folder = hub.download(
         model, lambda config: get_arch(read_model_type(config)), revision=revision, progress=not as_json
     )
-    _print_json({"folder": str(folder)}) if as_json else print(folder)
+    if as_json:
+        return _print_json({"folder": str(folder)})
+    print(folder)
 
 
 @app.command()
@@ -371,10 +374,11 @@ def convert(
         )
     # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
     target = None if dtype == "auto" else _dtype(dtype)
+    load_dtype = "auto" if adapter is None and gguf is None else dtype
     # Models of embeddings may have no head.
     embeds = has_settings(Path(model)) or (adapter is not None and has_settings(adapter))
     loaded = _load(
-        model, revision, "auto" if adapter is None and gguf is None else dtype, "cpu", adapter,
+        model, revision, load_dtype, "cpu", adapter,
         progress=not as_json, head=None if embeds else True,
     )  # fmt: skip
     if adapter is not None and is_bidirectional(adapter):
@@ -383,15 +387,18 @@ def convert(
     if gguf is not None:
         with messages.status(Text(f"Writing {printable(str(output))}")):
             save_gguf(loaded, output, gguf, name=Path(model).name)
-        _print_json({"file": str(output)}) if as_json else print(output)
-        return
+        if as_json:
+            return _print_json({"file": str(output)})
+        return print(output)
 
     # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
         copy_settings(Path(model) if adapter is None else adapter, output)
     written = sorted(path.name for path in output.iterdir())
-    _print_json({"folder": str(output), "files": written}) if as_json else print(output)
+    if as_json:
+        return _print_json({"folder": str(output), "files": written})
+    print(output)
 
 
 @app.command()

@@ -406,8 +406,8 @@ def define_op(
     The first parameters of ``backward`` are the gradients of the outputs. The names of its other parameters say what
     they take: the name of an input or of an output takes the tensor or number that the forward saves, and
     ``need_<input>`` takes whether this input needs a gradient. If all gradients of the outputs are missing, the inputs
-    get no gradients, and ``backward`` is not called. If only some are missing, they are zeros, unless a parameter is
-    annotated as ``Tensor | None``.
+    get no gradients, and ``backward`` is not called. If only some are missing, zeros take their place; a parameter that
+    is annotated as ``Tensor | None`` gets None.
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.

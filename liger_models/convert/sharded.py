@@ -296,10 +296,10 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
         shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:
-        A list with one tensor [k, n] int64 for each number of rows n that matrices have. It holds the row numbers of
-        the k matrices with n rows, counted over the flattened leading dimensions of the parameter. Each row is in
-        exactly one matrix. If the matrices do not consist of whole rows of the parameter, the parameter is treated as
-        one matrix, or as X matrices.
+        A list with one tensor [k, n] int64 for each number of rows n that matrices have. Each row of the tensor holds
+        the row numbers of one of the k matrices with n rows. Rows are numbered over the flattened leading dimensions of
+        the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of the parameter,
+        the parameter is treated as one matrix, or as X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     if len(shape) == 3:

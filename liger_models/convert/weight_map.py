@@ -3,7 +3,7 @@
 A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. The expression
 packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements, so
 a round trip is bitwise identical in every dtype. Applied to meta tensors, an expression computes shapes. Quantized
-tensors are decoded before; see `convert.encodings`.
+tensors are decoded beforehand; see `convert.encodings`.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",

@@ -672,7 +672,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _media_in(part: Mapping[str, Any]) -> list[str]:
-    """Return the type and those keys of a part of a message by which the part is not a text."""
+    """Return the type and the keys of a part of a message that name an image, a video or audio."""
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
 

@@ -71,9 +71,9 @@ def preference_batch(
             unpaired data). Pixels and other inputs of a vision-language model are passed on.
         tokenizer: the tokenizer of the model. Token ids need none.
         processor: the processor of a vision-language model, instead of the tokenizer. The messages of a prompt may then
-            have images in their parts, or in a field ``images`` (or ``image``). The images of a field stand where the
-            prompt has parts ``{"type": "image"}``, or else before the text of the user's first message. An image is
-            whatever `locate_image` takes. Videos (Qwen-VL) are files, under ``video`` and ``videos``.
+            have images in their parts, or in a field ``images`` (or ``image``). Images of a field are inserted at the
+            prompt's parts ``{"type": "image"}`` or, if there are none, before the text of the user's first message. An
+            image is whatever `locate_image` takes. Videos (Qwen-VL) are files, under ``video`` and ``videos``.
 
     Returns:
         ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for a

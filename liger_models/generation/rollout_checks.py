@@ -128,8 +128,10 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
     cache = DecodeCache(1)
     with torch.no_grad(), evaluating(list(model.modules())):
         model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)
-    if cache.extra or not cache._layers:
-        return f"layers must cache keys, values and states, got others in {name}"
+    if cache.extra:
+        return f"layers must cache only keys, values and states, got other tensors in {name}"
+    if not cache._layers:
+        return f"some layer must cache keys and values, got none in {name}"
     return cache
 
 

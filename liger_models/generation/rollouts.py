@@ -183,27 +183,35 @@ def drafted_steps(
     scheduler = Scheduler(model, rows, pool, settings, CHUNK_SIZE, ROUNDS_PER_READ, draft=draft)
 
     # Yield the columns that all rows have. The columns after the end of a row are padding.
-    length, goes_on, padding = 0, True, settings.pad_token_id or 0
-    while goes_on:
+    length, running, padding = 0, True, settings.pad_token_id or 0
+    while running:
         with evaluating(modules), derived.used():
-            goes_on = scheduler.advance()
-        counts = [len(row.tokens) - row.begin for row in rows]
+            running = scheduler.advance()
         completions = scheduler.completions
+        counts = [_count(row) for row in rows]
         unfinished = [count for count, done in zip(counts, completions, strict=True) if done is None]
         for column in range(length, min(unfinished, default=max(counts))):
-            new = [
-                row.tokens[row.begin + column] if column < n else padding for row, n in zip(rows, counts, strict=True)
-            ]
-            ended = [
-                done is not None and done.reason == "stop" and column >= n - 1
-                for done, n in zip(completions, counts, strict=True)
-            ]
-            values = None
-            if logprobs:
-                numbers = [row.log_probs[column] if column < n else 0.0 for row, n in zip(rows, counts, strict=True)]
-                values = torch.tensor(numbers, device=model.device)
+            new, ended, log_probs = _column(rows, completions, column, padding)
+            values = torch.tensor(log_probs, device=model.device) if logprobs else None
             yield Step(torch.tensor(new, device=model.device), torch.tensor(ended, device=model.device), values)
             length = column + 1
+
+
+def _count(row: Row) -> int:
+    return len(row.tokens) - row.begin
+
+
+def _column(
+    rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
+) -> tuple[list[int], list[bool], list[float]]:
+    """Return, of the new token ``column`` of all rows: the token, whether the row has stopped, the log-probability."""
+    tokens, ended, log_probs = [], [], []
+    for row, done in zip(rows, completions, strict=True):
+        has_token = column < _count(row)
+        tokens.append(row.tokens[row.begin + column] if has_token else padding)
+        ended.append(done is not None and done.reason == "stop" and column >= _count(row) - 1)
+        log_probs.append(row.log_probs[column] if has_token else 0.0)
+    return tokens, ended, log_probs
 
 
 def _is_set(settings: Settings, name: str, neutral: Any) -> bool:

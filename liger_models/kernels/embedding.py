@@ -23,7 +23,8 @@ CHUNK, COLUMNS, WARPS = 8, 1024, 4
 16-byte vector of each row, and those of all rows are in flight at the same time."""
 
 CHUNKS, STAGES = 1024, 4
-"""Number of chunks whose first ids a program of the second kernel reads at a time, and of partial sums in flight."""
+"""Number of chunks whose first ids one program of the second kernel reads at a time; number of its partial sums in
+flight."""
 
 
 def embedding_reference(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Tensor:

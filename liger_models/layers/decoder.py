@@ -87,7 +87,9 @@ def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tenso
         ValueError: ``cu_seqlens`` is given under both names, some of the collator's names are missing, or a value is
             not a tensor.
     """
-    q, k, *_ = (options.pop(f"{name}_{side}", None) for name in ("cu_seq_lens", "max_length") for side in "qk")
+    q, k = options.pop("cu_seq_lens_q", None), options.pop("cu_seq_lens_k", None)
+    for name in ("max_length_q", "max_length_k"):  # not needed
+        options.pop(name, None)
     check_tensors(cu_seqlens=cu_seqlens, cu_seq_lens_q=q)
     if q is not None and cu_seqlens is not None:
         raise ValueError("forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
@@ -149,13 +151,13 @@ class Decoder(nn.Module):
         """Blocks whose activations are offloaded to host memory."""
         self.visual: Any = None
         """The vision tower, whose blocks are in ``visual.blocks``; None for text models."""
-        # How the model is distributed, and what its layers need from the layout of every batch.
         self.groups = ParallelGroups()
         """The process groups that the model is distributed over."""
         self.has_head = True
         """False for a model of embeddings, which is saved without a head. `lm_head` then has the embedding's weight."""
         self.bidirectional = False
         """Whether each token attends to all tokens of its document; see `set_bidirectional`."""
+        # What the layers need from the layout of every batch.
         self._needs_bounds = False
         """Whether a layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
@@ -459,7 +461,9 @@ class Decoder(nn.Module):
                 and models also save the input of the MLP.
             offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap with
                 the compute stream. The blocks are spread evenly and exclude the last two if possible, so that copies
-                can finish while other blocks run. Offloading works with compiled blocks, but not with a compiled model.
+                can finish while other blocks run. Offloading works with compiled blocks. A model with offloading is not
+                compiled as one graph: ``torch.compile(model)`` splits it into several, and with ``fullgraph=True`` the
+                forward fails.
 
         Raises:
             ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``
@@ -690,7 +694,7 @@ class Decoder(nn.Module):
             cache.advance(T)
         if request.without_head:
             return CausalLMOutput(**output)
-        aux_loss = None if cache is not None else self._shared_auxiliary_loss(router_logits, layout, request, targets)
+        aux_loss = None if cache is not None else self._weighted_auxiliary_loss(router_logits, layout, request, targets)
         output |= {"logits": groups.gather_logits(logits), "aux_loss": aux_loss}
         if request.return_log_probs:
             return CausalLMOutput(**output, log_probs=groups.gather_log_probs(loss))
@@ -717,7 +721,7 @@ class Decoder(nn.Module):
         )
         return loss, logits
 
-    def _shared_auxiliary_loss(
+    def _weighted_auxiliary_loss(
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
         """Return `auxiliary_loss` times the fraction of the step's targets that are in this batch."""
@@ -771,9 +775,11 @@ class Decoder(nn.Module):
         If ``states`` is given, the residual stream before each block, [B, T, C], is appended to it.
         """
         offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
+        # The compiler ends its graph here, and runs this method without compiling it. It shows this error only if there
+        # must be a single graph.
         if offload is not None and torch.compiler.is_compiling():
             raise ValueError(
-                "forward: offload_layers must be 0 in a compiled model. Compile the blocks instead, or don't set it."
+                "forward: offload_layers must be 0 in a model compiled as one graph. Compile the blocks instead."
             )
         # With a decode cache, no block is recomputed, because it would append to the cache again.
         once = not torch.is_grad_enabled() or layout.cache is not None or in_graph(embeds)

@@ -1,7 +1,7 @@
-"""The parameters of a layer whose weight is frozen and quantized (NF4 or float8).
+"""The parameters of a layer whose weight is frozen and quantized, in any format of ``kernels/frozen/weight.py``.
 
 The parameter of the layer holds the codes, and the submodule ``stored`` holds the other tensors of the format, as
-bytes. FSDP shards, gathers and offloads all of them like other parameters, but without casts::
+bytes. FSDP shards, gathers and offloads all of them like other parameters, but without casts. For two of the formats::
 
     layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
     layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
@@ -100,7 +100,7 @@ class FrozenParameters(nn.Module):
         # forward.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
             return self.whole(codes)
-        return self._join({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
+        return self._weight_of({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
 
     def whole(self, codes: Tensor) -> FrozenWeight:
         """Return the whole weight in the form that ops take, gathered from all ranks if the weight is sharded."""
@@ -108,14 +108,14 @@ class FrozenParameters(nn.Module):
 
     def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
         """Return the whole weight in the form that ops take, given all of its `tensors` without sharding."""
-        return self._join(tensors, self.shape)
+        return self._weight_of(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
         """Return the parameters of the weight by name, in the order of the format."""
         parameters: Any = {"codes": codes, **self._parameters}
         return {name: parameters[name] for name in self._views}
 
-    def _join(self, parameters: Mapping[str, Tensor], shape: torch.Size) -> FrozenWeight:
+    def _weight_of(self, parameters: Mapping[str, Tensor], shape: torch.Size) -> FrozenWeight:
         # Views of the bytes: nothing is copied.
         tensors = {name: parameters[name].view(dtype) for name, (dtype, _) in self._views.items()}
         tensors = {name: tensor.flatten() if self._views[name][1] else tensor for name, tensor in tensors.items()}
@@ -208,11 +208,12 @@ class FrozenParameters(nn.Module):
             target, part = local(parameter), _bytes_of(tensors[name])
             # The first dimension of tensors that all experts share does not index experts.
             begin = 0 if name in self.format.shared else first
-            row, *offsets = offset_of(parameter)
-            low, high = max(row, begin), min(row + len(target), begin + len(part))
+            mine, *offsets = offset_of(parameter)
+            # ``target`` has the rows from ``mine`` on, and ``part`` those from ``begin`` on. Copy the rows of both.
+            low, high = max(mine, begin), min(mine + len(target), begin + len(part))
             if low >= high:
                 continue
-            target, part = target[low - row : high - row], part[low - begin : high - begin]
+            target, part = target[low - mine : high - mine], part[low - begin : high - begin]
             for dim, start in enumerate(offsets, 1):
                 part = part.narrow(dim, start, target.shape[dim])
             target.copy_(part)
@@ -220,18 +221,20 @@ class FrozenParameters(nn.Module):
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
         """Return the dense elements [n, K] that belong to this rank's rows of ``codes``.
 
-        A row of codes covers contiguous elements of the dense weight, or this rank's columns of these elements.
+        A row of codes covers contiguous elements of the dense weight, or this rank's columns of these elements. For
+        example, a weight [4, 96] in rows of 64 numbers has 6 rows of codes. Rows 1 and 2 have the numbers 64 to 191, so
+        the rows 0 and 1 of the weight are read, and the first 64 of their 192 numbers are left out.
         """
         (first, column), (count, width) = offset_of(codes), local(codes).shape
-        columns, per_byte = self.shape[1], self.shape.numel() // codes.numel()
+        columns, numbers_per_byte = self.shape[1], self.shape.numel() // codes.numel()
         # The number of dense numbers in a row of the codes may differ from the length of a row of the weight.
-        of_a_row = codes.shape[1] * per_byte
+        row_numbers = codes.shape[1] * numbers_per_byte
 
         # A row of the codes may begin and end in the middle of a row of the weight.
-        start, end = first * of_a_row // columns, -(-(first + count) * of_a_row // columns)
+        start, end = first * row_numbers // columns, -(-(first + count) * row_numbers // columns)
         numbers = read(start, end).to(self._quantized_dtype).flatten()
-        numbers = numbers[first * of_a_row - start * columns :][: count * of_a_row].view(count, of_a_row)
-        return numbers[:, column * per_byte : (column + width) * per_byte]
+        numbers = numbers[first * row_numbers - start * columns :][: count * row_numbers].view(count, row_numbers)
+        return numbers[:, column * numbers_per_byte : (column + width) * numbers_per_byte]
 
     @torch.no_grad()
     def finish(self) -> None:

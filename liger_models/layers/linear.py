@@ -56,6 +56,16 @@ def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tens
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def copy_into(parameter: Tensor, values: Tensor) -> None:
+    """Copy values into a parameter. If the parameter is sharded, its shards get the values of the first rank."""
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor  # slow to import
+
+        sharded: Any = parameter
+        values = distribute_tensor(values.to(parameter.dtype), sharded.device_mesh, sharded.placements)
+    parameter.copy_(values)
+
+
 def local_or_none(weight: Tensor | None) -> Tensor | None:
     """Return `local` of a bias, or None if there is no bias."""
     return None if weight is None else local(weight)

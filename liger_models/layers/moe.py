@@ -186,7 +186,7 @@ class LigerMoE(Layer):
         self.recompute = False
         """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
         self.lora: Any = None
-        """The adapters of the experts (`liger_models.adapters.lora_layers.LoRAExperts`), or None."""
+        """The adapters of the experts (`liger_models.adapters.lora_experts.LoRAExperts`), or None."""
         self.stored: Any = None
         """The tensors, except the codes, of frozen, quantized matrices; see `liger_models.layers.frozen`."""
         self.reset_parameters()

@@ -99,7 +99,8 @@ class TrainingMemory(NamedTuple):
         During the backward, gradients take more and more memory, and activations take less. Therefore the peak is
         reached at one of four times: when the head computes the loss, when the backward of the blocks begins, when the
         backward of the blocks ends, or when all gradients exist. This is true if no block saves less than the blocks
-        before it. If ``accumulate`` is above 1, all gradients exist at the same time as the activations.
+        before it. If ``accumulate`` is above 1, all gradients exist at the same time as the activations. The peak must
+        agree with `memory.search.Search._peaks`, which computes the peaks of many candidates at once.
 
         Args:
             policy: one of `CHECKPOINTING_POLICIES` for all blocks, or a sequence of one policy for each block.

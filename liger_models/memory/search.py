@@ -184,7 +184,8 @@ class Search:
         """Compute two tables [H, A] of peaks: peaks at times with activations, and peaks at times without activations.
 
         The first table does not include the bytes that stay on the device, which the caller adds. The peaks in the
-        second table occur when activations are freed: at the end of the backward, or when the optimizer steps.
+        second table occur when activations are freed: at the end of the backward, or when the optimizer steps. The
+        larger one must agree with `TrainingMemory.parts`, which computes the peak of a single candidate.
         """
         memory = self.memory
         base = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
@@ -298,7 +299,10 @@ def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[in
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """Sort the sums [N, columns] by time, and leave out sums if a faster sum does not have more bytes."""
+    """Sort the sums [N, columns] by time, and leave out sums if a faster sum does not have more bytes.
+
+    One comparison per sum leaves out most of these sums, but not all.
+    """
     for column in (KEPT, MOVED, SECONDS):  # stable sorts: by seconds, then by the others
         sums = sums[sums[:, column].sort(stable=True).indices]
 

@@ -121,7 +121,7 @@ def apply_fsdp(
     mixtures = [layer for layer in layers_of(model) if isinstance(layer, LigerMoE)]
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
-            adapted.store()
+            adapted.freeze_weight()
     frozen = frozen_weights(model).values()
     if frozen:
         _make_frozen_parameters()

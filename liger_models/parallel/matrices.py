@@ -333,8 +333,8 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
     """Return the ranks that send their pieces. Of several ranks with equal pieces, which are replicas, one sends.
 
-    This rank has the same position among the ranks with its piece as the owner has among the ranks with the owner's
-    piece. All pieces then come from the replica of the model to which the owner belongs.
+    The sender is the rank whose position among the ranks with its piece is the owner's position among the ranks with
+    the owner's piece. All pieces then come from the replica of the model to which the owner belongs.
     """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():

@@ -237,15 +237,19 @@ def _save_in_background(
     folder = checkpoint.parent
 
     def publish_when_written(saving: "Future[Any]") -> None:
-        _in_flight.discard(folder)
+        failure = None
         try:
             with _checkpoint_errors(checkpoint):
                 saving.result()
             _publish(temporary, checkpoint, keep)
         except BaseException as error:
-            finished.set_exception(error)
-        else:
+            failure = error
+        # Not earlier, because the next save removes temporary folders. Whoever waits for `finished` may save.
+        _in_flight.discard(folder)
+        if failure is None:
             finished.set_result(None)
+        else:
+            finished.set_exception(failure)
 
     _in_flight.add(folder)
     try:
@@ -510,7 +514,7 @@ def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Me
     now = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     faults = {
         "without": [name for name in saved if name not in now],
-        "with also": [name for name in now if name not in saved],
+        "that also has": [name for name in now if name not in saved],
         "with another shape of": [name for name in saved if now.get(name, saved[name]) != saved[name]],
     }
     changes = [
@@ -667,21 +671,21 @@ def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:  # not an Exception
-        rank, (reason, _) = next(iter(error.failures.items()))
-        raise _incomplete(checkpoint, rank, reason) from error
+        failed_rank, (reason, _) = next(iter(error.failures.items()))
+        raise _incomplete(checkpoint, failed_rank, reason) from error
 
 
-def _incomplete(checkpoint: Path, rank: int, reason: BaseException, file: str = "") -> OSError:
+def _incomplete(checkpoint: Path, failed_rank: int, reason: BaseException, file: str = "") -> OSError:
     """Return the error for a checkpoint that could not be written or read.
 
     Args:
         checkpoint: folder of the checkpoint.
-        rank: the rank on which writing or reading failed.
+        failed_rank: the rank on which writing or reading failed.
         reason: the exception.
         file: name of the damaged file, if it is known.
     """
     got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
-    message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {rank}: {got}."
+    message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {failed_rank}: {got}."
     # A checkpoint that is being written has another name.
     if not checkpoint.exists():
         return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")

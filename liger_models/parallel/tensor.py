@@ -68,7 +68,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
     if group.size == 1:
         return model
     for adapted in quantized_layers(model):
-        adapted.store()
+        adapted.freeze_weight()
 
     # With sequence parallelism, the layers that sum the gradients of their replicated parameters over the ranks.
     tower = set() if model.visual is None else set(model.visual.modules())

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_models.adapters.check import adapter_line, adapter_sums
 from liger_models.adapters.lora import apply_lora, language_targets
-from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
+from liger_models.adapters.lora_config import EXPERTS, LoRAConfig
 from liger_models.adapters.mtp import LigerMTP
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.adapters.quantize import quantize_base
@@ -164,8 +164,8 @@ def run(
     updates = Updates(trained, options, step_plan.plan, progress, dtype)
     parts = (trained, updates.optimizer, updates.scheduler, loader, updates.scaler)
     settings = fixed_settings(options, objective)
-    acceptance = measure_drafts(options, model, objective, data_rank, data_ranks)
-    accepted = None if acceptance is None else acceptance.measure()
+    drafts = measure_drafts(options, model, objective, data_rank, data_ranks)
+    accepted_before = None if drafts is None else drafts.measure()
     start = load_state(output, *parts, settings=settings) or 0
     progress.resume(start)
     updates.resume(start)
@@ -181,8 +181,8 @@ def run(
     log = Log(output, start, steps, device, data_ranks, report_to=options.report_to, options=asdict(options))
     cleanup.callback(log.bar.close)
 
-    if accepted is not None and start == 0:
-        log.write(0, draft_acceptance=accepted)
+    if accepted_before is not None and start == 0:
+        log.write(0, draft_acceptance=accepted_before)
 
     # Signals and checks of finite numbers begin with the first step.
     checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
@@ -207,7 +207,8 @@ def run(
         finite.watch(step, loss, norm)
 
         # Log, evaluation, sample. Only the time of training counts in the log's rates. All ranks decide alike.
-        is_last, is_stopping = step == steps, stop.check() and step % objective.repeats == 0
+        is_last = step == steps
+        is_stopping = stop.check() and step % objective.repeats == 0
         if step % options.log_every == 0 or is_last:
             loss = mean_over_ranks(loss)
             values = {"loss": loss.item(), "lr": lr, "epoch": data.epoch, **mean_metrics(metrics)}
@@ -243,11 +244,11 @@ def run(
     # The end: wait for the last checkpoint, then export, unless a signal has stopped the run.
     step_plan.close()
     stop.close()
-    if acceptance is not None and not stop.signal:
-        after = acceptance.measure()
-        if accepted is not None and after is not None:
-            log.write(max(start, steps), draft_acceptance=after)
-            say(lag_line(objective.trained_block is not None, accepted, after))
+    if drafts is not None and not stop.signal:
+        accepted_after = drafts.measure()
+        if accepted_before is not None and accepted_after is not None:
+            log.write(max(start, steps), draft_acceptance=accepted_after)
+            say(lag_line(objective.trained_block is not None, accepted_before, accepted_after))
     log.close()
     checkpoints.finish()
     if stop.signal:
@@ -346,7 +347,7 @@ def all_ranks(device: torch.device) -> DeviceMesh:
 
 
 def fetch_files(options: TrainOptions) -> TrainOptions:
-    """Return the options with local files for downloaded models and data, after checking the format of the data."""
+    """Download the model and the data, check the format of the data, and return the options with the local files."""
     names = [*options.data, *options.eval_data]
     if options.model.startswith(PREFIX) or any(map(is_remote, names)):
         output = Path(str(options.output))
@@ -416,7 +417,11 @@ class Progress:
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
-        """Continue after step ``start``. The last epoch ends with the data, even if the size of a step has changed."""
+        """Continue after step ``start``. The last epoch ends with the data, even if the size of a step has changed.
+
+        For example, a run over 40 batches has read 20 of them in 10 steps of 2. If its steps have 4 batches from now
+        on, it trains 5 more, so `steps` becomes 15.
+        """
         read_steps = self._batches_read() / self._options.accumulate * self._repeats
         if self._options.steps is None and read_steps != start:
             self.steps = start + max(math.ceil(round(self._epoch_steps - read_steps, 6)), 0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_models.adapters.lora import apply_lora, language_targets
-from liger_models.adapters.lora_layers import LoRAConfig
+from liger_models.adapters.lora_config import LoRAConfig
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.layers.layer import CHECKPOINTING_POLICIES

@@ -23,7 +23,9 @@ from liger_models.adapters import (
     without_adapters,
 )
 from liger_models.adapters.lora import language_targets
-from liger_models.adapters.lora_layers import EXPERTS, LoRAExperts, adapted_layers
+from liger_models.adapters.lora_config import EXPERTS
+from liger_models.adapters.lora_experts import LoRAExperts
+from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.adapters.quantize import quantized_bytes, quantized_experts, quantized_layers
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.generation.loop import generate

@@ -496,9 +496,10 @@ def test_a_module_beside_the_model(tmp_path):
 
 def test_what_cannot_be_unpacked():
     model = llama()
-    unpack_projections(model)
-    with pytest.raises(ValueError, match="got a model that is unpacked already"):
-        unpack_projections(model)
+    unpacked = unpack_projections(model)
+    for again in (model, unpacked, torch.nn.Sequential(unpacked)):
+        with pytest.raises(ValueError, match="got a model that is unpacked already"):
+            unpack_projections(again)
     with pytest.raises(ValueError, match=r"got UnpackedLMHead. Call pack\(\) on"):
         apply_lora(model)
     with pytest.raises(ValueError, match="got LoRALinear"):

@@ -1,4 +1,9 @@
-"""Every registered architecture with its tiny configurations, and the same model in transformers beside ours."""
+"""Every registered architecture with its tiny configurations, and the same model in transformers for comparison.
+
+A case is a family and one of its variants. Two markers leave out tests that would repeat what other tests show:
+`beyond_kinds` for tests that depend on a family only through its layers, and `beyond_settings` for tests in which a
+setting of a configuration has the same effect in all families. ``make test-matrix`` runs these tests, too.
+"""
 
 import copy
 import functools
@@ -32,25 +37,25 @@ ARCHS = built_in()
 
 
 def tiny(arch: str) -> dict[str, dict]:
-    """Variant -> keyword arguments of transformers' configuration class. One file per architecture, no code."""
+    """Map each variant to keyword arguments of transformers' configuration class, read from the family's tiny.json."""
     file = json.loads((DATA / arch / "tiny.json").read_text())
     return {name: merged(file["base"], changes) for name, changes in file["variants"].items()}
 
 
 def merged(base: dict, changes: dict) -> dict:
-    """``changes`` over ``base``, key by key also within the parts of a configuration."""
+    """Return ``base`` with ``changes``, which are merged key by key, also in nested configurations."""
     parts = {key: {**base[key], **value} for key, value in changes.items() if key.endswith("_config")}
     return {**base, **changes, **parts}
 
 
 def text_sizes(arch: str, variant: str) -> dict:
-    """The keys of the language model."""
+    """Return the part of a configuration that describes the language model."""
     sizes = tiny(arch)[variant]
     return sizes.get("text_config", sizes)
 
 
 def variants(arch: str) -> dict[str, dict]:
-    """As `tiny`; for an architecture without test data one variant, so that its own tests are collected and fail."""
+    """Return `tiny`. A family without test data has one variant, so that its tests are collected and fail."""
     return tiny(arch) if (DATA / arch / "tiny.json").exists() else {"without_test_data": {}}
 
 
@@ -61,9 +66,9 @@ VISION_CASES = [(arch, variant) for arch, variant in CASES if "vision_config" in
 
 @cache
 def properties(arch: str) -> frozenset[str]:
-    """What a family's layers are and do: the classes of all that lie in its blocks and towers, and of attention more.
+    """Return the names of the classes of a family's layers, and the properties of its attention layers.
 
-    Blocks, towers and models themselves are wiring, which every family has of its own.
+    A layer that contains attention layers, such as a block or a tower, is left out: every family has its own.
     """
     if not (DATA / arch / "tiny.json").exists():
         return frozenset()
@@ -82,18 +87,18 @@ def properties(arch: str) -> frozenset[str]:
 
 
 def simplest_with(name: str) -> str:
-    """The family with the fewest properties among those that have one of this name."""
+    """Return the simplest family (see `simplicity`) that has the property ``name``."""
     return min((arch for arch in ARCHS if name in properties(arch)), key=simplicity)
 
 
 def simplicity(arch: str) -> tuple[int, int, str]:
-    """What families are sorted by from the simplest on: few properties, then many variants."""
+    """Return the sort key of a family. The simplest families come first: few properties, then many variants."""
     return len(properties(arch)), -len(variants(arch)), arch
 
 
 @cache
 def one_of_each_kind() -> frozenset[str]:
-    """Families in which every property of a layer occurs: from the simplest on, each that has one that is new."""
+    """Return families that together have every property: of the families from the simplest on, each with a new one."""
     seen: set[str] = set()
     chosen = set()
     for arch in sorted(ARCHS, key=simplicity):
@@ -105,7 +110,7 @@ def one_of_each_kind() -> frozenset[str]:
 
 @cache
 def one_of_each_setting() -> frozenset[tuple[str, str]]:
-    """The first case of each family; and for each further setting of a configuration, a case that has it."""
+    """Return the first case of each family and, for each further setting of a configuration, a case that has it."""
     chosen = list(FIRST_CASES)
     seen = set().union(*(settings(case) for case in chosen))
     for case in sorted(CASES, key=lambda case: simplicity(case[0])):
@@ -116,7 +121,7 @@ def one_of_each_setting() -> frozenset[tuple[str, str]]:
 
 
 def settings(case: tuple[str, str]) -> set[tuple[str, Any]]:
-    """The keys in which a case differs from its family's base, with the values that are no numbers or lists."""
+    """Return the keys in which a case differs from its family's base, with values, or types of numbers and lists."""
     arch, variant = case
     file = DATA / arch / "tiny.json"
     parts = [json.loads(file.read_text())["variants"][variant]] if file.exists() else []
@@ -131,23 +136,23 @@ def settings(case: tuple[str, str]) -> set[tuple[str, Any]]:
 
 
 def beyond_kinds(arch: str) -> Any:
-    """The marker ``matrix`` for all families but those of `one_of_each_kind`.
+    """Return the marker ``matrix`` for all families that are not in `one_of_each_kind`.
 
-    For tests of what depends on a family through its layers alone, and costs too much to be run for each.
+    It is for tests that are costly and depend on a family only through the family's layers.
     """
     return () if arch in one_of_each_kind() else pytest.mark.matrix
 
 
 def of_each_kind(cases: Iterable[Any]) -> list[Any]:
-    """Families, or pairs of a family and a variant, as parameters with the markers of `beyond_kinds`."""
+    """Return families, or cases, as parameters of a test, with the markers of `beyond_kinds`."""
     return [pytest.param(case, marks=beyond_kinds(case if isinstance(case, str) else case[0])) for case in cases]
 
 
 def beyond_settings(case: tuple[str, str]) -> Any:
-    """The marker ``matrix`` for all cases but those of `one_of_each_setting`.
+    """Return the marker ``matrix`` for all cases that are not in `one_of_each_setting`.
 
-    For tests in which a setting does in one family what it does in others. All cases are compared with transformers,
-    and exported.
+    It is for tests in which a setting has the same effect in all families. Comparisons with transformers and exports
+    run for all cases.
     """
     return () if case in one_of_each_setting() else pytest.mark.matrix
 
@@ -189,9 +194,9 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
     model = auto_class(arch).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Also norms and biases away from the ones and zeros that they start from.
+            # Norms and biases, too, must differ from their initial ones and zeros.
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
-            if name.endswith("A_log"):  # in a new model states vanish within a token or two, and whatever is in them
+            if name.endswith("A_log"):  # in a new model, states decay within two tokens, and with them errors
                 parameter.sub_(4)
         saved = model.state_dict()
         for name, buffer in model.named_buffers():
@@ -262,7 +267,7 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
 
 
 def placeholders_of_glm4v(config, input_ids, inputs_embeds, image_features=None, video_features=None):
-    """The masks of GLM-4.1V's images and videos, [B, T, 1]. Transformers 5.23 takes all placeholders for both."""
+    """Return the masks of GLM-4.1V's images and videos, [B, T, 1]. Transformers 5.23 uses all placeholders for both."""
     inside = (input_ids == config.video_start_token_id).cumsum(1) > (input_ids == config.video_end_token_id).cumsum(1)
     here = input_ids == config.image_token_id
     return (here & ~inside)[..., None], (here & inside)[..., None]
@@ -307,7 +312,7 @@ def scale_queries_by_position(model) -> None:
 
 
 def attend_with_scaled_queries(attend, layer, query, *rest, **options):
-    """Attention of Llama 4; in the layers that were given positions, [B, H, T, D] queries are scaled by them."""
+    """Compute attention of Llama 4. If a layer has positions, its queries [B, H, T, D] are scaled by them."""
     if "positions" in vars(layer):
         steps = torch.floor((layer.positions.to(query.dtype) + 1) / layer.floor_scale)
         query = query * (torch.log1p(steps) * layer.attn_scale + 1)[:, None, :, None]
@@ -315,19 +320,19 @@ def attend_with_scaled_queries(attend, layer, query, *rest, **options):
 
 
 def keep_mask(mixer, args, kwargs):
-    """Keep the mask that a mixer is called with, for `without_padding`."""
+    """Store the mask of a mixer's call for `without_padding`."""
     mask = kwargs.get("attention_mask")
     vars(mixer)["kept_mask"] = None if mask is None or mask.dim() != 2 else mask
 
 
 def without_padding(mixer, linear, args, out):
-    """The output of a mixer's projection, 0 for padding."""
+    """Return the output of a mixer's projection, with zeros for padding."""
     mask = vars(mixer)["kept_mask"]
     return None if mask is None else out * mask[:, -out.shape[1] :, None].to(out.dtype)
 
 
 def with_per_layer_inputs(model, forward, *args, inputs_embeds=None, **inputs):
-    """The forward of Gemma 3n, which leaves out the second embedding of tokens that are given as embeddings."""
+    """Call Gemma 3n's forward, which leaves out the second embedding if tokens are given as embeddings."""
     if inputs_embeds is not None:
         table = model.get_input_embeddings()
         rows = table(torch.arange(table.num_embeddings))
@@ -353,10 +358,11 @@ def with_prefix_of_prompts(generate, input_ids=None, token_type_ids=None, **opti
 
 
 def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None, mm_token_type_ids=None, **inputs):
-    """The forward with the masks that ``generate`` makes: of transformers 5.23's two they are those of Gemma 4.
+    """Call the forward with the masks that ``generate`` makes, which are Gemma 4's.
 
-    The tokens of an image attend to each other in both directions in the layers with a window, and within it. Without
-    this the forward of ``gemma4_unified`` has them do so in all layers, and beyond the window.
+    With these masks, the tokens of an image attend to each other in both directions only in layers with a window, and
+    only within the window. With its own masks, the forward of ``gemma4_unified`` in transformers 5.23 lets them do so
+    in all layers, and beyond the window.
     """
     if mm_token_type_ids is not None and not isinstance(attention_mask, dict):
         shape = torch.zeros(*input_ids.shape, 1, dtype=model.dtype)
@@ -368,7 +374,7 @@ def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None
 
 
 def hf_gradients(model) -> dict[str, Tensor]:
-    """Gradients under the names of the checkpoint: saved like weights, since transformers may hold several in one."""
+    """Return the gradients under the names of the checkpoint. They are saved as weights: transformers may pack some."""
     gradients = copy.deepcopy(model)
     crossing = cross_blocks(dict(model.named_parameters()))
     with torch.no_grad():
@@ -400,14 +406,14 @@ def fp64_twin(model: CausalLM, **inputs: Tensor) -> CausalLM:
 
 
 def taken_apart(model: CausalLM, theirs: Mapping[str, Tensor], tensor: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """``tensor`` of each parameter under Hugging Face's names, on the CPU."""
+    """Return ``tensor(parameter)`` of each parameter under Hugging Face's names, on the CPU."""
     parameters = dict(model.named_parameters())
     weights = pick_map(format_of(type(model)).weight_maps(model.config), theirs, parameters)
     return {n: t.cpu() for name, p in parameters.items() for n, t in weights.entries[name].unpack(tensor(p)).items()}
 
 
 def gradients_of(model: CausalLM) -> dict[str, Tensor]:
-    """Copies of all gradients; only what is frozen, or a text without images does not reach, may have none."""
+    """Return copies of all gradients. Only parameters that are frozen or need images may have no gradient."""
     crossing = cross_blocks(dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         reached = parameter.requires_grad and not (is_tower(name) or name.startswith(crossing))
@@ -416,7 +422,7 @@ def gradients_of(model: CausalLM) -> dict[str, Tensor]:
 
 
 def is_tower(name: str) -> bool:
-    """Whether a parameter, ours or theirs, is the vision tower's, which a text without images does not reach."""
+    """Return whether a parameter, ours or theirs, is part of the vision tower, which only images use."""
     towers = (
         "visual.",
         "vision_tower.",
@@ -432,7 +438,7 @@ def is_tower(name: str) -> bool:
 
 
 def cross_blocks(names: Collection[str]) -> tuple[str, ...]:
-    """What the names of blocks begin with that attend to images, and are left out in a text without."""
+    """Return the prefixes of the names of blocks that attend to images. Texts without images skip these blocks."""
     return tuple({name.partition("cross_attn.")[0] for name in names if ".cross_attn." in name})
 
 
@@ -441,7 +447,7 @@ def load(arch: str, folder: Path, **options) -> CausalLM:
 
 
 def assert_bounds_under_other_names(ours: CausalLM, bounds: Tensor, logits: Tensor, **inputs: Any) -> None:
-    """Of packed documents, under the names of transformers' collator."""
+    """Assert that the forward takes the bounds of documents under the names of transformers' collator, too."""
     names = {"cu_seq_lens_q": bounds.int(), "cu_seq_lens_k": bounds.int(), "max_length_q": 9, "max_length_k": 9}
     with torch.no_grad():
         assert torch.equal(ours(**inputs, **names).logits, logits)
@@ -469,10 +475,11 @@ GATED = {
 
 
 def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Callable[[], Any] | None = None) -> None:
-    """``twin`` makes a model in fp64, which judges gradients beyond the limit, by it or by the error of ``theirs``.
+    """Assert that the gradients of two models are the same within ``limit``.
 
-    It is an `fp64_twin`, or better a copy of ``theirs``. Two sums in fp32 whose terms cancel may be further from each
-    other than each is from fp64.
+    If ``twin`` is given, it makes a model in fp64, an `fp64_twin` or better a copy of ``theirs``. Gradients that differ
+    by more than the limit are then compared with this model's. Their error may be up to the limit or the error of
+    ``theirs``, because two fp32 sums whose terms cancel may differ more from each other than from fp64.
     """
     rotates = hasattr(getattr(ours, "visual", None), "rotary")
     theirs = hf_gradients(theirs)
@@ -482,7 +489,7 @@ def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Ca
     for name, gradient in theirs.items():
         gate = next((gate for gate in GATED if name.endswith(gate)), None)
         if is_tower(name) and name.endswith("k_proj.bias") and not rotates:
-            # It shifts all scores of a query alike where nothing is rotated: zero but for rounding, for everybody.
+            # Without rotation, this bias adds a number to all scores of a query: its gradient is zero up to rounding.
             scale = theirs[name.replace("k_proj", "q_proj")].norm()
             assert max(gradient.norm(), ours[name].norm()) <= limit * max(scale, 1e-30), name
         elif gate:

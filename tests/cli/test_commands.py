@@ -79,6 +79,9 @@ def test_list():
     assert [*rows] == sorted([*list_archs(), "gemma3n", "kimi_k25"])
     assert rows["kimi_k25"] == "The language model of Kimi K2.5"
     assert {row["class"] for row in read("list")} >= {"LigerLlama", "LigerMixtral"}
+    assert all(text and len(text.splitlines()) == 1 and len(text) < 120 for text in rows.values())
+    assert "differ" not in "".join(rows.values())  # what follows the first paragraph
+    assert rows["gemma4_text"] == "The language models of Gemma 4 without images."
     assert "Mixtral 8x7B" in run("list")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter, unmerge_lora
-from liger_models.adapters.lora_layers import EXPERTS
+from liger_models.adapters.lora_config import EXPERTS
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels.frozen import float8_blocks
 from liger_models.layers.frozen import frozen_parts, frozen_weights

@@ -431,6 +431,8 @@ def test_models_that_cannot_run_here_are_refused(model):
     model.layers[0].self_attn = Own(64, 4, 2, 16, layer=0)
     with pytest.raises(ValueError, match=r"take pages of a cache, got layers\.0\.self_attn of LigerLlama"):
         rollout(model, [[3]], max_new_tokens=2)
+    with pytest.raises(ValueError, match="some layer must cache keys and values, got none in LigerMamba2ForCausalLM"):
+        rollout(family("mamba2"), [[3]], max_new_tokens=2)
 
 
 @pytest.mark.compile

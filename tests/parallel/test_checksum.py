@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from liger_models.adapters import quantize_base
 from liger_models.adapters.lora import apply_lora
-from liger_models.adapters.lora_layers import LoRAConfig
+from liger_models.adapters.lora_config import LoRAConfig
 from liger_models.parallel import apply_fsdp, apply_tp
 from liger_models.parallel.checksum import frozen_checksum, weight_checksum
 

@@ -15,7 +15,7 @@ from liger_models.adapters import (
     LoRAConfig,
     apply_lora,
     load_adapter,
-    lora_layers,
+    lora_config,
     merge_lora,
     quantize_base,
     save_adapter,
@@ -157,7 +157,7 @@ def test_merging_asks_for_whole_weights(two):
     assert all("must not be sharded" in message for message in two(merge_sharded))
 
 
-EXPERTS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": lora_layers.EXPERTS}
+EXPERTS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": lora_config.EXPERTS}
 
 
 def adapted_experts(**config: Any):

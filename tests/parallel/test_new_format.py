@@ -12,7 +12,8 @@ from torch import Tensor
 
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, merge_lora, quantize_base, unmerge_lora
-from liger_models.adapters.lora_layers import EXPERTS, LoRALinear
+from liger_models.adapters.lora_config import EXPERTS
+from liger_models.adapters.lora_layers import LoRALinear
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels.frozen.weight import FORMATS
 from liger_models.layers.frozen import frozen_parts, frozen_weights

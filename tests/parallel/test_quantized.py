@@ -13,7 +13,8 @@ from torch.torch_version import TorchVersion
 
 from liger_models import AutoLigerModel, LigerLlama, LigerMixtral
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize_base, save_adapter
-from liger_models.adapters.lora_layers import EXPERTS, LoRALinear, adapted_layers
+from liger_models.adapters.lora_config import EXPERTS
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels import dispatch

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_models import AutoLigerModel, LigerMixtral
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize_base, save_adapter
-from liger_models.adapters.lora_layers import EXPERTS
+from liger_models.adapters.lora_config import EXPERTS
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels import dispatch

@@ -312,6 +312,30 @@ def test_errors_of_a_save_in_the_background(tmp_path):
     assert load_state(tmp_path, *run.parts) == 2
 
 
+def test_a_save_while_the_last_one_is_published(tmp_path):
+    run = Run({})
+    publishing, go = threading.Event(), threading.Event()
+
+    def publish(*arguments: Any) -> None:
+        publishing.set()
+        go.wait()
+        state_publish(*arguments)
+
+    state_publish = state._publish
+    with mock.patch.object(state, "_publish", publish):
+        done = save_state(tmp_path, 1, *run.parts, background=True)
+        publishing.wait()
+        try:
+            with pytest.raises(ValueError, match=r"Call its result\(\) first"):
+                save_state(tmp_path, 2, *run.parts)
+        finally:
+            go.set()
+        done.result()
+    assert load_state(tmp_path, *run.parts) == 1
+    save_state(tmp_path, 2, *run.parts)
+    assert load_state(tmp_path, *run.parts) == 2
+
+
 OTHERS = {
     "rope_theta": ({}, {"rope_theta": 5e5}, r"config\.rope_theta 500000\.0 instead of 10000\.0"),
     "tied": (
@@ -361,7 +385,7 @@ def test_another_set_of_tensors(tmp_path):
     save_state(tmp_path, 1, torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     for model, message in (
         (torch.nn.Sequential(torch.nn.Linear(2, 2)), r"one without 1\.weight, 1\.bias"),
-        (torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))), r"one with also 2\.weight, 2\.bias"),
+        (torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))), r"one that also has 2\.weight, 2\.bias"),
         (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)), r"one with another shape of 0\.weight\."),
     ):
         with pytest.raises(ValueError, match=f"the model must have the tensors of .*step-00000001, got {message}"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, lora_layers, save_adapter
+from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, lora_config, save_adapter
 from liger_models.convert import get_hf_state_dict
 from liger_models.distributed.collectives import Group
 from liger_models.parallel import (
@@ -31,8 +31,8 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     *(("llama, tied, biases", {"use_dora": True, "target_modules": MATRICES}, each) for each in (False, True)),
     ("phi3", {"use_dora": True}, False),  # a rank's rows of q, k and v do not follow each other in the file's matrix
     ("deepseek_v2", {}, True),  # with projections to latents that every rank has
-    ("gpt_oss", {"target_parameters": lora_layers.EXPERTS}, True),
-    ("llama4_text", {"target_parameters": lora_layers.EXPERTS}, False),
+    ("gpt_oss", {"target_parameters": lora_config.EXPERTS}, True),
+    ("llama4_text", {"target_parameters": lora_config.EXPERTS}, False),
     ("qwen2_5_vl", {"use_rslora": True}, False),  # with layers in the tower that the ranks do not divide
     ("mllama", {}, True),
     ("apertus", {"target_modules": ["up_proj", "down_proj"]}, True),
@@ -160,7 +160,7 @@ def test_a_run_goes_on_on_any_ranks_and_writes_the_files_of_one_process(two, fou
 
 
 def drop(policy: str) -> dict[str, Any]:
-    model = adapted("mixtral", lora_dropout=0.3, target_parameters=lora_layers.EXPERTS)
+    model = adapted("mixtral", lora_dropout=0.3, target_parameters=lora_config.EXPERTS)
     model.set_checkpointing(policy)
     apply_tp(model, mesh_of(2))
     torch.manual_seed(1)
@@ -172,7 +172,7 @@ def drop(policy: str) -> dict[str, Any]:
 def test_dropout(two):
     """Ranks whose generators agree have the same loss and gradients, also where the forward is repeated."""
     with torch.no_grad():
-        without = adapted("mixtral", target_parameters=lora_layers.EXPERTS)(**batch(0)).loss
+        without = adapted("mixtral", target_parameters=lora_config.EXPERTS)(**batch(0)).loss
     first, *others = two(drop, "none") + two(drop, "full")
     assert abs(first["loss"][""] - without) > 1e-3
     for got in others:

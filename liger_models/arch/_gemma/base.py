@@ -1,4 +1,8 @@
-"""The embedding, the last norm and the head of the Gemma families and PaliGemma."""
+"""The embedding, the last norm and the head of the Gemma families and PaliGemma.
+
+`CappedGemmaModel` derives from `GemmaModel`, and the base class of Gemma 3n and Gemma 4, `GemmaDecoder` in `decoder`,
+from `CappedGemmaModel`.
+"""
 
 from typing import Any
 

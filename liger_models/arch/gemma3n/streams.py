@@ -23,7 +23,7 @@ LEAST = 1e-5
 
 
 def magnitude(x: Tensor, least: float) -> Tensor:
-    """Return the root of the mean square of x [..., C], [..., 1], or of ``least`` if the mean square is below it."""
+    """Return the RMS of x [..., C] over C, [..., 1]. Mean squares below ``least`` count as ``least``."""
     return x.square().mean(-1, keepdim=True).clamp_min(least).sqrt()
 
 

@@ -1,9 +1,9 @@
 """Gemma 4 and Gemma 4 Unified, with and without images.
 
-The modules in reading order: `text` describes the language model. `config` has its sizes. `attention`, `experts` and
-`per_layer` are the parts of a block that other families lack, and `decoder` puts the parts together. `names` has the
-names in checkpoints. `images` adds images to the language model: `model` (Gemma 4) computes image tokens by the vision
-tower in `tower`, and `unified` (Gemma 4 Unified) by linear layers. `processor` turns images into patches.
+The modules in reading order: `text` describes the language model, and `config` has its sizes. `decoder` has the blocks;
+their attention and second input are in ``arch/_gemma``, shared with Gemma 3n, and their experts in `experts`. `names`
+has the names in checkpoints. `images` adds images to the language model: `model` (Gemma 4) computes image tokens by the
+vision tower in `tower`, and `unified` (Gemma 4 Unified) by linear layers. `processor` turns images into patches.
 """
 
 MODEL_TYPES = {

@@ -26,16 +26,16 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     # Rope parameters: a base for each type of layer, and for full attention the share of the pairs that rotate.
     rope = hf.get("rope_parameters") or {}
     full, sliding = (dict(rope.get(layer_type) or {}) for layer_type in LAYER_TYPES)
+    # Without parameters, full attention has the default of transformers: the proportional type, with its share.
+    full_type = full.pop("rope_type", "default") if full else "proportional"
     if full:
-        full_type = full.pop("rope_type", "default")
         share = full.pop("partial_rotary_factor", 1.0)
         flat["partial_rotary_factor"] = share if full_type == "proportional" else 1.0
-    else:
-        full_type = "proportional"  # the default of transformers, with its share
+    sliding_type = sliding.pop("rope_type", "default")
     flat["rope_theta"], flat["rope_local_base_freq"] = full.pop("rope_theta", None), sliding.pop("rope_theta", None)
 
     # Any other setting would be ignored, so it is refused.
-    supported = full_type in ("proportional", "default") and sliding.pop("rope_type", "default") == "default"
+    supported = full_type in ("proportional", "default") and sliding_type == "default"
     if not supported or full or sliding or rope.keys() - set(LAYER_TYPES):
         raise ValueError(
             "config.json: rope_parameters must be of type 'proportional' or 'default' for full_attention, and "

@@ -259,9 +259,10 @@ class Gemma4Tower(nn.Module):
         placed = F.embedding(coordinates[..., 0], table) + F.embedding(coordinates[..., 1] + self.positions, table)
         embedded = self.patch_embed((2 * (pixels - 0.5)).to(dtype_of(self.patch_embed)))
         x, residual = None, (embedded + placed * valid[..., None]).flatten(0, 1)[None]
-        segments = 2 * torch.arange(n, device=valid.device)[:, None] + ~valid  # images, each followed by its padding
+        # Image i is segment 2 i, and its padding segment 2 i + 1.
+        segment_of_patch = 2 * torch.arange(n, device=valid.device)[:, None] + ~valid  # [n, P]
         layout = BatchLayout.bidirectional(
-            coordinates.flatten(0, 1).T[:, None], {"default": self.rotary}, segments.flatten()
+            coordinates.flatten(0, 1).T[:, None], {"default": self.rotary}, segment_of_patch.flatten()
         )
         # Patches attend to the patches of their image.
         for block in self.blocks:
@@ -280,9 +281,9 @@ class Gemma4Tower(nn.Module):
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
         """Return the means over squares of patches, times sqrt(C), in fp32, because fp16 might overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
-        # Which square each patch belongs to, as a matrix [n, tokens, P], so that pooling is one product.
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1
+        # Which square each patch belongs to, as a matrix [n, P, tokens], so that pooling is one product.
         square = column // self.pool + across * (row // self.pool)
         inside = (square[..., None] == torch.arange(tokens, device=coordinates.device)) & valid[..., None]
         compute = torch.promote_types(seen.dtype, torch.float32)

@@ -40,7 +40,7 @@ def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
     """Group the rows of queries, keys and values by key head."""
     heads, keys, values = _linear_sizes(config)
     sizes = {"q": heads * keys, "k": heads * keys, "v": heads * values}
-    return Split(qkv, 0, sizes, _by_head("qkv", [keys, keys, values], heads))
+    return Split(qkv, 0, sizes, _by_head(["q", "k", "v"], [keys, keys, values], heads))
 
 
 def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
@@ -63,7 +63,7 @@ def hybrid_map(
     config: HybridConfig,
     prefix: str = "model",
     *,
-    apart: bool = True,
+    four_projections: bool = True,
     fused: bool = False,
     also: Mapping[str, Expression | str] | None = None,
     over: Mapping[str, Sequence[int]] | None = None,
@@ -73,8 +73,8 @@ def hybrid_map(
     Args:
         config: config of the model.
         prefix: prefix of the language model's tensors.
-        apart: whether linear attention has four projections, as in Qwen3.5, instead of two projections grouped by key
-            head, as in Qwen3-Next.
+        four_projections: whether linear attention has four projections, as in Qwen3.5; otherwise it has two projections
+            grouped by key head, as in Qwen3-Next.
         fused: whether each projection is one tensor for all experts of a layer.
         also, over: as in `decoder_map`.
     """
@@ -86,7 +86,7 @@ def hybrid_map(
         prefix=prefix,
         instead={"self_attn.qkv_proj.weight": None, "self_attn.o_proj.weight": None, **mlps.get("instead", {})},
         also={
-            **_linear_attention_entries(config, f"{prefix}.layers.{{linear}}.linear_attn", apart),
+            **_linear_attention_entries(config, f"{prefix}.layers.{{linear}}.linear_attn", four_projections),
             **_full_attention_entries(config, f"{prefix}.layers.{{full}}.self_attn"),
             **mlps.get("also", {}),
             **(also or {}),
@@ -101,12 +101,12 @@ def hybrid_map(
     )
 
 
-def _linear_attention_entries(config: HybridConfig, theirs: str, apart: bool) -> dict[str, Expression | str]:
+def _linear_attention_entries(config: HybridConfig, theirs: str, four_projections: bool) -> dict[str, Expression | str]:
     """Return the entries of linear attention; one projection packs those of the checkpoint, grouped by key head."""
     heads, keys, values = _linear_sizes(config)
     scalars = config.linear_num_value_heads // heads  # update rates, and decays, of a key head
     projections: list[Expression | str]
-    if apart:
+    if four_projections:
         projections = [_qkv_by_head(f"{theirs}.in_proj_qkv.weight", config)]
         projections += [f"{theirs}.in_proj_{name}.weight" for name in ("z", "b", "a")]
         sizes = [2 * keys + values, values, scalars, scalars]
@@ -199,14 +199,15 @@ def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `read_text`."""
-    out = {key: value for key, value in keys.items() if key != "intermediate_size" or "num_experts" not in keys}
+    # With experts, there is no dense MLP whose size to write.
+    unused = {"intermediate_size"} if "num_experts" in keys else set()
+    out = {key: value for key, value in keys.items() if key not in unused}
     sections = {"mrope_section": out.pop("mrope_section"), "mrope_interleaved": True}
     return out | {"rope_scaling": (out["rope_scaling"] or {"rope_type": "default"}) | sections}
 
 
-def _fused(config: HybridConfig) -> tuple[bool, ...]:
-    """Return, for each layout, whether a projection is one tensor for all experts. The hub has the first layout."""
-    return (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
+def _has_experts(config: HybridConfig) -> bool:
+    return any(config.is_sparse(i) for i in range(config.num_hidden_layers))
 
 
 def text_maps(config: HybridConfig) -> list[WeightMap]:
@@ -216,13 +217,18 @@ def text_maps(config: HybridConfig) -> list[WeightMap]:
     layouts of checkpoints with a tower.
     """
     prefixes = ("model", "model.language_model")
-    return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in reversed(_fused(config))]
+    layouts = (False, True) if _has_experts(config) else (False,)  # whether experts are fused
+    return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in layouts]
 
 
 def multimodal_maps(config: Any) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 model with its tower. The hub has the first one; the last ones have older prefixes."""
+    """The layouts of a Qwen3.5 model with its tower.
+
+    The first is the layout on the hub, which has one tensor for all experts. The last have older prefixes.
+    """
+    layouts = (True, False) if _has_experts(config) else (False,)  # whether experts are fused
     maps = []
     for text, visual in (("model.language_model", "model.visual"), ("model", "visual")):
         tower, over = qwen3_vl_tower(config.vision_config, visual)
-        maps += [hybrid_map(config, text, fused=fused, also=tower, over=over) for fused in _fused(config)]
+        maps += [hybrid_map(config, text, fused=fused, also=tower, over=over) for fused in layouts]
     return maps

@@ -53,12 +53,12 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_map(config: Qwen3NextConfig) -> WeightMap:
     """Maps the parameters of Qwen3-Next to the tensors of a Hugging Face checkpoint."""
-    return hybrid_map(config, apart=False)
+    return hybrid_map(config, four_projections=False)
 
 
 def other_maps(config: Qwen3NextConfig) -> list[WeightMap]:
     """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
-    return [hybrid_map(config, apart=False, fused=True)]
+    return [hybrid_map(config, four_projections=False, fused=True)]
 
 
 add_family(

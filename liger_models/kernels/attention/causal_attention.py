@@ -142,7 +142,9 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
     """Return ``documents``, ``low`` and ``last``, [B, S] int32 each, which bound the keys that a query sees.
 
     Token i and all later tokens see no key before ``low[i]``. ``last[j]`` is the last token i with ``low[i] <= j``.
-    Without documents and window, the three tensors are empty, and the kernels do not read them.
+    Without documents and window, the three tensors are empty, and the kernels do not read them. For example, documents
+    0 0 1 1 2 give low 0 0 2 2 4 and last 1 1 3 3 4. Documents 0 0 1 1 0, the first one in two pieces, give low 0 0 0 0
+    0 and last 4 4 4 4 4: the last token sees the first, so no key can be left out.
     """
     if documents is None and window is None:
         nothing = torch.empty(0, dtype=torch.int32, device=like.device)

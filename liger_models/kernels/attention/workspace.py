@@ -181,8 +181,8 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
     """Divide the heads and queries of q [B, T, H, D] and k [B, S, G, D] among launches.
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
-    they are read again. The backward processes the first query head of all KV heads before the second, so that sums
-    over queries have more tiles.
+    they are read again. The backward processes the first query head of as many KV heads as fit into a launch before the
+    second query head of these KV heads, so that sums over queries have more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

@@ -95,7 +95,7 @@ def _load(name: str, first: int, count: int, at: str, predicate: str = "", cache
 
 
 def _prepare(kind: str, scale: str, to: int) -> str:
-    """Return PTX that sets s and, for two scales, d to what `_pair` multiplies by: pairs or, for products, a scale."""
+    """Return PTX that sets the factors of `_pair`: s and, for two scales, d, in bf16 pairs; for products, s in fp32."""
     if kind == "products":
         return f"mov.b32 s{to}, {scale};\n"
     ptx = f"cvt.rn.bf16x2.f32 s{to}, {scale}, {scale};\n"
@@ -388,7 +388,7 @@ def _scales_at(
     scale_ptr, whole_ptr, row, G, byte, left, PAIRS: tl.constexpr, PER: tl.constexpr, SCALES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load a lane's four scales of a row of W, of which PER belong to a chunk. PAIRS bytes of codes share a scale."""
+    """Load the four scales that a lane needs of a row of W, PER per chunk. PAIRS bytes of codes share a scale."""
     # Bytes from the first one to those that the scales belong to; a chunk has 64 bytes, 16 of them for this lane.
     a0: tl.constexpr = 0
     a1: tl.constexpr = 8 if PER == 2 else 64

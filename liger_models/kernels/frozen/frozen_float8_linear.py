@@ -239,7 +239,7 @@ class Float8Rows(Format):
     rounds_inputs = True
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Return the shapes and dtypes of the codes, which have the shape of the weight, and of one scale per row."""
+        """Return shape and dtype of the codes, which have the shape of the weight, and of the scales, one per row."""
         return {"codes": (shape, DTYPE), "scales": (shape[:-1], torch.float32)}
 
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:

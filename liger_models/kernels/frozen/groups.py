@@ -334,7 +334,7 @@ class Groups(Format):
         return GroupConstants(self.codes_kind, self.scales_kind)
 
     def rows_of(self, weight: FrozenWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes, scales and the scale of each row, or None, with all rows of all experts together."""
+        """Return codes, scales and a scale per row (or None). The rows of all experts are concatenated."""
         codes, scales, *whole = (tensor.flatten(0, -2) for tensor in weight.tensors)
         return codes, scales, whole[0] if whole else None
 

@@ -78,6 +78,7 @@ from liger_models.kernels.linear.projection import (
 )
 from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.norm.fused_norm import FusedNorm
+from liger_models.kernels.tiles import cdiv
 
 WORKSPACE_MIB = 1024
 """Maximum size of the u of a chunk. For Llama-3-8B in bf16, a chunk has up to 18,724 rows. The fp32 sums over the
@@ -94,7 +95,8 @@ def _chunk_rows(N: int, row_bytes: int) -> int:
     ``row_bytes`` is the size of a row of u in bytes.
     """
     limit = max(WORKSPACE_MIB * 2**20 // max(row_bytes, 1), MIN_CHUNK)
-    return max(-(-N // max(-(-N // limit), 1)), 1)
+    chunks = max(cdiv(N, limit), 1)
+    return max(cdiv(N, chunks), 1)
 
 
 def gated_mlp_reference(
@@ -207,9 +209,10 @@ def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: b
 
     The second number is 1 except with sequence parallelism.
     """
-    copies = ranks.size if ranks is not None and ranks.sequence_parallel else 1
+    num_ranks = ranks.size if ranks is not None and ranks.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
-    return -(-_chunk_rows(N * copies, row_bytes) // copies) if recompute else N, copies
+    rows = cdiv(_chunk_rows(N * num_ranks, row_bytes), num_ranks) if recompute else N
+    return rows, num_ranks
 
 
 def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
@@ -219,11 +222,11 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
 
     # The tokens as rows [N, C], all of them or in chunks.
     inputs = inputs._replace(x=None if x is None else x.reshape(-1, C), residual=residual.reshape(-1, C))
-    rows, copies = split_rows(shape.numel(), products.gate_up.weight, ranks, inputs.recompute)
+    rows, num_ranks = split_rows(shape.numel(), products.gate_up.weight, ranks, inputs.recompute)
     if rows >= shape.numel():
         y, h, statistics, u = _forward_rows(inputs, products)
     else:
-        y, h, statistics, u = _forward_chunks(inputs, products, rows, copies)
+        y, h, statistics, u = _forward_chunks(inputs, products, rows, num_ranks)
     return GatedMLPOutputs(
         y=rows_in_order(y, shape, ranks),
         h=None if h is None else h.view(*shape, C),
@@ -232,11 +235,11 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
     )
 
 
-def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, copies: int) -> GatedMLPOutputs:
+def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, num_ranks: int) -> GatedMLPOutputs:
     """Compute the outputs of rows [N, C] in chunks of ``rows`` rows. u is not saved."""
     x, residual, weight = inputs.x, inputs.residual, products.down.weight
     N = len(residual)
-    y = weight.new_empty(copies, N, weight.shape[0])  # of the tokens of all R ranks, if each has its own: [R, N, O]
+    y = weight.new_empty(num_ranks, N, weight.shape[0])  # of the tokens of all R ranks, if each has its own: [R, N, O]
     h = None if x is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
     statistics = residual.new_empty(inputs.norm.statistics_shape((N,)), dtype=torch.float32)
     for start in range(0, N, rows):
@@ -247,7 +250,7 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, copie
         if h is not None and outputs.h is not None:
             h[chunk] = outputs.h
         if inputs.result:
-            y[:, chunk] = outputs.y.unflatten(0, (copies, -1))
+            y[:, chunk] = outputs.y.unflatten(0, (num_ranks, -1))
         del outputs
     return GatedMLPOutputs(y.flatten(0, 1), h, statistics, None)
 
@@ -255,15 +258,15 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, copie
 def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
     """Compute the outputs of rows [N, C], which are all rows or a chunk of them."""
     (gate_up, down), ranks = products, inputs.ranks
-    rows, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
+    normed, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
     h = None if inputs.x is None else stream
     if inputs.recompute and not inputs.result:
         y = down.weight.new_empty(*gathered_shape(inputs.residual.shape[:-1], ranks), down.weight.shape[0])
         return GatedMLPOutputs(y, h, statistics, None)
 
-    rows = gather_rows(rows, ranks)
-    u, product = gate_up.gated_forward(rows, inputs.act)  # [N, 2 F], [N, F]
-    del rows
+    normed = gather_rows(normed, ranks)
+    u, product = gate_up.gated_forward(normed, inputs.act)  # [N, 2 F], [N, F]
+    del normed
     if product is None:
         product = down.gated(u, inputs.act)
     kept = None if inputs.recompute else u
@@ -288,16 +291,19 @@ def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedM
         ),
         needs=needs,
     )
-    rows, copies = split_rows(N, saved.gate_up.weight, ranks, u is None)
-    gradients = _backward_rows(upstream, products) if rows >= N else _backward_chunks(upstream, products, rows, copies)
+    rows, num_ranks = split_rows(N, saved.gate_up.weight, ranks, u is None)
+    if rows >= N:
+        gradients = _backward_rows(upstream, products)
+    else:
+        gradients = _backward_chunks(upstream, products, rows, num_ranks)
     dx = gradients.residual
     return gradients._replace(residual=None if dx is None else dx.view(shape))
 
 
-def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, copies: int) -> GatedMLPGradients:
+def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, num_ranks: int) -> GatedMLPGradients:
     """Compute the gradients in chunks of ``rows`` rows. The parameters' gradients are summed over the chunks."""
     dy, dh, saved, needs = upstream
-    dy = dy.unflatten(0, (copies, -1))  # [R, N, O]
+    dy = dy.unflatten(0, (num_ranks, -1))  # [R, N, O]
     dx = torch.empty_like(saved.h, memory_format=torch.contiguous_format) if needs.x or needs.residual else None
     totals = GatedMLPGradients()
     for start in range(0, len(saved.h), rows):
@@ -338,9 +344,9 @@ def _backward_rows(
 
     # Through the down projection and the activation, whose kernel also writes the gated product. Where u is not saved,
     # du takes its place.
-    upstream = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
+    dy_operand = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
     if u is not None and need_du:
-        d_product, g = down.rows_gradient(upstream)  # [N, F]
+        d_product, g = down.rows_gradient(dy_operand)  # [N, F]
         du, product = gate_up.gated_backward(
             d_product, u, act, down, for_rows=need_dn, needs=needs.gate_up, need_product=needs.down.by_rows,
             overwrite_gate_up=recomputed,
@@ -351,8 +357,8 @@ def _backward_rows(
     del u
 
     # The parameters of the down projection.
-    d_down = down.gradients(upstream, g, product, needs.down, None if totals is None else totals.down)
-    del upstream, product, g
+    d_down = down.gradients(dy_operand, g, product, needs.down, None if totals is None else totals.down)
+    del dy_operand, product, g
 
     # Through the projection of gate and up and the norm, and their parameters.
     if du is not None:

@@ -141,9 +141,9 @@ def _scan(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Go through the chunks of a document in order, and store output and final state.
+    """Go through the chunks of a document in order, and store the final state and, with STORE_OUT, the output.
 
-    With STORE_STATES, store the state before each chunk and D instead, for the backward.
+    With STORE_STATES, for the backward, store the state before each chunk and D, and no final state.
     """
     n, head, _, v_columns = owned_columns(program, H, 1, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)

@@ -61,7 +61,8 @@ def _few_tile(
     """Return the expert of a tile, the tile's first row, the end of the expert's rows, and whether the tile has rows.
 
     If rows are sorted, ``where_ptr`` has the end of the rows of each of COUNT experts. Otherwise it has the expert of
-    each of COUNT copies. There is then a tile for each copy, and rows are numbered among the copies of the same expert.
+    each of COUNT copies. In that case each copy has its own tile, and its row number is the number of earlier copies of
+    the same expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)

@@ -7,9 +7,9 @@ The scale is the largest magnitude in its block. The moments are::
 
 The powers give small values more codes: the square root of a second moment may be 65,025 times smaller than the largest
 root in its block. In one step, a moment usually changes by less than the distance between two codes. Moments are
-therefore rounded up or down at random, such that the mean is preserved. Rounded to nearest, 0.999 · v would remain v.
-A positive second moment never gets the code 0, because the update would then be m / eps. If a block contains infinity
-or NaN, its scale is that value.
+therefore rounded up or down at random, such that the mean is preserved. With rounding to nearest, 0.999 · v would
+always become v again. A positive second moment never gets the code 0, because the update would then be m / eps. If a
+block contains infinity or NaN, its scale is that value.
 """
 
 import math

@@ -1,0 +1,142 @@
+"""LoRA adapters A_e, B_e of the matrices W_e of each routed expert e.
+
+    y_e = W_e x + s · B_e A_e x          s as in `lora_layers`
+
+The ops of the layer take A and B. Under tensor parallelism, B of gate and up is sharded by rows, and A of down by
+columns.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.adapters.lora_config import LoRAConfig
+from liger_models.convert.weight_map import Expression
+from liger_models.distributed.collectives import Group, sum_gradient
+from liger_models.kernels.frozen.products import Weight, dense
+from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
+from liger_models.layers.derived import derive
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import copy_into, local
+from liger_models.layers.moe import MATRICES
+
+
+class ExpertAdapter(Layer):
+    """The adapter of a parameter that holds one matrix per expert: A [X, r, in] and B [X, out, r].
+
+    The rows of B have the packed order of the weight.
+
+    Args:
+        weight: the matrices, [X, out, in].
+        name: name, in transformers, of the parameter that holds the matrices.
+        expression: the weight as an expression over the parameter in transformers.
+        config: settings of the adapters.
+        exchanged: whether A and B change places in PEFT's files; see `CheckpointFormat.peft_exchanges`.
+    """
+
+    def __init__(
+        self, weight: Weight, name: str, expression: Expression, config: LoRAConfig, *, exchanged: bool = False
+    ) -> None:
+        super().__init__()
+        X, out, width = weight.shape
+
+        # Adapters are fp32 because of their small updates, as for linear layers.
+        options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
+        self.name, self.expression, self.exchanged = name, expression, exchanged
+        self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
+        self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True, because `LoRAExperts` already sums the gradients."""
+        return True
+
+
+class LoRAExperts(Layer):
+    """The adapters of a layer's routed experts, which are in the submodule ``lora``. The ops of the layer take A and B.
+
+    Args:
+        adapters: maps the name of a parameter of the layer, "gate_up_weight" or "down_weight", to its adapter.
+        active_share: ``active_share`` of the layer.
+        config: settings of the adapters.
+    """
+
+    active: bool = True
+    """Whether the adapters are used, not only the frozen weights; see `without_adapters`."""
+    group: Group | None = None
+    """The process group over which `apply_tp` has divided the width of each expert; otherwise None."""
+
+    def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
+        super().__init__()
+        self.config, self.names, self.active_share = config, tuple(adapters), active_share
+        for name, adapter in adapters.items():
+            self.add_module(name, adapter)
+        self.reset_adapters()
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Shard the adapters along the width of the experts: B of gate and up by rows, and A of down by columns."""
+        self.group = group
+        dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}  # the dimension along which each tensor is sharded
+        return {name: dim for name, dim in dims.items() if name.partition(".")[0] in self.names}
+
+    def by_name(self) -> dict[str, ExpertAdapter]:
+        """Map the name of each adapted parameter in transformers to its adapter."""
+        adapters = [cast(ExpertAdapter, self.get_submodule(name)) for name in self.names]
+        return {adapter.name: adapter for adapter in adapters}
+
+    @torch.no_grad()
+    def reset_adapters(self) -> None:
+        """Draw A and set B to 0, so that the adapters have no effect.
+
+        Sharded adapters get their parts of the values that the first rank draws.
+        """
+        for adapter in self.by_name().values():
+            drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
+            bound = drawn.shape[2] ** -0.5  # as for A [r, in] of a linear layer
+            copy_into(adapter.lora_A, drawn.uniform_(-bound, bound))
+            nn.init.zeros_(adapter.lora_B)
+
+    @property
+    def dropout(self) -> float:
+        """The current probability that an element of the adapters' input is dropped. It is 0 outside of training."""
+        return self.config.lora_dropout if self.training and self.active else 0.0
+
+    def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
+        """Return A [X, r, in] and s · B [X, out, r] of this rank's experts, for gate and up, and for down.
+
+        A pair is None if its matrices have no adapters or the adapters are switched off.
+        """
+        if not self.active:
+            return None, None
+        gate_up_A, gate_up_B, down_A, down_B = derive(self, dtype, lambda: self._factors(dtype))
+        return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Return A and s · B for each name in `MATRICES`, or None and None if there is no adapter."""
+        factors: list[Tensor | None] = []
+        for name in MATRICES:
+            if name not in self.names:
+                factors += [None, None]
+                continue
+            adapter: Any = self.get_submodule(name)
+            A, B = local(adapter.lora_A), local(adapter.lora_B)
+
+            # If A is sharded, each rank computes only a part of the gradient of B, and vice versa.
+            if self.group is not None and name == "gate_up_weight":
+                A = sum_gradient(A, self.group)
+            elif self.group is not None:
+                B = sum_gradient(B, self.group)
+            factors += [A.to(dtype), (B * self.config.scaling).to(dtype)]
+        return tuple(factors)
+
+    @torch.no_grad()
+    def merged(self, name: str, weight: Weight) -> Tensor:
+        """Return the weight [X, out, in] of the parameter ``name`` with merged adapters, in the dtype of the weight."""
+        adapter: Any = self.get_submodule(name)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        B = (adapter.lora_B.to(wide) * self.config.scaling).split(1)
+
+        # Experts are merged one by one, because the fp32 copies need memory.
+        experts = zip(weight.split(1), B, adapter.lora_A.to(wide).split(1), strict=True)
+        return torch.cat([torch.baddbmm(dense(W).to(wide), b, a).to(weight.dtype) for W, b, a in experts])
