@@ -1,6 +1,7 @@
 """Every architecture against transformers: same random weights, fp32, logits, loss and every gradient."""
 
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from .families import (
     beyond_settings,
     error,
     every_case,
+    fp64_twin,
     gradients_of,
     hf_model,
     load,
@@ -68,7 +70,7 @@ def test_logits_loss_and_gradients(pair):
     assert got.logits is None
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
-    assert_same_gradients(ours, theirs)
+    assert_same_gradients(ours, theirs, twin=partial(fp64_twin, ours, input_ids=ids, labels=labels))
 
 
 @one_case_each
@@ -402,7 +404,8 @@ def test_more_tokens(pair, tmp_path):
     torch.testing.assert_close(ours.embed_tokens.weight[V:], before.mean(0).expand(size - V, -1))
     ours.save_pretrained(tmp_path)
     theirs = hf_model(tmp_path)
-    ids = tokens(arch, variant, 2, T)
+    # With seed 0, two experts of deepseek_v2 have scores that differ by 1e-7, and rounding would choose between them.
+    ids = tokens(arch, variant, 2, T, seed=1)
     ids[:, 3:6] = torch.arange(V, V + 3)
     want, got = theirs(ids, labels=ids), ours(ids, labels=ids)
     assert error(ours(ids).logits, want.logits) <= LIMIT
