@@ -1,7 +1,6 @@
 """Every architecture against transformers: same random weights, fp32, logits, loss and every gradient."""
 
 from dataclasses import fields
-from functools import partial
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from .families import (
     beyond_settings,
     error,
     every_case,
-    fp64_twin,
     gradients_of,
     hf_model,
     load,
@@ -37,6 +35,9 @@ from .families import (
 )
 
 T = 40  # past the original length of every scaled variant
+SEEDS = {("mamba2", "groups"): 3, ("deepseek_v2", "yarn"): 1}
+"""Case -> seed of its tokens, where seed 0 makes rounding decide: the terms of a gradient cancel but for a thirtieth of
+their usual sum, or two experts have scores that differ by 1e-7."""
 INDUCTOR = [
     (("llama", "gqa"), True),
     (("gemma2", "gqa"), False),
@@ -57,7 +58,7 @@ def steady_length(variant: str) -> int:
 @every_case
 def test_logits_loss_and_gradients(pair):
     arch, variant, theirs, ours = pair
-    ids = tokens(arch, variant, 2, T)
+    ids = tokens(arch, variant, 2, T, SEEDS.get((arch, variant), 0))
     ids[:, 4::9] = ours.config.pad_token_id  # whose embedding is not trained
     labels = ids.clone()
     labels[0, :7] = -100
@@ -70,7 +71,7 @@ def test_logits_loss_and_gradients(pair):
     assert got.logits is None
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
-    assert_same_gradients(ours, theirs, twin=partial(fp64_twin, ours, input_ids=ids, labels=labels))
+    assert_same_gradients(ours, theirs)
 
 
 @one_case_each
@@ -404,8 +405,7 @@ def test_more_tokens(pair, tmp_path):
     torch.testing.assert_close(ours.embed_tokens.weight[V:], before.mean(0).expand(size - V, -1))
     ours.save_pretrained(tmp_path)
     theirs = hf_model(tmp_path)
-    # With seed 0, two experts of deepseek_v2 have scores that differ by 1e-7, and rounding would choose between them.
-    ids = tokens(arch, variant, 2, T, seed=1)
+    ids = tokens(arch, variant, 2, T, SEEDS.get((arch, variant), 0))
     ids[:, 3:6] = torch.arange(V, V + 3)
     want, got = theirs(ids, labels=ids), ours(ids, labels=ids)
     assert error(ours(ids).logits, want.logits) <= LIMIT
