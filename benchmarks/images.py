@@ -1,7 +1,6 @@
 """Training on images from files: the speed of workers that decode and pack, beside the speed of a model."""
 
 import argparse
-import copy
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from .processes import measure_all, plan_batch
 from .rows import Row, Rows
 from .tables import markdown, tokens
 from .training.job import Job
-from .training.models import CHANGES, CONFIGS, FAMILIES, RELEASES, changed, keep_first, text_part
+from .training.models import CHANGES, FAMILIES, changed, keep_first, read_release, text_part
 from .training.modes import title
 from .training.step import make_step
 
@@ -39,7 +38,7 @@ SETTLE = 3
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-QWEN = ({"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}, (), {"min_pixels": 3136, **CLIP})
+QWEN = ({"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}, (), CLIP)
 IDEFICS = (
     "<fake_token_around_image>",
     "<global-img>",
@@ -83,8 +82,8 @@ IMAGES = {
         {"size": {"height": 896, "width": 896}},
     ),
 }  # fmt: skip
-"""Model type -> tokens by their keys in config.json, of which the first is the placeholder; further tokens of images;
-and the settings of preprocessor_config.json."""
+"""Model type -> three things: the tokens of images that config.json names, by their keys there, the placeholder first;
+the other tokens of images; and the settings in preprocessor_config.json."""
 FIRST_WORD, FIRST_TOKEN = 20, 500
 """The first ids of words, and of further tokens of images. No placeholder has an id of either."""
 QUESTION = FIRST_WORD + 3
@@ -125,31 +124,28 @@ def write_photos(folder: Path, number: int, size: tuple[int, int]) -> list[Path]
 
 def whole_config(name: str) -> dict[str, Any]:
     """The config.json of a family's release with all layers, or as many as `DEPTHS` says."""
-    release = FAMILIES[name][0]
-    config = copy.deepcopy(RELEASES[release]) if release in RELEASES else json.loads((CONFIGS / release).read_text())
+    config = read_release(FAMILIES[name][0])
     if name in DEPTHS:
         keep_first(text_part(config), "num_hidden_layers", DEPTHS[name])
     return changed(config, CHANGES.get(name, {}))
 
 
-def make_processor(config: dict[str, Any], max_pixels: int = MAX_PIXELS, **changes: Any) -> Any:
+def make_processor(config: dict[str, Any], max_pixels: int = MAX_PIXELS) -> Any:
     """Make a family's processor, with the settings of a release, the placeholder ids of ``config``, and few words.
 
     Args:
         config: the content of config.json.
         max_pixels: maximum area of an image of Qwen-VL and GLM-4.1V.
-        changes: other settings of preprocessor_config.json.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from liger_models import AutoLigerModel
 
     names, more, settings = IMAGES[config["model_type"]]
-    settings = settings | changes
     if "video_token_id" in names:
-        settings |= {"max_pixels": max_pixels, "min_pixels": 3136}
+        settings = settings | {"max_pixels": max_pixels, "min_pixels": 3136}
     if "image_grid_pinpoints" in config:
-        settings["image_grid_pinpoints"] = config["image_grid_pinpoints"]
+        settings = settings | {"image_grid_pinpoints": config["image_grid_pinpoints"]}
 
     # The words, and the tokens of images with the ids of the config.
     words = ["?", "end", "a", "what", "is", "it", *(f"w{n}" for n in range(100))]

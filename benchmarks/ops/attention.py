@@ -79,12 +79,12 @@ def make_latent(B: int, T: int, H: int, N: int, R: int, V: int) -> dict[str, Ten
 
 
 def ready_heads(q: Tensor, kv: Tensor, shared: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values, which the peers get ready."""
+    """The queries, keys and values that the peers start from."""
     return latent_heads_reference(q.flatten(2), kv.flatten(2), shared, cos, sin, q.shape[2], interleaved=True)
 
 
 def latent_ours(q: Tensor, kv: Tensor, shared: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What the layer computes between its projections: rotated queries and keys, and attention."""
+    """The layer without its projections: it rotates queries and keys, and computes attention."""
     q, k, v = latent_heads(q.flatten(2), kv.flatten(2), shared, cos, sin, q.shape[2], interleaved=True)
     return attention(q, k, v, BatchLayout.build(q.shape[:2], q.device, {}), scale=q.shape[3] ** -0.5)
 

@@ -64,30 +64,33 @@ def place(ids: Tensor, token: int, images: list[list[int]]) -> tuple[Tensor, lis
     return ids, placed
 
 
+def with_pixels(ids: Tensor, token: int, pixels: tuple[int, ...], generator: torch.Generator, **images: Tensor) -> dict:
+    """The arguments of a forward: random pixels of a shape, ``images``, and labels for all but placeholders."""
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": torch.randn(pixels, device=ids.device, generator=generator),
+        **images,
+    }
+
+
 def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """A batch of the Qwen-VL families, GLM-V and Muse Glimmer: images of unequal size in every sequence."""
-    tower, token, (B, T) = config["vision_config"], config["image_token_id"], ids.shape
+    tower, token = config["vision_config"], config["image_token_id"]
     # No placeholder by chance, and no start or end of a video.
     special = ("image_token_id", "video_token_id", "video_start_token_id", "video_end_token_id")
     ids = ids % min(config[key] for key in special if key in config)
 
-    # Images from the second token on, with a token between them.
-    merge, grids, start = tower.get("spatial_merge_size", 2), [], 1
-    for rows, columns in PHOTOS.get(config["model_type"], IMAGES):
-        if start + rows * columns > T // 2:
-            continue
-        ids[:, start : start + rows * columns] = token
-        grids.append([1, rows * merge, columns * merge])
-        start += rows * columns + 1
-    grid = torch.tensor(grids * B)
+    grids = PHOTOS.get(config["model_type"], IMAGES)
+    ids, placed = place(ids, token, [[rows * columns] for rows, columns in grids])
+
+    merge = tower.get("spatial_merge_size", 2)
+    grid = torch.tensor([[1, grids[i][0] * merge, grids[i][1] * merge] for i in placed] * len(ids))
     width = 3 * tower.get("temporal_patch_size", 2) * tower["patch_size"] ** 2
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(ids == token, -100),
-        "pixel_values": torch.randn(int(grid.prod(1).sum()), width, device=ids.device, generator=generator),
-        "image_grid_thw": grid.to(ids.device),
-        "mm_token_type_ids": (ids == token).int(),
-    }
+    return with_pixels(
+        ids, token, (int(grid.prod(1).sum()), width), generator,
+        image_grid_thw=grid.to(ids.device), mm_token_type_ids=(ids == token).int(),
+    )  # fmt: skip
 
 
 def draw_square_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -98,12 +101,7 @@ def draw_square_images(config: dict, ids: Tensor, generator: torch.Generator) ->
     for start in starts:
         ids[:, start : start + count] = token
     side, images = config["vision_config"]["image_size"], len(starts) * ids.shape[0]
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(ids == token, -100),
-        "pixel_values": torch.randn(images, 3, side, side, device=ids.device, generator=generator),
-        "token_type_ids": (ids == token).int(),
-    }
+    return with_pixels(ids, token, (images, 3, side, side), generator, token_type_ids=(ids == token).int())
 
 
 def draw_padded_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -143,24 +141,11 @@ def draw_tiled_images(config: dict, ids: Tensor, generator: torch.Generator) -> 
         ids[:, start] = token
         seen[:, start:end, image] = used[image].long()
     ratios = [1 + tower["supported_aspect_ratios"].index(arrangement) for arrangement in arrangements]
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(ids == token, -100),
-        "pixel_values": torch.randn(B, 2, tiles, 3, side, side, device=ids.device, generator=generator),
-        "aspect_ratio_ids": torch.tensor([ratios] * B).to(ids.device),
-        "aspect_ratio_mask": used.long().expand(B, -1, -1).to(ids.device),
-        "cross_attention_mask": seen.to(ids.device),
-    }
-
-
-def with_pixels(ids: Tensor, token: int, pixels: tuple[int, ...], generator: torch.Generator, **images: Tensor) -> dict:
-    """The arguments of a forward: random pixels of a shape, ``images``, and labels for all but placeholders."""
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(ids == token, -100),
-        "pixel_values": torch.randn(pixels, device=ids.device, generator=generator),
-        **images,
-    }
+    return with_pixels(
+        ids, token, (B, 2, tiles, 3, side, side), generator,
+        aspect_ratio_ids=torch.tensor([ratios] * B).to(ids.device),
+        aspect_ratio_mask=used.long().expand(B, -1, -1).to(ids.device), cross_attention_mask=seen.to(ids.device),
+    )  # fmt: skip
 
 
 def draw_equal_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:

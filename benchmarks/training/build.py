@@ -151,17 +151,17 @@ def empty_hf(
 
     # Liger Kernel patches the classes, so it must come before the model.
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-    patch = in_parts = None
+    in_parts = config["model_type"] in PATCHED_IN_PARTS
     if liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-        patch, in_parts = MODEL_TYPE_TO_APPLY_LIGER_FN[config["model_type"]], config["model_type"] in PATCHED_IN_PARTS
-    if patch and not in_parts:
-        patch()
+        apply_liger = MODEL_TYPE_TO_APPLY_LIGER_FN[config["model_type"]]
+        if not in_parts:
+            apply_liger()
     with device:
         model = auto_class.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention)
-    if patch and in_parts:
-        patch(model=model)
+    if liger and in_parts:
+        apply_liger(model=model)
     model.config.use_cache = False
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})

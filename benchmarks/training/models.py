@@ -121,10 +121,15 @@ CHOICES = [*MODELS, *FAMILIES]
 """All names that ``--model`` takes."""
 
 
+def read_release(release: str) -> dict:
+    """The config.json of a release, which is a file in `CONFIGS` or a name in `RELEASES`."""
+    return copy.deepcopy(RELEASES[release]) if release in RELEASES else json.loads((CONFIGS / release).read_text())
+
+
 def read_config(name: str) -> dict:
     """The config.json of a model, cut to its number of layers."""
     release, layers, *tower_layers = (MODELS | FAMILIES)[name]
-    config = copy.deepcopy(RELEASES[release]) if release in RELEASES else json.loads((CONFIGS / release).read_text())
+    config = read_release(release)
     config.pop("quantization_config", None)  # trained weights are not quantized
     config.pop("audio_config", None)  # audio towers are not trained
     if layers is not None:

@@ -357,7 +357,7 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
 
 
 class _Threads(NamedTuple):
-    """What `triton.AsyncCompileMode` takes for an executor. Its threads also load the kernels that they compile.
+    """An executor for `triton.AsyncCompileMode`, whose threads compile kernels and also load them.
 
     Triton itself loads a kernel at its first launch. Before version 3.7, it then also compiles a C function that
     launches the kernel, which takes about 0.1 s, so that a step with 30 kernels would wait for seconds.

@@ -17,7 +17,7 @@ from liger_models.common.errors import check_floating
 from liger_models.kernels.loss.scalar_loss import scale_
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
-from liger_models.kernels.tiles import accumulate
+from liger_models.kernels.tiles import accumulate, cdiv
 
 WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 640, 8192, 65536
 """Default size of the logits buffer: at most WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and in proportion to the
@@ -48,15 +48,11 @@ large. Each block is cast to bf16 and freed before the next block, so that the b
 exist at the same time. This saves 1 GiB at V = 128,256 and C = 4096."""
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def _equal_rows(N: int, limit: int) -> int:
-    """Divide N rows into the fewest chunks of at most ``limit`` rows, and return the rows of one of equal size."""
-    chunks = max(-(-N // limit), 1)
+    """Divide N rows into the fewest chunks of at most ``limit`` rows, and return the number of rows of a chunk."""
+    chunks = max(cdiv(N, limit), 1)
     multiple = ROW_MULTIPLE if chunks == 1 else LARGE_MULTIPLE
-    return min(_round_up(max(-(-N // chunks), 1), multiple), limit)
+    return min(max(cdiv(N, chunks * multiple), 1) * multiple, limit)
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trained: bool = True) -> int:
@@ -76,7 +72,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trai
     limit = max(int(budget * 2**20) // (V * itemsize), ROW_MULTIPLE)
     limit -= limit % (LARGE_MULTIPLE if limit >= 2 * LARGE_MULTIPLE else ROW_MULTIPLE)
     if workspace_mib is None:
-        limit = max(limit, _round_up(-(-tokens // BF16_CHUNKS), ROW_MULTIPLE))
+        limit = max(limit, cdiv(tokens, BF16_CHUNKS * ROW_MULTIPLE) * ROW_MULTIPLE)
         limit = limit if trained else min(limit, FROZEN_ROWS)
 
     # More than MOST_TOKENS rows have chunks of at most the size that MOST_TOKENS rows have.

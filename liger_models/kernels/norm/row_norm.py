@@ -178,8 +178,7 @@ def _normed_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, statistics_ptr, dx_ptr, partial_ptr, y_ptr, N, C, h_n,
-    weight_offset,
+    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, statistics_ptr, dx_ptr, partial_ptr, y_ptr, N, C, h_n, weight_offset,
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, STORE_DW: tl.constexpr, STORE_DB: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -330,8 +329,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalize ``h = residual + x``, and return ``(y, h, statistics)``.
 
-    If the residual is None, h is x, whose rows may be at any distance, unless x is wider than MAX_TILE or its rows are
-    at unequal distances. h is then contiguous.
+    If the residual is None, h is x. It is a contiguous copy of x only if `_spaced_rows` makes one.
     """
     weight = weight.contiguous()
     x, x_n = _spaced_rows(x)
