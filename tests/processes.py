@@ -4,6 +4,7 @@ Importing PyTorch and the package takes most of the time of a short script. `FOR
 processes.
 """
 
+import itertools
 import os
 import re
 import runpy
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running
@@ -23,6 +25,8 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).parents[1]
+FIRST = 10_000 + 100 * (os.getpid() % 200)  # so that the workers of pytest start 100 ports apart
+PORTS = itertools.cycle(range(FIRST, FIRST + 100))
 FORKSERVER = get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["tests.no_gpu", "pytest", "torch._inductor.compile_fx", "liger_models.train.loop", "tests.arch.families"]
@@ -47,9 +51,15 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that stays free until the caller listens on it, which may be seconds later.
+
+    The system gives neither a server that asks for any port nor a client one below 32,768 (Linux) or 49,152 (macOS).
+    """
+    for port in PORTS:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")  # PORTS has no end
 
 
 def start_forkserver() -> None:
