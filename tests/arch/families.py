@@ -157,8 +157,16 @@ def beyond_settings(case: tuple[str, str]) -> Any:
     return () if case in one_of_each_setting() else pytest.mark.matrix
 
 
+def beyond_first(case: tuple[str, str]) -> Any:
+    """Return the marker ``matrix`` for all cases but the first of each family."""
+    return () if case in FIRST_CASES else pytest.mark.matrix
+
+
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
+first_cases_before_others = pytest.mark.parametrize(
+    "pair", [pytest.param(case, marks=beyond_first(case)) for case in CASES], indirect=True, ids="-".join
+)
 one_case_of_each_setting = pytest.mark.parametrize(
     "pair", [pytest.param(case, marks=beyond_settings(case)) for case in CASES], indirect=True, ids="-".join
 )

@@ -13,7 +13,7 @@ from liger_models.generation.prefill import can_move_padding
 from liger_models.generation.rows import Rows
 from liger_models.layers.paged_cache import PagedCache
 
-from .families import FIRST_CASES, LIMIT, error, one_case_each, tokens
+from .families import FIRST_CASES, LIMIT, error, of_each_kind, one_case_each, tokens
 
 T, NEW = 12, 12
 """Past a page, all windows, and the original length of scaled frequencies."""
@@ -69,7 +69,7 @@ def logits_of_steps(model, ids, mask):
         return torch.stack([logits_of(end) for end in range(T, T + NEW)])
 
 
-@pytest.mark.parametrize("pair", FIRST_CASES + MORE_CASES, indirect=True, ids="-".join)
+@pytest.mark.parametrize("pair", of_each_kind(FIRST_CASES) + MORE_CASES, indirect=True, ids="-".join)
 def test_pages_give_the_logits_of_the_other_cache(pair, step, monkeypatch):
     """Also for other prompts after them, of which nothing may be left."""
     arch, variant, _, ours = pair

@@ -200,8 +200,8 @@ def test_frozen_parts_and_checkpointing(pair):
     assert_policies_and_frozen_parts(ours, ids, labels=labels, attention_mask=mask, **images)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.compile
+@pytest.mark.matrix  # tests/arch/test_vision.py compiles another family with images
 @pytest.mark.parametrize("pair", CASES[:2], indirect=True, ids="-".join)
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair

@@ -251,6 +251,7 @@ def test_cross_attention_within_segments(pair, monkeypatch):
 
 
 @pytest.mark.compile
+@pytest.mark.matrix  # tests/arch/test_vision.py compiles another family with images
 @one_case
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair

@@ -21,9 +21,11 @@ from .families import (
     LIMIT,
     assert_same_gradients,
     auto_class,
+    beyond_kinds,
     beyond_settings,
     error,
     every_case,
+    first_cases_before_others,
     gradients_of,
     hf_model,
     load,
@@ -119,7 +121,10 @@ def test_num_items_in_batch(pair):
 
 
 PADDED = [pytest.param(case, "left", marks=beyond_settings(case)) for case in CASES]
-PADDED += [pytest.param(case, "right", marks=() if case in FIRST_CASES else pytest.mark.matrix) for case in CASES]
+PADDED += [
+    pytest.param(case, "right", marks=beyond_kinds(case[0]) if case in FIRST_CASES else pytest.mark.matrix)
+    for case in CASES
+]
 
 
 @pytest.mark.slow
@@ -286,7 +291,7 @@ def test_inductor(pair, packed, fresh_dynamo):
         assert error(ours.get_parameter(name).grad, gradient) <= LIMIT, name
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.compile
 @one_case_of_each_kind
 def test_forward_and_backward_are_one_graph(pair, fresh_dynamo):
@@ -320,7 +325,7 @@ def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
-@one_case_of_each_setting
+@first_cases_before_others
 def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
     """The names and shapes of its parameters, which it writes on demand, give the same model as the hub's."""
     arch, variant, theirs, ours = pair
@@ -352,8 +357,11 @@ def test_fresh_weights(pair):
     assert (drawn.lm_head.weight is drawn.embed_tokens.weight) == ours.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("pad", [None, 5, -1])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("arch", "pad"),
+    [(arch, 5) for arch in ARCHS]
+    + [pytest.param(arch, pad, marks=beyond_kinds(arch)) for arch in ARCHS for pad in (None, -1)],
+)
 def test_the_row_of_the_padding_token(arch, pad):
     """It is the row that transformers does not train, and zero in a new model; null and -1 are in published files."""
     sizes = next(iter(variants(arch).values()))

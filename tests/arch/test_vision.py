@@ -428,6 +428,7 @@ def test_a_batch_of_transformers_processors_is_taken(pair):
     assert torch.equal(ours(batch.ids, mm_token_type_ids=batch.kinds, **batch.inputs).logits, want)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.compile
 @one_video_case_of_each_kind
 def test_compiled_in_one_graph(pair, fresh_dynamo):

@@ -19,7 +19,7 @@ from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
 from liger_models.layers.linear import is_sharded, local
 
-from ..arch.families import CASES, beyond_settings, tiny
+from ..arch.families import CASES, beyond_first, tiny
 from ..parallel.models import mixture
 from ..parallel.models import tiny as tiny_llama
 from .conftest import assert_same_bits, read_tensors
@@ -46,7 +46,7 @@ def described(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, torch.Si
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "variant"), [pytest.param(*case, marks=beyond_settings(case)) for case in CASES])
+@pytest.mark.parametrize(("arch", "variant"), [pytest.param(*case, marks=beyond_first(case)) for case in CASES])
 def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
     """Every family: the tensors of the checkpoint in its order, and a model that takes them in any order."""
     model = build(arch, variant)

@@ -207,6 +207,7 @@ def test_the_cache_is_computed_anew_where_each_row_gets_long():
         assert model.generate(prompt, **options, use_cache=False)[0, -16:].equal(row)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("kind", LENGTHS)

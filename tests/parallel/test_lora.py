@@ -68,7 +68,11 @@ def sharded(config: dict[str, Any], policy: str, compiled: bool, folder: str) ->
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("config", "policy", "compiled"),
-    [({}, "none", False), ({"use_dora": True}, "full", False), ({}, "selective", True)],
+    [
+        ({}, "none", False),
+        ({"use_dora": True}, "full", False),
+        pytest.param({}, "selective", True, marks=pytest.mark.matrix),  # as on a quantized base
+    ],
 )
 def test_two_ranks_are_one(two, config, policy, compiled, tmp_path):
     one = adapted(**config)

@@ -348,8 +348,9 @@ def mixture_on_ranks(
         ("nf4", 3, "none", False, {}),
         ("nf4", 4, "full", False, {"reshard_after_forward": False}),
         ("float8", 3, "selective", False, {"cpu_offload": True}),
-        ("float8", 2, "none", True, {"prefetch": 2}),
-        ("nf4", 3, "none", True, {}),
+        # A compiled block of linear layers is in the test above.
+        pytest.param("float8", 2, "none", True, {"prefetch": 2}, marks=pytest.mark.matrix),
+        pytest.param("nf4", 3, "none", True, {}, marks=pytest.mark.matrix),
     ],
 )
 def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, options, tmp_path):

@@ -109,7 +109,7 @@ CASES: list[tuple[str, dict[str, Any], bool, str]] = [
 ]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_are_one(two, four, case, tmp_path):
     dtype, config, sequence_parallel, policy = case

@@ -339,7 +339,7 @@ def ask_about_images(name: str) -> dict[str, torch.Tensor]:
     return {"logits": logits, "greedy": model.generate(**prompts, max_new_tokens=6, eos_token_id=[])}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", of_each_kind(FAMILIES))
 def test_generation_with_images(two, name):
     expected = ask_about_images(name)
     for got in two(ask_about_images, name):

@@ -87,6 +87,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.matrix  # `make docs` builds it, too
 @pytest.mark.slow
 @pytest.mark.xdist_group("site")
 def test_the_site(site):
@@ -120,6 +121,7 @@ def test_the_site(site):
         assert not re.findall(r"""<link[^>]+rel=["']?(?:stylesheet|preconnect)[^>]+href=["']?(?:https?:)?//""", text)
 
 
+@pytest.mark.matrix  # `make docs` builds it, too
 @pytest.mark.slow
 @pytest.mark.xdist_group("site")
 def test_the_site_in_a_browser(site):

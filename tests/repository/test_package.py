@@ -147,7 +147,14 @@ EXTRAS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("absent", [("triton",), ("numpy",), ("triton", "numpy", *EXTRAS)], ids=lambda names: names[-1])
+@pytest.mark.parametrize(
+    "absent",
+    [
+        ("triton", "numpy", *EXTRAS),
+        *(pytest.param((name,), marks=pytest.mark.matrix) for name in ("triton", "numpy")),
+    ],
+    ids=lambda names: names[-1],
+)
 def test_a_model_trains_and_generates_on_the_cpu_without(absent, tmp_path):
     run(TRAIN_WITHOUT.format(absent=absent, folder=str(tmp_path / "model")))
 

@@ -1,9 +1,7 @@
 import copy
 import itertools
 import math
-import multiprocessing
 import pickle
-import socket
 import time
 from types import SimpleNamespace
 
@@ -20,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import liger_models
 from liger_models import LigerAdamW, LigerLlama, LlamaConfig, step_in_backward
+
+from ..processes import FORKSERVER, free_port, start_forkserver
 
 SHAPES = [(5, 3), (2049,), (), (0, 4), (33, 70)]
 
@@ -722,12 +722,9 @@ def test_fsdp_and_distributed_checkpoint(tmp_path):
     model = sharded_model()
     optimizer = LigerAdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, range(4))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    workers = [context.Process(target=train_sharded, args=(rank, port, results, tmp_path)) for rank in range(2)]
+    start_forkserver()
+    results, port = FORKSERVER.SimpleQueue(), free_port()
+    workers = [FORKSERVER.Process(target=train_sharded, args=(rank, port, results, tmp_path)) for rank in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
