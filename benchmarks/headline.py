@@ -15,8 +15,8 @@ STEPS = {
 """Name of a step -> its batch, the peer's mode, and our mode."""
 
 PATHS = {
-    "full+train": "`liger-models train`, full fine-tuning, {tokens} tokens, beside TRL",
-    "lora+train": "`liger-models train`, LoRA, {tokens} tokens, beside TRL and PEFT",
+    "full+train": "`liger-models train`, full fine-tuning, {tokens} tokens, compared with TRL",
+    "lora+train": "`liger-models train`, LoRA, {tokens} tokens, compared with TRL and PEFT",
     "full+trl+door": "TRL's SFTTrainer, full fine-tuning, {tokens} tokens",
     "lora+trl+door": "TRL's SFTTrainer with PEFT's LoRA, {tokens} tokens",
     "generate+ours": "`generate`, {rows} rows, time per token",
