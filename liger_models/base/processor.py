@@ -73,7 +73,7 @@ def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tupl
         edits: the replacements, in order and without overlaps.
         spans: first and last + 1 character of parts whose ends lie in no edit.
     """
-    # Text between edits alternates with their replacements.
+    # The result alternates between the text between edits and the replacements.
     pieces, last = [], 0
     for edit in edits:
         pieces += [text[last : edit.start], edit.text]
@@ -132,7 +132,7 @@ def image_parts(
                 f"{medium!r}."
             )
 
-        # A size of its own would be ignored, so it is refused.
+        # The size of a single image would be ignored, so it is an error.
         unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and medium == "image" else set()))
         if unread:
             raise ValueError(

@@ -185,7 +185,7 @@ class BatchLayout:
 
         # Build a mask for each window.
         if is_batch_invariant() and not torch.is_grad_enabled():
-            windows = {}  # only the backward, which is ordinary attention's, needs masks
+            windows = {}  # only the backward, which is that of ordinary attention, needs masks
         masks = {}
         for window, needed in ({None: False} if windows is None else windows).items():
             if not causal:
@@ -279,10 +279,11 @@ class BatchLayout:
         if explicit and empty and self.causal:
             B, T = q.shape[:2]
             mask = self.masks[window] = text_mask(self.documents, self.past, window, B, T, q.device, needed=True)
-        # Segments of text have no lengths, which only those of images have in a bidirectional layout.
+        # In a bidirectional layout, the segments of images have lengths, and the segments of text have none.
         is_text = mask.segments is not None and (self.causal or mask.segments.lengths is None)
         if is_text and not takes_segments(q.device, q.dtype, q.shape[3]):
-            # The heads are too wide, or their dtype differs from that of the embeddings; `build` could not know either.
+            # The heads are too wide, or their dtype differs from the dtype of the embeddings. `build` knows neither the
+            # width nor the dtype of the heads.
             B, T = q.shape[:2]
             if self.causal:
                 mask = text_mask(self.documents, 0, window, B, T, q.device, needed=False)

@@ -25,7 +25,7 @@ class GroupedGatedNorm(Layer):
         width: I, the number of channels of all groups.
         groups: G.
         eps: added to the mean of squares.
-        gate_first: whether the norm is that of the gated value, as in Mamba-2.
+        gate_first: whether the gate multiplies the channels before the norm, as in Mamba-2.
         kernel: False for plain torch.
     """
 
