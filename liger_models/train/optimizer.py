@@ -185,7 +185,7 @@ class LigerAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Where the hooks of `step_in_backward` have stepped, a second backward was a second step.
+        # With the hooks of `step_in_backward`, a second backward has already made a second step.
         if self._backwards is not None:
             most = max(self._backwards.values(), default=0)
             removed = any(param.grad is not None for param in self._backwards)  # the hooks leave no gradients

@@ -2,8 +2,8 @@
 
 All texts of a step are compared, over all batches and ranks, although a forward holds only one batch on one rank. With
 several batches the gradients are cached (GradCache): all texts are embedded without a graph, the gradient of the loss
-with respect to the embeddings is computed, and each batch is embedded again, with a graph, to which its part of this
-gradient is given. Results equal those of one large batch.
+with respect to the embeddings is computed, and each batch is embedded again with a graph, whose backward starts from
+the batch's part of this gradient. Results equal those of one large batch.
 
 Source: https://arxiv.org/abs/2101.06983 (GradCache).
 """
@@ -169,7 +169,7 @@ class EmbedObjective(RetrievalObjective):
             loss = self.cosent(first[valid], second[valid], scores[valid])
             return loss, metrics  # each rank has the loss of all ranks, whose gradients are averaged
 
-        # Equal documents are one document, so that none is a negative one of its own query.
+        # Equal documents are merged, so that a query's own document is never one of its negatives.
         query_keys, document_keys, negative_keys = _by_role([batch["keys"] for batch in batches], sizes)
         ours = torch.cat([document_keys, negative_keys])
         everyone = _gather(torch.cat([documents, negatives]))
