@@ -365,7 +365,7 @@ class Encoder:
         encode: Any = backend.encode_batch_fast if spans is None else backend.encode_batch
         before, after = self._special_tokens() if spans is None else ([], [])
         joined = array("i", before)
-        ids: list[int] = []  # of the last window, from where it was joined
+        ids: list[int] = []  # the ids of the last window after its joint
         offsets: list[Span] = []
 
         # Several windows are tokenized at once, on all cores, and then joined one after another.

@@ -382,7 +382,7 @@ class MediaReader:
         # Tokens with and without a label.
         tokens = self.token_ids | {~token for token in self.token_ids}
         positions = [position for position, token in enumerate(ids) if token in tokens]
-        ends = [0, *accumulate(counts)]  # of each image, among the positions
+        ends = [0, *accumulate(counts)]  # the first position of each image, as an index into `positions`
         if len(positions) != ends[-1]:
             raise ValueError(
                 f"{where}: a document must have {ends[-1]} image tokens, got {len(positions)}. Is it the model's "

@@ -124,7 +124,7 @@ class TrainingMemory(NamedTuple):
         excess = max((self.excess(name, index) for index, name in enumerate(policies)), default=0)
 
         # What exists at each of the four times.
-        # The gradient of a head that is also the embedding is complete when that of the embedding is.
+        # The gradient of a tied head is complete only when the gradient of the embedding is.
         head = 0 if in_backward and not self.tied else self.head - self.logits
         block = {"a block's backward": self.logits + excess, "fetched": fetched}
         times = [{"activations": kept, "head": self.head}, {"activations": kept, "head": head, **block}]
