@@ -48,7 +48,7 @@ class Term(NamedTuple):
 
 
 class CannotFuse(Exception):
-    """Raised if a layer must be computed part by part. The message is the reason; it is empty if no warning is due."""
+    """Raised if a layer must be computed part by part. The message is the reason, or empty without adapters."""
 
 
 class RowOrder:

@@ -126,7 +126,7 @@ def apply_delta(
             delta is missing, or the changes were damaged on their way.
         FileNotFoundError: the folder or the file does not exist.
     """
-    # The changes are those of the sender.
+    # Check that the changes are complete and undamaged.
     delta = delta if isinstance(delta, WeightDelta) else _read(Path(delta))
     if not delta.metadata.keys() >= {"base", "content"}:
         raise ValueError(

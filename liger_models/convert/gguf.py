@@ -368,7 +368,7 @@ def _add_tokenizer(writer: "GGUFWriter", model: Any, rows: int, folder: Path) ->
         writer.add_add_space_prefix(tokenizer.backend.encode("a", add_special_tokens=False).tokens[0].startswith("▁"))
     writer.add_token_types(types)
 
-    # What is added to a text is what the tokenizer adds.
+    # llama.cpp must add the same special tokens to a text as the tokenizer.
     special = gguf.SpecialVocab(folder, load_merges=not is_sentencepiece, n_vocab=rows)
     text = tokenizer.encode("a")
     special.add_special_token["bos"] = text[0] == special.special_token_ids.get("bos")

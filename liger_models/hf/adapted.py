@@ -36,7 +36,8 @@ class Adaptable:
         """
         if self.tree is None and sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
             self._unpack()
-        # The property of the tree would look for a missing value here.
+        # The attribute of the tree is read, because the tree's property `peft_config` would look up a missing value in
+        # this model.
         configs = None if self.tree is None else self.tree.adapter_configs
         if configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters of PEFT.")

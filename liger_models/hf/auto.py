@@ -86,7 +86,7 @@ def _classes_of(model_type: str) -> list[Any]:
 
 def _name_of(arch: type[CausalLM]) -> str:
     name = format_of(arch).hf_class
-    # An architecture of a user's has a name without an ending, such as "MyModel".
+    # A user's architecture has a class name without a known ending, such as "MyModel".
     return name if name.endswith(tuple(AUTO_CLASSES_OF)) else f"{name}ForCausalLM"
 
 
@@ -218,8 +218,9 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
             auto_class: Any = getattr(transformers, auto_name, None)
             if auto_class is None:
                 continue
-            # A new model type is a language model; the others are where transformers has a class of the same name. A
-            # language model that transformers lists only as a part of other models is one, too.
+            # A model type of transformers is registered in the auto classes that have a class of the same name. A new
+            # model type, or a language model that transformers lists only as a part of other models, is registered as a
+            # causal language model.
             listed = class_name(auto_class, model_type)
             unlisted = added or (listed is None and ours.__name__.endswith("ForCausalLM"))
             if (unlisted and auto_name == AUTO_CLASSES[0]) or listed == ours.__name__:

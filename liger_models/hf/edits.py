@@ -78,7 +78,7 @@ class Edits:
         fields = [
             field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)
         ]
-        # A tie is a matter of the weights, and inert fields change no layer. All others need a comparison of layers.
+        # Ties concern only weights, and inert fields change no layer. All other fields need a comparison of layers.
         tied = "tie_word_embeddings" in fields and _is_tied(decoder) is not None
         edited = [name for name in fields if name not in ("tie_word_embeddings", *INERT)]
         if edited:

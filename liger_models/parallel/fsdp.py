@@ -301,8 +301,9 @@ def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> S
     if uneven and parameter.is_floating_point() and others and others[0] % ranks == 0:
         return Shard(1)
 
-    # Experts [X, O, C] may be too few for the ranks, of which the last would hold none and send padding. PyTorch shards
-    # no other dimension unevenly. Bytes in the last dimension stay together, because they may be parts of one number.
+    # There may be too few experts [X, O, C] for the ranks. The last ranks would then hold no experts and send padding.
+    # PyTorch does not shard any other dimension unevenly. Bytes in the last dimension stay together, because they may
+    # be parts of one number.
     if parameter.ndim == 3 and any_dimension and -(-rows // ranks) * (ranks - 1) >= rows:
         last = 2 if parameter.is_floating_point() else 1
         sharded = [placement.dim for placement in placements if isinstance(placement, Shard)]

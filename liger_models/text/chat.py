@@ -172,7 +172,7 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 def _in_best_spelling(
     messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
 ) -> list[Rendering]:
-    """Return the examples for the form of the messages of which the template leaves out least, or the first of such."""
+    """Return the examples for the first form of the messages from which the template leaves out the fewest fields."""
     refusal: ValueError | None = None
     best: tuple[int, list[Rendering]] | None = None
     for spelling in _spellings(messages):
@@ -478,7 +478,7 @@ class _Conversation:
         if own:
             return spans
 
-        # The template writes nothing of the answer, such as an empty one. It is between its neighbors.
+        # The template writes nothing of the answer, for example because it is empty. It is between its neighbors.
         earlier = [group for group in groups if group.owner < index]
         before = earlier[-1] if earlier else None
         lower = before.end if before else 0
@@ -538,7 +538,7 @@ class _Conversation:
             number: the number of the last mark before the answer; None if there is none.
             before: the text from this mark to the first mark of the answer.
         """
-        # Whether a template has called tools, for instance, may decide what its prompt is.
+        # The prompt may depend on the earlier messages, for example on whether tools were called.
         roles = tuple(message.get("role") for message in self.messages[max(index - 3, 0) : index])
         fields = frozenset((message.get("role"), *message) for message in self.messages[:index])
         key = (self.style.template, self._key, roles, fields, before)

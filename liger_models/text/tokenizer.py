@@ -173,10 +173,10 @@ class Tokenizer:
         """Read the tokenizer of a checkpoint's folder.
 
         Args:
-            folder: the folder; or a text ``owner/name`` that is no folder here, for a repository of the hub.
+            folder: the folder; or, if there is no such folder, the name ``owner/name`` of a repository on the hub.
             padding_side: the default of calls, "left" (for generation) or "right" (for training).
             pad_token: the token that pads a batch. Default: the checkpoint's.
-            revision, cache_dir, token, local_files_only: as in huggingface_hub; a folder has no use for them.
+            revision, cache_dir, token, local_files_only: as in huggingface_hub; ignored for a folder.
 
         Raises:
             FileNotFoundError: there is no such folder, and no such repository.
