@@ -59,7 +59,7 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Numbers of layers for which llama.cpp scales the attention scores by (C / H)^-0.5 instead of D^-0.5."""
 
 _PERIOD = {"gemma2": 2, "gemma3_text": 6}
-"""Every so many layers, llama.cpp has one layer without a window."""
+"""In llama.cpp, one of every so many layers has no window."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -236,7 +236,7 @@ def _make_frozen_parameters() -> None:
 def _annotate_for_profilers_alone() -> None:
     """Make FSDP2 annotate its work only while a profiler runs.
 
-    The annotations take the host about a twentieth of the time of a block.
+    On the host, the annotations take about a twentieth of the time of a block.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 

@@ -193,7 +193,7 @@ class Gemma4VisionBlock(Layer):
 
     def _branches(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         normed, residual = add_norm(self.input_layernorm, x, residual)
-        # The result of a branch is normed before it joins the residual stream.
+        # The result of a branch is normalized before it joins the residual stream.
         x = self.post_attention_layernorm(self.self_attn(normed, layout))
         normed, residual = add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
@@ -268,7 +268,7 @@ class Gemma4Tower(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen = add_norm(None, x, residual)[0].view(n, P, -1)
-        # Image tokens [n, tokens, C], pooled, standardized in some models, normed and projected.
+        # Image tokens [n, tokens, C], pooled, standardized in some models, normalized and projected.
         tokens = self._pooled(seen, coordinates, valid)
         if self.standard is not None:
             tokens = self.standard(tokens)

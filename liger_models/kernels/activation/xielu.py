@@ -146,7 +146,7 @@ class XieluInputs(NamedTuple):
 
 
 class XieluGradients(NamedTuple):
-    """The gradients of the op's inputs. In `XieluNeeds`, bools say which gradients are needed."""
+    """The gradients of the op's inputs. `XieluNeeds` has bools that say which gradients are needed."""
 
     x: Any
     coefficients: Any

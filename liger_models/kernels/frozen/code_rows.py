@@ -8,18 +8,21 @@ is the form in which the matrix units take them:
 - Shared memory holds the pair of numbers for each byte, 32 times, once in each bank, so that all
   lanes of a warp read in one access. One instruction turns a byte into an address, and another one reads the pair.
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds it.
-- "two_scales" are codes of e2m1 with a scale s that is no number of bfloat16. Each number of e2m1 is a power of 2, or
+- "two_scales" are codes of e2m1 with a scale s that bfloat16 can't represent exactly. Each number of e2m1 is a power of
+2, or
   1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If p is
   the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors are
-  numbers of bfloat16, and the sum is exact. A pair takes three instructions.
-- "products" are numbers or scales in fp32, of which each product is rounded. Shared memory holds the pairs in fp32, 16
+  exact in bfloat16, and so is the sum. A pair takes three instructions.
+- "products" are numbers or scales in fp32, where each product of number and scale is rounded. Shared memory holds the
+pairs in fp32, 16
   times, and lanes read eight bytes. Three instructions multiply both numbers and round the products.
 
 A product of the matrix units adds A [16, 16] @ B [16, 8]. For several rows of x, a row of A is a row of W, and a column
 of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read 64 bytes of each
 of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B is x, both at the
-columns that belong to group n of four lanes. So the diagonal of the result holds what is to be added, and the other
-elements are not used. The columns of the groups can then be any, and a warp reads 512 contiguous bytes of a row of W.
+columns that belong to group n of four lanes. The diagonal of the result then holds the sums that are needed, and the
+other elements are not used. The columns of each group can be chosen freely, so a warp can read 512 contiguous bytes of
+a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -56,18 +59,18 @@ VECTOR = 16
 """The number of bytes of a row of W must be a multiple of this, and so must be addresses."""
 
 CONSTANTS = ("none", 0x80008000), ("minus", 0xBF80BF80), ("two", 0x40004000), ("minus2", 0xC000C000)
-"""Pairs of -0, -1, 2 and -2 in bfloat16. A multiplication is a multiplication with an addition of -0, because GPUs
-before Hopper have no other one for pairs."""
+"""Pairs of -0, -1, 2 and -2 in bfloat16. A product is computed as a multiply-add with -0, because GPUs before Hopper
+cannot just multiply pairs.
+"""
 
 
 def fill(*, first_is_upper: bool, size: int = 2) -> str:
     """Return PTX that builds all pairs of numbers in shared memory from the table of numbers at address $1.
 
-    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy, which half a
-    warp later is the copy of another lane if a number has 4 bytes. Consecutive pairs of a copy are 128 bytes apart.
-    Each thread writes 16 bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128
-    threads, several write the same. The first number of a pair is that of the upper or that of the lower half of the
-    byte.
+    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number has
+    4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread writes 16
+    bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads, several write
+    the same. The first number of a pair is that of the upper or that of the lower half of the byte.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"

@@ -277,7 +277,7 @@ def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
-    if exact and pairs >= 16 and constants.CODES != "nf4":  # its numbers are none of bfloat16
+    if exact and pairs >= 16 and constants.CODES != "nf4":  # bfloat16 can't represent the numbers of nf4
         return "one_scale"
     if constants.CODES == "e2m1" and pairs >= 8:
         return "two_scales"

@@ -66,7 +66,7 @@ class Routing(NamedTuple):
         group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest.
         scale: factor of the weights.
         epsilon: number added to the sum of sigmoids that ``normalize`` divides by.
-        tolerance: with "sparsemixer", how far a logit may be below the largest one, relative to itself.
+        tolerance: with "sparsemixer", how far a logit l may be below the largest logit m, relative to max(|l|, m).
     """
 
     top_k: int
