@@ -99,7 +99,7 @@ def weight_map(config: BambaConfig) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of the mixer, and drop a z-loss of 0 and what has no effect in transformers."""
+    """Read the settings of the mixer, and drop a z-loss of 0 and keys that have no effect in transformers."""
     without = ["partial_rotary_factor"] + ["z_loss_coefficient"] * (not hf.get("z_loss_coefficient"))
     return {key: value for key, value in read_mixer(hf).items() if key not in without}
 

@@ -242,8 +242,9 @@ class CheckpointTensors(NamedTuple):
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
         """Return the same tensors, where parameters of `Layer.wide` are stored in the dtype in which they were read.
 
-        This applies if the dtype is that of the other parameters, and can represent all values of the parameter
-        exactly, as for a model that was not trained. If the model is sharded, all ranks must call this function.
+        This applies if the other parameters have the same dtype, and if the dtype represents all values of the
+        parameter exactly, as for a model that was not trained. If the model is sharded, all ranks must call this
+        function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]

@@ -258,7 +258,7 @@ class Formats:
         """Return the name of a record's format.
 
         Raises:
-            ValueError: the record has no format that is allowed, or not that of the first record of its file.
+            ValueError: the record has no allowed format, or another format than the first record of its file.
         """
         if isinstance(record, str):
             return "text"

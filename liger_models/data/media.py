@@ -269,8 +269,8 @@ class MediaReader:
             The messages with parts ``{"type": "image"}``, and the images in order.
 
         Raises:
-            ValueError: the number of places in the messages is not that of the images in the columns, or a part has a
-                size of its own that the model does not take.
+            ValueError: the numbers of places in the messages and of images in the columns differ, or a part has a size
+                that the model does not take.
         """
         placed: list[dict[str, Any]] = []
         sources: list[MediaSource] = []
@@ -346,7 +346,7 @@ class MediaReader:
             The text, the spans in it, and the number of tokens of each image.
 
         Raises:
-            ValueError: the placeholders in the text are not those of the images.
+            ValueError: the placeholders in the text do not match the images.
             BrokenMediaError: the processor takes no image of such a size.
         """
         if self.processor is None:

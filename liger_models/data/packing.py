@@ -167,7 +167,7 @@ class PackedRows(Dataset[Batch]):
         """
         kept, ends = sizes.clone(), self.tokens.ends
         first, last = self.tokens.media.T.contiguous()
-        documents = torch.searchsorted(ends, first, right=True)  # [images], the document of each
+        documents = torch.searchsorted(ends, first, right=True)  # [images], the document of each image
         for document in documents[sizes[documents] > self.length].unique().tolist():
             start, end = int(ends[document] - sizes[document]), int(ends[document])
             images = slice(*torch.searchsorted(first, torch.tensor([start, end])).tolist())

@@ -12,8 +12,8 @@ from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
 class Adaptable:
     """Mixin of a model with a body ``model``, which gives PEFT the tree of modules of `unpack_projections`.
 
-    When PEFT is about to look for modules, the model's projections are unpacked, and the submodules of the model and of
-    its body become those of the tree. When PEFT has removed its adapters, the projections are packed again.
+    When PEFT is about to look for modules, the model's projections are unpacked, and the submodules of the tree replace
+    the submodules of the model and of its body. When PEFT has removed its adapters, the projections are packed again.
     """
 
     model: Any

@@ -31,7 +31,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 def model_class(model_type: str) -> type[LigerForCausalLM]:
     """Return the class of a model type.
 
-    Its name is that of transformers' class, because Trainer and other tools read the name.
+    It has the name of transformers' class, because Trainer and other tools read the name.
 
     Raises:
         ValueError: there is no such architecture.
@@ -204,7 +204,7 @@ def registered() -> Iterator[None]:
 
 
 def _set_class(auto_class: Any, config: type[PreTrainedConfig], hf_class: Any) -> None:
-    """Make an auto class return a class for a configuration, which may contain that of the class."""
+    """Make an auto class return a class for a configuration, which may contain the class's own configuration."""
     auto_class._model_mapping.register(config, hf_class, exist_ok=True)
 
 

@@ -7,8 +7,8 @@ kernel that Triton has chosen under a key that determines all of this: the dtype
 descriptors, all integers and constants, and the device. The key does not hold alignments. Instead, only launches in
 which all tensors begin at multiples of 16 bytes use the kept kernels.
 
-All other launches are Triton's own: those of new kernels, on other devices than NVIDIA GPUs, of tensor subclasses, and
-while hooks observe launches.
+Triton itself performs all other launches: launches of new kernels, on devices other than NVIDIA GPUs, with tensor
+subclasses, and while hooks observe launches.
 """
 
 from functools import partial
@@ -23,8 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_KEPT = 4096
 """When a function has this number of kept kernels, all of them are forgotten. With each new integer, such as a number
-of tokens, one more is kept.
-"""
+of tokens, one more is kept."""
 
 ALIGNMENT = 16
 """Triton compiles another kernel if a pointer is not a multiple of this number of bytes."""

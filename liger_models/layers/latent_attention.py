@@ -224,9 +224,7 @@ class LigerLatentAttention(BaseAttention):
         return torch.einsum("bthl,hvl->bthv", out, weight).flatten(2)
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by scales that depend on the
-        position.
-        """
+        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by scales of their positions."""
         return q
 
     def _heads(self, q: Tensor, kv: Tensor, shared: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -109,8 +109,8 @@ class LigerQKNormAttention(LigerAttention):
 class LigerGatedAttention(LigerQKNormAttention):
     """`LigerQKNormAttention` whose output is multiplied by the sigmoid of a gate from the packed projection.
 
-    The rows of ``qkv_proj`` are grouped by KV head. A group has the rows of the KV head's H / G query heads, then those
-    of these heads' gates, then those of its key, then those of its value.
+    The rows of ``qkv_proj`` are grouped by KV head. A group has, in this order, the rows of the KV head's H / G query
+    heads, of the gates of these heads, of its key and of its value.
 
     Args: as in `LigerQKNormAttention`.
     """

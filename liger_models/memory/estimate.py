@@ -94,7 +94,7 @@ class TrainingMemory(NamedTuple):
         host_moments: Collection[int] = (),
         in_backward: bool = False,
     ) -> dict[str, int]:
-        """Return the parts of which the peak consists.
+        """Return the parts that add up to the peak.
 
         During the backward, gradients take more and more memory, and activations take less. Therefore the peak is
         reached at one of four times: when the head computes the loss, when the backward of the blocks begins, when the

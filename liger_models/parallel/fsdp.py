@@ -74,10 +74,10 @@ def apply_fsdp(
             with the same weights on every rank. The model of a `LigerMedusa` may be sharded already; each of its heads
             is a group.
         mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
-            `apply_tp` is left out, and those of `apply_cp` and `apply_ep` are merged with the dimension before. The
-            mesh then has one dimension, or two named ones (HSDP): the first over replicas, the second over the ranks
-            that share one replica. After `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in one
-            dimension.
+            `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the dimension before
+            them. The mesh then has one dimension, or two named ones (HSDP): the first over replicas, the second over
+            the ranks that share one replica. After `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in
+            one dimension.
         param_dtype: dtype of gathered parameters, and so of the computation. None: the dtype of the parameters.
         reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host, fp32
             gradients are sent in the narrower ``param_dtype`` in which the backward has computed them, unless several

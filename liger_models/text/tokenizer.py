@@ -314,7 +314,7 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """The id for padding a batch: that of ``pad_token``, else that of ``eos_token``, else 0."""
+        """The id for padding a batch: the id of ``pad_token`` or, without one, of ``eos_token``; 0 without both."""
         return next((token for token in (self.pad_token_id, self.eos_token_id) if token is not None), 0)
 
     def _assign(self, role: str, token: str | None) -> None:

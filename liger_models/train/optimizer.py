@@ -276,7 +276,7 @@ def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Split parameters into those with weight decay, and those without it: vectors, scalars, and biases of any shape.
+    """Split parameters into two lists: with weight decay, and without (vectors, scalars, and biases of any shape).
 
     The biases of experts are matrices [X, O], in which each row is the bias of one expert.
 

@@ -320,7 +320,7 @@ def _read(file: Path) -> dict[str, Any]:
         file = RECIPES.joinpath(*file.parts[1:])
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A YAML loader that raises an error for a key that occurs twice, of which PyYAML would use the last value."""
+        """A YAML loader that raises an error if a key occurs twice. PyYAML would use the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             _unique((key.value, None) for key, _ in node.value if isinstance(key.value, str))

@@ -150,7 +150,7 @@ class EmbedObjective(RetrievalObjective):
         return loss.detach(), metrics
 
     def compare(self, embeddings: list[Tensor], batches: list[Batch]) -> tuple[Tensor, Metrics]:
-        """Compute the loss of this rank's examples, compared with those of all ranks, and its metrics.
+        """Compute the loss of this rank's examples, compared with the examples of all ranks, and its metrics.
 
         Args:
             embeddings: the embeddings of each batch, [texts, C].
@@ -304,7 +304,7 @@ def _weights(batch: Batch) -> Tensor:
 
 
 def _by_role(tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Concatenate what belongs to queries, to their documents, and to negative documents, over all batches.
+    """Concatenate, over all batches, the tensors of queries, of their documents, and of negative documents.
 
     Args:
         tensors: a tensor [texts, ...] for each batch.

@@ -35,8 +35,8 @@ class GemmaLayout(BatchLayout):
 class GemmaAttention(LigerAttention):
     """`LigerAttention` with norms of q, k and v. The last layers use the keys and values of an earlier layer.
 
-    A forward returns ``(y, residual)``, as that of `LigerAttention`, only in these last layers. In other layers it
-    returns ``(y, residual, k, v)``, and the block hands k and v on to later layers.
+    Only in these last layers, the forward returns ``(y, residual)``, like the forward of `LigerAttention`. In other
+    layers it returns ``(y, residual, k, v)``, and the block hands k and v on to later layers.
 
     Args:
         config: sizes and constants.

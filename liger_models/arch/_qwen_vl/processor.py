@@ -440,7 +440,7 @@ class QwenVLProcessor(Processor):
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`. The last one is that of videos."""
+        """See `Processor.media_tokens`. The last one is the token of videos."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:

@@ -143,7 +143,7 @@ class Lfm2VlImages(ImageConverter):
         return Grid(*choose_grid(size, self.tile, self.min_tiles, self.max_tiles), rows, columns)
 
     def tokens(self, grid: Grid) -> list[int]:
-        """Return the numbers of image tokens of the tiles, row by row, and then that of the whole image."""
+        """Return the number of image tokens of each tile, row by row, and then of the whole image."""
         whole = grid.height * grid.width // self.side**2
         if grid.columns * grid.rows == 1:
             return [whole]

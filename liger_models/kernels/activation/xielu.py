@@ -209,7 +209,7 @@ def xielu(x: Tensor, coefficients: Tensor) -> Tensor:
 
     Args:
         x: [...], float32, float16 or bfloat16.
-        coefficients: [4], p, n, beta and eps. Only p and n have gradients; those of beta and eps are 0.
+        coefficients: [4], p, n, beta and eps. Only p and n have gradients; the gradients of beta and eps are 0.
 
     Returns:
         [...] in the dtype of x.

@@ -60,8 +60,7 @@ VECTOR = 16
 
 CONSTANTS = ("none", 0x80008000), ("minus", 0xBF80BF80), ("two", 0x40004000), ("minus2", 0xC000C000)
 """Pairs of -0, -1, 2 and -2 in bfloat16. A product is computed as a multiply-add with -0, because GPUs before Hopper
-cannot just multiply pairs.
-"""
+cannot just multiply pairs."""
 
 
 def fill(*, first_is_upper: bool, size: int = 2) -> str:
@@ -70,7 +69,7 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
     A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number has
     4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread writes 16
     bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads, several write
-    the same. The first number of a pair is that of the upper or that of the lower half of the byte.
+    the same. The first number of a pair belongs to the upper or to the lower half of the byte.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -142,8 +141,8 @@ def _several_step(kind: str, tiles: int) -> str:
     """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x.
 
     In a warp, the lane with index 4 · group + quarter has the rows group and group + 8 of W, and 16 of every 64 bytes
-    of them, and the rows group and, with two tiles, group + 8 of x. It holds the sums of the columns 2 · quarter and
-    2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales for a chunk.
+    of them, and the rows group and, with two tiles, group + 8 of x. The lane holds the sums of the columns 2 · quarter
+    and 2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales for a chunk.
 
     The operands are: the new sums, four for each tile, of which those of row ``group`` of W come first; the old sums;
     the addresses of the codes in both rows of W, and of each row of x; the number of bytes of codes that are left, and
@@ -287,7 +286,7 @@ def group_scale(
 
 @triton.jit
 def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
-    """Add the sums of all warps, of which each thread holds four as the matrix units return them; returns [16, 8]."""
+    """Add the sums [16, 8] of all warps. Each thread holds four sums of its warp, as the matrix units return them."""
     low = tl.sum(tl.reshape(tl.join(t0, t1), [WARPS, 8, 8]), 0)
     high = tl.sum(tl.reshape(tl.join(t2, t3), [WARPS, 8, 8]), 0)
     return tl.reshape(tl.permute(tl.join(low, high), [2, 0, 1]), [16, 8])
@@ -320,8 +319,8 @@ def _single_row_kernel(
 ):  # fmt: skip
     """Compute results for a single row of x. A tensor holds one element per thread; see `_single_step`.
 
-    A program computes every tile of eight results whose index is that of the program plus a multiple of the number of
-    programs. ALIKE means that a row of W consists of whole steps.
+    A tile has eight results. Program p of P programs computes the tiles p, p + P, p + 2 P and so on. ALIKE means that a
+    row of W consists of whole steps.
     """
     start_next(OVERLAPS)
     TWO: tl.constexpr = KIND == "two_scales"  # chunks

@@ -644,7 +644,7 @@ def moe_mlp(
 ) -> Tensor:
     """Compute ``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)``.
 
-    Weights and biases are those of expert ``experts[n, k]``.
+    The weights and biases belong to expert ``experts[n, k]``.
 
     Args:
         x: [N, C], float32, float16 or bfloat16.
