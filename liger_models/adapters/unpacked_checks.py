@@ -58,7 +58,7 @@ def _check_parameters(config: Any) -> None:
     if parameters:
         raise ValueError(
             f"target_parameters must be empty, got {parameters}. Experts have no adapters in PEFT: use "
-            "apply_lora. If you have given none, PEFT has made them of names in target_modules that mean experts: "
+            "apply_lora. If you set none, PEFT derived them from names in target_modules that mean experts: "
             "leave these out."
         )
 

@@ -46,8 +46,7 @@ class CapturedStep:
             )
         if batch.get("labels") is None:
             raise ValueError(
-                "capture: batch must have labels, of whose loss the gradients are, got "
-                f"{', '.join(batch) or 'nothing'}."
+                f"capture: batch must have labels, because a step needs a loss, got {', '.join(batch) or 'nothing'}."
             )
 
         # The tensors that the graphs read, which each call overwrites.
@@ -84,8 +83,8 @@ class CapturedStep:
         """
         if self._state != self._model_state():
             raise ValueError(
-                "step: the parameters must be where they were at the capture, as trainable, and the model in the same "
-                "mode (train or eval), got another state. Call capture again."
+                "step: since the capture, no parameter may have been moved, replaced, frozen or unfrozen, and the "
+                "model must be in the same mode (train or eval), got another state. Call capture again."
             )
         # If all gradients are None, the first graph sets them. If they are the step's own tensors, the second graph
         # adds to them.
@@ -197,8 +196,8 @@ class CapturedStep:
             reason = str(cause or error).strip().partition("\n")[0]
             raise RuntimeError(
                 f"capture: forward and backward of {type(self.model).__name__} can't be captured as a CUDA graph: "
-                f"{reason}. A captured step can't wait for the GPU, as those with images do; call the model in the "
-                "ordinary way."
+                f"{reason}. A step that waits for the GPU, such as one with images, can't be captured; train without "
+                "capture."
             ) from (cause or error)
         self._graphs[way] = graph, loss
 

@@ -449,8 +449,8 @@ class Processor(ABC):
         passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
         if len(passed) != 1:
             raise ValueError(
-                f"{type(self).__name__}: texts must be given once, got {len(passed)} of texts and text. Images alone "
-                "have no placeholder to stand in."
+                f"{type(self).__name__}: texts must be given once, got {len(passed)} of texts and text. Images "
+                "need a text that contains their placeholders."
             )
         return [passed[0]] if isinstance(passed[0], str) else list(passed[0])
 

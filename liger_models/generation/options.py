@@ -104,7 +104,7 @@ COUNTS = {
 
 
 class PromptInputs(TypedDict, total=False):
-    """Inputs that belong to the prompts, in addition to the tokens. A model accepts those that its ``forward`` has."""
+    """Inputs of the prompts besides the tokens. A model accepts only those that are arguments of its ``forward``."""
 
     pixel_values: Tensor | None
     pixel_attention_mask: Tensor | None

@@ -180,13 +180,13 @@ def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM
         fits = fits and type(module) is type(twin) and (layer is not None or not other)
         changes += [(layer, name, value) for name, value in other.items() if layer is not None]
     if not fits:
-        todo = "Edit it before: from_pretrained(folder, config=config), or build the model from the edited one."
+        todo = "Edit it first: pass it to from_pretrained(folder, config=config), or build the model from it."
         if "vocab_size" in fields:
             todo = "Call resize_token_embeddings, which changes the configuration, too."
         values = ", ".join(f"{name} = {getattr(new, name)!r} (built with {getattr(old, name)!r})" for name in fields)
         raise ValueError(
-            f"{type(decoder).__name__}: a configuration may be edited after the model was built where the parameters "
-            f"stay as they are, got {values}. {todo}"
+            f"{type(decoder).__name__}: after the model was built, a configuration may only have edits that leave the "
+            f"parameters unchanged, got {values}. {todo}"
         )
     # Nothing has changed up to here, so a refused edit leaves the model as it was.
     for layer, name, value in changes:

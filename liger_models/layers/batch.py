@@ -156,7 +156,7 @@ class BatchLayout:
                 "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask."
             )
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
-            raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one.")
+            raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one of the two.")
 
         # Number the documents, and count positions from the start of each. Padding is a separate document.
         documents = index = positions = None
@@ -208,8 +208,8 @@ class BatchLayout:
         if is_batch_invariant():
             if visible_until is not None:
                 raise ValueError(
-                    "forward: deterministic_forward can't be used with tokens that attend to later tokens, as those of "
-                    "images or of a prefix, got some. Leave them out."
+                    "forward: deterministic_forward can't be used with tokens that attend to later tokens, such as "
+                    "those of images or of a prefix, got such tokens. Leave them out."
                 )
             spans = _spans(documents, B, T, past, device, pages)
         options: dict[str, Any] = {"causal": causal, "attention_mask": attention_mask, "bounds": bounds}
@@ -340,7 +340,7 @@ def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device
     if dtype.is_floating_point or dtype.is_complex:
         raise ValueError(
             f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {dtype}. Pass "
-            "mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
+            "mask.bool(), or mask == 0 for a mask that is added to attention scores (0 and -inf)."
         )
     # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single tokens and
     # compiled graphs skip the check.

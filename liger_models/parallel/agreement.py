@@ -200,7 +200,8 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
         raise ValueError(
             "forward: the gradients of a model after apply_fsdp must be averaged over all ranks with copies of its "
             f"weights, {sorted(replicas)} among them, got a model on other dimensions of the mesh. Pass the whole mesh "
-            "to apply_fsdp; if the others hold other parameters, or other code averages, pass averaged=True."
+            "to apply_fsdp. If those ranks hold different parameters, or other code averages their gradients, pass "
+            "averaged=True."
         )
     if groups.data:
         return

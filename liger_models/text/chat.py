@@ -424,7 +424,7 @@ class _Conversation:
         return self._prefixes[end]
 
     def _own_count(self, owner: int, number: int) -> int:
-        """Return how often a mark occurs in the text that ends with the message of the mark.
+        """Return how often a mark occurs in the prefix of the text that ends with the message that contains the mark.
 
         The template may write the name of a call twice in the call itself, and again next to the call's result.
         """

@@ -120,7 +120,7 @@ class LigerAdamW(torch.optim.Optimizer):
         if self._backwards is not None:
             raise RuntimeError(
                 "LigerAdamW: a loss scale (GradScaler) needs all gradients before the step, got step_in_backward, "
-                "which has used them with the scale. Leave one of them out."
+                "which has already used the scaled gradients. Leave one of them out."
             )
         return False
 
@@ -314,7 +314,7 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     if isinstance(optimizer, LigerAdamW) and not optimizer._separable:
         raise TypeError(
             f"step_in_backward: optimizer must update each parameter by itself, got {type(optimizer).__name__}, which "
-            "shares the matrices out to the ranks. Use LigerAdamW, or optimizer.step()."
+            "distributes the matrices over the ranks. Use LigerAdamW, or optimizer.step()."
         )
     if not isinstance(optimizer, LigerAdamW):
         raise TypeError(

@@ -9,13 +9,11 @@ is the form in which the matrix units take them:
   lanes of a warp read in one access. One instruction turns a byte into an address, and another one reads the pair.
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds it.
 - "two_scales" are codes of e2m1 with a scale s that bfloat16 can't represent exactly. Each number of e2m1 is a power of
-2, or
-  1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If p is
-  the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors are
-  exact in bfloat16, and so is the sum. A pair takes three instructions.
+  2, or 1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If
+  p is the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors
+  are exact in bfloat16, and so is the sum. A pair takes three instructions.
 - "products" are numbers or scales in fp32, where each product of number and scale is rounded. Shared memory holds the
-pairs in fp32, 16
-  times, and lanes read eight bytes. Three instructions multiply both numbers and round the products.
+  pairs in fp32, 16 times, and lanes read eight bytes. Three instructions multiply both numbers and round the products.
 
 A product of the matrix units adds A [16, 16] @ B [16, 8]. For several rows of x, a row of A is a row of W, and a column
 of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read 64 bytes of each
@@ -188,9 +186,10 @@ def _single_step(kind: str, *, whole: bool) -> str:
     A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the 512.
     With ``whole``, either all lanes of a warp have bytes, or none has.
 
-    The operands are: the new sums of the eight rows, which count only in the lane of each group that has the diagonal;
-    the old sums; the address of the codes in the first row; the distance of rows; the address of x; the number of bytes
-    that are left; whether the lane's group is odd; one or two scales for each row; the address from `fill`.
+    The operands are: the new sums of the eight rows, which count only in the lane of each group that holds the
+    diagonal; the old sums; the address of the codes in the first row; the distance of rows; the address of x; the
+    number of bytes that are left; whether the lane's group is odd; one or two scales for each row; the address from
+    `fill`.
     """
     chunks, words = (2, 2) if kind == "two_scales" else (1, 4)
     size, rows = 4 * words, ROW_TILE  # bytes of a chunk
@@ -233,10 +232,11 @@ def _single_step(kind: str, *, whole: bool) -> str:
 
 
 def _gather() -> str:
-    """Return PTX that adds each of eight sums over the lanes of a warp that have the diagonal.
+    """Return PTX that computes the sums of eight rows of W from the parts that the lanes of a warp hold.
 
-    $0 is set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. Lanes that differ
-    in one bit of their group exchange the halves of the rows that they do not keep.
+    A part counts only in the lane of each group that holds the diagonal of the product; see the top of this file. $0 is
+    set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. Lanes that differ in
+    one bit of their group exchange the halves of the rows that they do not keep.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -390,7 +390,7 @@ def _scales_at(
     scale_ptr, whole_ptr, row, G, byte, left, PAIRS: tl.constexpr, PER: tl.constexpr, SCALES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load the four scales that a lane needs of a row of W, PER per chunk. PAIRS bytes of codes share a scale."""
+    """Load the four scales of a row of W that a lane needs, PER for each chunk. PAIRS bytes of codes share a scale."""
     # Bytes from the first one to those that the scales belong to; a chunk has 64 bytes, 16 of them for this lane.
     a0: tl.constexpr = 0
     a1: tl.constexpr = 8 if PER == 2 else 64
