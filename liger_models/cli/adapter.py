@@ -43,7 +43,7 @@ def verify_adapter(
     model = load_by_name(name, dtype=torch.float32, device=device, progress=progress)
     config = _read(adapter)
 
-    # The files alone, which the model may refuse to load.
+    # Check the files alone first, because loading them into the model may fail.
     yield "every target name matches a module", list(_unmatched(model, config))
     if served:
         tensors = _names(adapter)

@@ -376,7 +376,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def _rewind(self) -> None:
         self._start = self._row = 0  # rows of all ranks: taken before this iteration, and taken until now
-        self._read = self._first = 0  # of a stream: records before the current window, and its first row
+        self._read = self._first = 0  # for a stream: records before the current window, and the window's first row
 
     def _position(self) -> dict[str, int]:
         position = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}

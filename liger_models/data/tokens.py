@@ -315,7 +315,7 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
     lock = parts.with_suffix(LOCK)
     with WeakFileLock(lock):
         try:
-            # After the wait for the lock, another one may have written the folder.
+            # While this process waited for the lock, another process may have written the folder.
             if not folder.is_dir():
                 parts.mkdir(exist_ok=True)
                 _write_parts(parts, source, encoder, progress)

@@ -47,7 +47,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         "__module__": "liger_models.hf",
         "config_class": config_class(model_type),
     }
-    # Families with images: the signature of the forward names their inputs, and the towers can be called alone.
+    # For families with images, the signature of the forward names their inputs, and the towers can be called alone.
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")

@@ -57,7 +57,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         self.loss_type = "ForSequenceClassification"
         self._no_split_modules = {type(block).__name__ for block in self.model.decoder.blocks}
         self.post_init()
-        self._keys_to_ignore_on_save: set[str] = set()  # not those of the decoder, which has no head here
+        self._keys_to_ignore_on_save: set[str] = set()  # drop what post_init copied from the decoder
 
     @classmethod
     def _load(

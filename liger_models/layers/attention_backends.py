@@ -306,7 +306,7 @@ def _segments(call: AttentionCall) -> Tensor:
     ]  # [tokens, H or G, D or V], segment after segment
 
     varlen = takes_segments(q.device, q.dtype, D)
-    # Lengths of queries and keys of each segment. One graph must serve all lengths, so it does not read them.
+    # The numbers of queries and keys of each segment. A compiled graph must serve all lengths, so it reads none.
     hidden = varlen and torch.compiler.is_compiling()
     lengths = [] if hidden else [*zip(segments.lengths or [], seen.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]

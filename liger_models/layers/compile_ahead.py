@@ -256,7 +256,7 @@ class _Implementations(TorchDispatchMode):
         keys = torch._C.DispatchKey
         has_own = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), keys.CUDA)
         on_cuda = any(isinstance(x, Tensor) and x.is_cuda for x in args)
-        with self:  # for ops within this op
+        with self:  # the op may call other ops
             return func._op_dk(keys.CUDA if has_own and on_cuda else keys.CompositeExplicitAutograd, *args)
 
 

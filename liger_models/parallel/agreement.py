@@ -116,7 +116,7 @@ class FirstForward:
             check_ranks(model, {**dict(zip(("input_ids",), args, strict=False)), **kwargs})
             self.agreed = True
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
-        # Inference needs no gradients, so that a model on a part of the mesh may generate.
+        # Without gradients there is nothing to average, so a model on a part of the mesh may run inference.
         if not self.averaged and torch.is_grad_enabled() and is_trained:
             _check_averaged(model, self.replicas)
             self.averaged = True

@@ -446,7 +446,7 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
     settings = {name: type(value).__name__}
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
-        # A former version had no such field.
+        # States of older versions do not have this field.
         is_new = (field.name, setting) == ("target_parameters", ())
         if not is_new and not field.name.endswith(MAY_DIFFER):
             settings |= _flatten(f"{name}.{field.name}", setting)

@@ -541,7 +541,8 @@ def announce(
     options: TrainOptions, model: CausalLM, data: PackedDataset, step_plan: StepPlan, progress: Progress, start: int
 ) -> None:
     """Print a summary of the model, the data, the plan and the steps."""
-    # Estimate the memory if the user has chosen a policy and the run is on a GPU, whose memory it is compared with.
+    # Estimate the peak memory if the user has chosen a policy and the run is on a GPU. The summary compares the
+    # estimate with the memory of the GPU.
     is_first_rank, peak = dist.get_rank() == 0, None
     can_estimate = step_plan.is_estimated and model.visual is None
     if step_plan.plan is None and can_estimate and model.device.type != "cpu":

@@ -134,7 +134,7 @@ class Gemma4VisionAttention(Layer):
         """Map x [1, N, C] to [1, N, C]."""
         # Three projections, because each clips by bounds of its own: [1, N, H, D] each.
         heads = [proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        packed = torch.stack(heads, -2).flatten(2)  # by head its query, key and value
+        packed = torch.stack(heads, -2).flatten(2)  # each head has its query, key and value in a row
         split = qkv_norm_rope if self.rope_kernel and self.q_norm.kernel else qkv_norm_rope_reference
         q, k, v = split(
             packed, *layout.tables["default"], self.num_heads, self.num_heads, self.head_dim,
