@@ -238,7 +238,7 @@ class LigerMedusa(nn.Module):
             )
             loss = (head_losses * self._weights(hidden.device)).sum()
 
-            # The loss of a frozen model is not computed.
+            # If the model is frozen, the loss of its own head is not computed.
             if self.freeze:
                 return MedusaOutput(loss, None, head_losses.detach())
             base = self._cross_entropy(x, weight, target, num_items=num_items_in_batch).loss

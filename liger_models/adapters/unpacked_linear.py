@@ -260,7 +260,7 @@ class UnpackedLinear(Layer):
         A = torch.cat([term.A.to(dtype) for part in terms for term in part])
         blocks, column, R = [], 0, len(A)
         for part, base in zip(terms, self.bases(), strict=True):
-            # The columns of a part's adapters, [rows, r], with zeros for those of the other parts.
+            # Place B of a part's adapters, [rows, r], among R columns that are 0 for the adapters of other parts.
             if part:
                 B = torch.cat([(term.B * term.scaling).to(dtype) for term in part], 1)
                 blocks.append(F.pad(B, (column, R - column - B.shape[1])))

@@ -401,7 +401,7 @@ class Processor(ABC):
         if not tokenize:
             return texts if batch is conversations else texts[0]
 
-        # Continue as in a call of the processor.
+        # The rest is the same as in a call of the processor.
         out = self(
             texts, padding=padding, padding_side=padding_side, truncation=truncation, max_length=max_length,
             return_tensors=return_tensors, answers=answers,
@@ -569,7 +569,7 @@ class Processor(ABC):
                 "model.processor, or AutoLigerProcessor.from_pretrained(folder)."
             )
 
-        # The checkpoint's files, with changes, but without weights and code.
+        # Write the checkpoint's files with all changes, but no weights and no code.
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         changed = self.tokenizer.changed_files(self.files) | self.changed_files()

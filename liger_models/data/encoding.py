@@ -370,7 +370,7 @@ class Encoder:
         encode: Any = backend.encode_batch_fast if spans is None else backend.encode_batch
         before, after = self._special_tokens() if spans is None else ([], [])
         joined = array("i", before)
-        ids: list[int] = []  # the ids of the last window after its joint
+        ids: list[int] = []  # the ids of the last window that follow its joint with the window before
         offsets: list[Span] = []
 
         # Several windows are tokenized at once, on all cores, and then joined one after another.

@@ -208,7 +208,7 @@ def training_memory(
     held = model.held_elements * tokens * size
     activations = {policy: sum(block.total for block in blocks) + held for policy, blocks in saved.items()}
 
-    # The largest excess of recomputation, which needs the other numbers. The parameters follow in `with_parameters`.
+    # Compute the largest excess of recomputation from the other numbers. `with_parameters` adds the parameters later.
     memory = TrainingMemory(0, 0, 0, 0, activations, head, {}, logits, saved, (), 0, 0, 0)
     excess = {policy: [memory.excess(policy, index) for index in range(len(model.layers))] for policy in saved}
     memory = memory._replace(recomputed={policy: max(sizes, default=0) for policy, sizes in excess.items()})

@@ -300,7 +300,7 @@ def check_turn_end(model: CausalLM) -> str | None:
     try:
         messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
         text, spans = tokenizer.render_answers(messages)
-    except ValueError:  # a template for other conversations
+    except ValueError:  # the template does not support this conversation
         return None
     if not spans:
         return None

@@ -182,7 +182,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
 
 IGNORED_KEYS = (
     *names.IGNORED_KEYS,
-    "audio_config",  # of the weights for audio, which are kept, but not used
+    "audio_config",  # describes the weights for audio, which are kept, but not used
     "boa_token_id",
     "eoa_token_id",
     "eoa_token_index",

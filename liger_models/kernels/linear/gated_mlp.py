@@ -360,7 +360,7 @@ def _backward_rows(
     d_down = down.gradients(dy_operand, g, product, needs.down, None if totals is None else totals.down)
     del dy_operand, product, g
 
-    # Through the projection of gate and up and the norm, and their parameters.
+    # The gradients of the projection of gate and up, of the norm, and of their parameters.
     if du is not None:
         _, dx, d_norm, d_gate_up = norm_linear_backward(
             du,
