@@ -1,4 +1,4 @@
-"""Checks of adapters: whether every tensor is trained, and moved."""
+"""Checks of whether training has changed every tensor of the adapters."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
-    """Return two sums [2] fp64 over this rank's part of each tensor of the adapters, which show whether it changes."""
+    """Return, for each tensor of the adapters, two sums [2] fp64 over this rank's part, which show changes."""
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
 

@@ -1,4 +1,4 @@
-"""The configuration of LoRA adapters: which matrices get adapters, and of which form."""
+"""The configuration of LoRA adapters: the matrices that get adapters, and the form of the adapters."""
 
 import math
 from collections.abc import Collection, Sequence

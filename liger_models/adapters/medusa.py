@@ -161,8 +161,8 @@ class LigerMedusa(nn.Module):
         for layer in adapted.values():
             adapters_of(layer).requires_grad_(not freeze)
 
-        # The projection of each head is initialized to a copy of the model's own, unless the heads share the latter. It
-        # has no bias, for which the format of the files has no name.
+        # Unless the heads share the model's own projection, each head starts with a copy of it. The copy has no bias,
+        # because the file format has no name for one.
         lm_head: Any = model.lm_head
         hidden_size = model.config.hidden_size
         scaling = {"logit_scale": lm_head.logit_scale, "softcap": lm_head.softcap}
@@ -238,7 +238,7 @@ class LigerMedusa(nn.Module):
             )
             loss = (head_losses * self._weights(hidden.device)).sum()
 
-            # The loss of a frozen model is not computed.
+            # If the model is frozen, the loss of its own head is not computed.
             if self.freeze:
                 return MedusaOutput(loss, None, head_losses.detach())
             base = self._cross_entropy(x, weight, target, num_items=num_items_in_batch).loss
@@ -297,7 +297,7 @@ class LigerMedusa(nn.Module):
         return self.heads_weight * self.decay**powers
 
     def _cross_entropy(self, x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
-        """Compute the cross entropy of inputs of the projection of the model's own head."""
+        """Compute the cross entropy of the logits x · weightᵀ with the softcap and the scale of the model's head."""
         head = self.model.lm_head
         return linear_cross_entropy(x, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options)
 

@@ -134,7 +134,8 @@ class LigerMTP(nn.Module):
             if layer.attention is not None:
                 layer.layer += config.num_hidden_layers
 
-        # The dtypes of parameters that stay in fp32; those of a checkpoint replace them.
+        # The dtypes of parameters that stay in fp32. Loading a checkpoint replaces these by the dtypes in the
+        # checkpoint.
         self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
         if stored:
@@ -148,7 +149,7 @@ class LigerMTP(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
-        """For each layout of checkpoints, map our names to an expression, and each name in it to the stored name."""
+        """For each checkpoint layout, map our names to expressions, and the names in an expression to stored names."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             layout: dict[str, tuple[Expression, dict[str, str]]] = {}

@@ -69,7 +69,7 @@ class Pattern:
                 positions = self._repeat(least, most, inner, text, positions, flags)
             elif name in ("ASSERT", "ASSERT_NOT"):
                 ahead, inner = argument
-                width = 0 if ahead == 1 else inner.getwidth()[0]  # what looks behind has one width
+                width = 0 if ahead == 1 else inner.getwidth()[0]  # a lookbehind has a fixed width
                 matched = {
                     position
                     for position in positions
@@ -95,11 +95,11 @@ class Pattern:
         """Return the positions at which ``least`` to ``most`` repetitions of ``inner`` may end."""
         for _ in range(least):
             following = self._ends(inner, text, positions, flags)
-            if following == positions:  # and so it stays
+            if following == positions:  # further repetitions would not change the set
                 break
             positions = following
 
-        # Only positions that are reached for the first time lead to others.
+        # Only positions that are reached for the first time can lead to new positions.
         reached = newest = positions
         for _ in range(most - least):
             newest = self._ends(inner, text, newest, flags) - reached

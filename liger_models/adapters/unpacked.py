@@ -586,7 +586,7 @@ def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bo
 
 
 def _owners_of(expressions: dict[str, Expression], owners: dict[str, set[str]]) -> set[str]:
-    """Return our modules that have parameters of the checkpoint's module to which the expressions belong."""
+    """Return our modules that hold parameters of one checkpoint module: the module of these expressions."""
     module = next(iter(expressions.values())).names()[0].rpartition(".")[0]
     return owners.get(module, set())
 

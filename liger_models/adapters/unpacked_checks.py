@@ -58,7 +58,7 @@ def _check_parameters(config: Any) -> None:
     if parameters:
         raise ValueError(
             f"target_parameters must be empty, got {parameters}. Experts have no adapters in PEFT: use "
-            "apply_lora. If you have given none, PEFT has made them of names in target_modules that mean experts: "
+            "apply_lora. If you set none, PEFT derived them from names in target_modules that mean experts: "
             "leave these out."
         )
 
@@ -78,7 +78,7 @@ def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
 
 
 def _check_single_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train single tokens: PEFT looks up their rows itself, without what the embedding does afterwards."""
+    """Refuse to train single tokens: PEFT looks up their rows itself, and skips later steps of the embedding."""
     for option in ("trainable_token_indices", "token_indices"):
         value = getattr(config, option, None)
         if value:

@@ -48,7 +48,7 @@ class Term(NamedTuple):
 
 
 class CannotFuse(Exception):
-    """The layer must be computed part by part. The message is the reason, or empty if no adapter is concerned."""
+    """Raised if a layer must be computed part by part. The message is the reason, or empty without adapters."""
 
 
 class RowOrder:
@@ -63,8 +63,8 @@ class RowOrder:
         order = rows.argsort()  # row i of the packed weight is row order[i] of the joined matrices
         self.order = order
 
-        # The order is regular if the packed weight consists of groups, and each group has the next rows of each of
-        # several parts: lengths of a group's parts, [parts].
+        # The order is regular if the packed weight consists of groups, each of which has the same number of consecutive
+        # rows of every part. `lengths` then has the numbers of rows in a group, [parts].
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), (order.diff() != 1).nonzero()[:, 0] + 1])
         lengths = torch.cat([starts, torch.tensor([len(order)])]).diff()
         first = order[starts]
@@ -79,7 +79,7 @@ class RowOrder:
         """Whether the runs of rows, with their first rows and lengths, form ``groups`` groups of the same shape."""
         first, lengths = first.view(groups, -1), lengths.view(groups, -1)
         size = lengths[0]
-        starts = F.pad((groups * size).cumsum(0)[:-1], (1, 0))  # of the parts among the joined rows
+        starts = F.pad((groups * size).cumsum(0)[:-1], (1, 0))  # the first joined row of each part
         return bool((first == starts + torch.arange(groups)[:, None] * size).all() and (lengths == size).all())
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -125,7 +125,8 @@ class UnpackedLinear(Layer):
         packed: the projection.
         weight: its weight as an expression over the checkpoint's matrices.
         bias: its bias as an expression over the checkpoint's vectors; None for a projection without bias.
-        said: the reasons why PEFT computes layers of the model that have been given as warnings; shared by its layers.
+        said: the reasons for which a warning was already issued that PEFT computes a layer. All layers of the model
+            share this set.
     """
 
     def __init__(self, packed: nn.Linear, weight: Expression, bias: Expression | None, said: set[str]) -> None:
@@ -133,7 +134,8 @@ class UnpackedLinear(Layer):
         self.weight_expression, self.bias_expression, self.said = weight, bias, said
         self.in_features, self.out_features = packed.in_features, packed.out_features
 
-        # The rows of each matrix in the packed weight: a slice if they are evenly spaced. Else the matrices are joined.
+        # The rows of each matrix in the packed weight are a slice if they are evenly spaced. Otherwise, the joined
+        # weight has one matrix after the other.
         rows = list(weight.unpack(torch.arange(packed.out_features, device="cpu")).values())
         slices = [_as_slice(numbers) for numbers in rows]
         self.row_order: RowOrder | None = None
@@ -258,7 +260,7 @@ class UnpackedLinear(Layer):
         A = torch.cat([term.A.to(dtype) for part in terms for term in part])
         blocks, column, R = [], 0, len(A)
         for part, base in zip(terms, self.bases(), strict=True):
-            # The columns of a part's adapters, [rows, r], with zeros for those of the other parts.
+            # Place B of a part's adapters, [rows, r], among R columns that are 0 for the adapters of other parts.
             if part:
                 B = torch.cat([(term.B * term.scaling).to(dtype) for term in part], 1)
                 blocks.append(F.pad(B, (column, R - column - B.shape[1])))

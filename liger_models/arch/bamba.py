@@ -6,8 +6,8 @@ rope parameters; at the top level of config.json, this key has no effect. The lo
 a ``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the loss function.
 
 Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding. Without ``position_ids``, tokens after cached ones continue to count from them. Cached
-decoding limits step sizes, too; transformers 5.23 does so only for whole prompts.
+not enter the state at padding. Without ``position_ids``, the positions of new tokens continue those of the cached
+tokens. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole prompts.
 
 Source: https://huggingface.co/blog/bamba, transformers ``models/bamba``.
 """
@@ -99,7 +99,7 @@ def weight_map(config: BambaConfig) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of the mixer, and drop a z-loss of 0 and what has no effect in transformers."""
+    """Read the settings of the mixer, and drop a z-loss of 0 and keys that have no effect in transformers."""
     without = ["partial_rotary_factor"] + ["z_loss_coefficient"] * (not hf.get("z_loss_coefficient"))
     return {key: value for key, value in read_mixer(hf).items() if key not in without}
 

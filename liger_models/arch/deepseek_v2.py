@@ -5,8 +5,8 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens,
 which are one MLP without a gate. Routing weights are probabilities of the softmax, which are multiplied by
 ``routed_scaling_factor`` and not renormalized. With ``topk_method`` "group_limited_greedy", only experts of the
-``topk_group`` best of ``n_group`` groups are chosen, where the score of a group is that of its best expert. With YaRN,
-scores are multiplied by the square of a factor that follows from ``mscale_all_dim``.
+``topk_group`` best of ``n_group`` groups are chosen, where the score of a group is the score of its best expert. With
+YaRN, scores are multiplied by the square of a factor that follows from ``mscale_all_dim``.
 
 Source: https://arxiv.org/abs/2405.04434, transformers ``models/deepseek_v2``.
 """
@@ -50,7 +50,7 @@ class DeepseekV2Config(LatentDecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen, and what their weights are multiplied by."""
+        """How experts are chosen, and the factor of their weights."""
         if self.topk_method == "greedy":
             return Routing(self.top_k, scale=self.routed_scaling_factor)
         groups, top_groups = self.n_group or 1, self.topk_group or 1

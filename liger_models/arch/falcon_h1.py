@@ -93,7 +93,8 @@ class FalconH1Config(MambaHybridConfig):
 class FalconH1Block(nn.Module):
     """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``.
 
-    The multipliers c of attention's input and κ of its keys are factors of the scores, c² · κ, and of the result, c.
+    The input of attention has a multiplier c, and the keys have a multiplier κ. They are applied as a factor c² · κ of
+    the scores and a factor c of the result.
     """
 
     def __init__(self, config: FalconH1Config, layer: int, kernels: KernelOptions) -> None:

@@ -30,7 +30,7 @@ LAYER_TYPES = ("dense", "sparse")
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(GroupedExperts, LatentDecoderConfig):
-    """Sizes and constants of a GLM-4.7-Flash model. The whole rotated part of a head is rotated."""
+    """Sizes and constants of a GLM-4.7-Flash model. All ``qk_rope_head_dim`` columns of a head are rotated."""
 
     vocab_size: int = 154880
     hidden_size: int = 2048

@@ -3,7 +3,8 @@
 The language model is Llama or Mistral. The vision tower is CLIP, whose images have one size, or Pixtral's, whose images
 keep their sizes. The text reads the output of the tower's block ``vision_feature_layer`` (counted from the embedding,
 or from the end), without CLIP's class token if ``vision_feature_select_strategy`` is "default". A plain MLP projects
-the patches to image tokens, which are causal, as words are. Later blocks of the tower are loaded and saved, not run.
+the patches to image tokens, which attend only to earlier tokens, like tokens of text. Later blocks of the tower are
+loaded and saved, not run.
 
 Source: https://arxiv.org/abs/2310.03744, https://arxiv.org/abs/2410.07073, transformers ``models/llava``.
 """

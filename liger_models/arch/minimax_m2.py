@@ -4,8 +4,8 @@ Differs from Llama: q and k are normalized over all heads before the rotation, a
 of each head are rotated. The MLP of every layer is a mixture of experts, which are scored by a sigmoid. For the choice,
 ``e_score_correction_bias`` is added to the scores; the weights are the scores without the bias, divided by their sum.
 The bias stays in fp32, although transformers casts it with the other weights, and gradients do not train it. If
-``output_router_logits`` is set, the load-balancing loss is added to the loss; like that of transformers, it is computed
-from the softmax of the logits.
+``output_router_logits`` is set, the load-balancing loss is added to the loss. As in transformers, it is computed from
+the softmax of the logits.
 
 Source: https://arxiv.org/abs/2506.13585, transformers ``models/minimax_m2``.
 """

@@ -3,7 +3,7 @@
 The language model is Mistral. The vision tower is Pixtral's, which takes images of any size. Its patches are
 normalized with the eps of the language model, squares of them are merged by a linear layer, and a plain MLP projects
 the result to image tokens. In the text, the tokens of each row of an image are followed by a token of their own; image
-tokens are causal, as words are.
+tokens attend only to earlier tokens, like tokens of text.
 
 The released files lack ``tie_word_embeddings``, and their head is not the embedding. transformers 5 takes a missing key
 for true, and its loader then unties the head. Here a missing key is false.

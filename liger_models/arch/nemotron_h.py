@@ -148,7 +148,7 @@ def build_norm(config: NemotronHConfig, kernels: KernelOptions) -> LigerRMSNorm:
 
 
 class LatentExperts(LigerMoE):
-    """Experts whose input may be narrower than that of their router.
+    """Experts whose input may be narrower than the input of their router.
 
     Args:
         config: sizes and constants.

@@ -1,6 +1,6 @@
 """Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
 
-The language model is Qwen2 with positions in time, height and width, each of which has a section of the rotary
+The language model is Qwen2 with positions in time, height and width. Each of the three has a section of the rotary
 frequencies. The vision tower has pre-norm blocks with LayerNorm and a plain MLP. Its attention is limited to each frame
 and rotates queries and keys by row and column. A patch spans two frames, and a square of two by two patches becomes one
 image token.
@@ -28,7 +28,7 @@ from liger_models.layers.patches import locate_patches
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLVisionConfig:
-    """Sizes of the vision tower; ``embed_dim`` is its width, and ``hidden_size`` is that of the language model.
+    """Sizes of the vision tower; ``embed_dim`` is its width, and ``hidden_size`` is the width of the language model.
 
     Raises:
         ValueError: the width is not a multiple of the number of heads, or the activation is not supported.

@@ -46,8 +46,7 @@ class CapturedStep:
             )
         if batch.get("labels") is None:
             raise ValueError(
-                "capture: batch must have labels, of whose loss the gradients are, got "
-                f"{', '.join(batch) or 'nothing'}."
+                f"capture: batch must have labels, because a step needs a loss, got {', '.join(batch) or 'nothing'}."
             )
 
         # The tensors that the graphs read, which each call overwrites.
@@ -84,10 +83,11 @@ class CapturedStep:
         """
         if self._state != self._model_state():
             raise ValueError(
-                "step: the parameters must be where they were at the capture, as trainable, and the model in the same "
-                "mode (train or eval), got another state. Call capture again."
+                "step: since the capture, no parameter may have been moved, replaced, frozen or unfrozen, and the "
+                "model must be in the same mode (train or eval), got another state. Call capture again."
             )
-        # Gradients that are all None are set by the first graph. The step's own gradients are added to by the second.
+        # If all gradients are None, the first graph sets them. If they are the step's own tensors, the second graph
+        # adds to them.
         grads = [parameter.grad for parameter in self.parameters]
         fresh = all(grad is None for grad in grads)
         expected = grads if fresh or self._gradients is None else self._gradients
@@ -177,7 +177,8 @@ class CapturedStep:
         pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
         cause = None
         try:
-            # Only this thread is watched: others, such as a loader that pins memory, may call the driver meanwhile.
+            # CUDA rejects unsafe calls only from this thread. Other threads, such as a loader that pins memory, may
+            # call the driver during the capture.
             with (
                 torch.cuda.device(device),
                 torch.cuda.stream(stream),  # `graph` does not leave its stream if the capture fails
@@ -195,8 +196,8 @@ class CapturedStep:
             reason = str(cause or error).strip().partition("\n")[0]
             raise RuntimeError(
                 f"capture: forward and backward of {type(self.model).__name__} can't be captured as a CUDA graph: "
-                f"{reason}. A captured step can't wait for the GPU, as those with images do; call the model in the "
-                "ordinary way."
+                f"{reason}. A step that waits for the GPU, such as one with images, can't be captured; train without "
+                "capture."
             ) from (cause or error)
         self._graphs[way] = graph, loss
 
@@ -213,7 +214,7 @@ def _check_model(model: Decoder) -> None:
     stepping = [path for path, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     hooked = [path or name for path, module in model.named_modules() if is_hooked(module)]
 
-    # Each condition with the message if it does not hold.
+    # Each pair is a condition, and the message if the condition does not hold.
     for holds, message in (
         (device in ("cpu", "cuda"), f"the model must be on a CUDA GPU or the CPU, got {device}. Move it."),
         (any(p.requires_grad for p in model.parameters()), f"{name} must have parameters that train, got none."),

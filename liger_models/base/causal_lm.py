@@ -144,8 +144,8 @@ class CausalLM(Decoder):
 
         Args:
             policy, offload_layers: as for `Decoder.set_checkpointing`. With policy "auto",
-                `liger_models.memory.plan_memory` makes the fastest choice of both for which a step with AdamW fits,
-                with moments on the device in the dtype of the weights.
+                `liger_models.memory.plan_memory` chooses both, such that a step with AdamW fits into the budget and is
+                as fast as possible. The moments are assumed to be on the device, in the dtype of the weights.
             budget: with "auto", bytes of device memory, or a text such as "60GB" or "80%".
             tokens: with "auto", B · T, tokens of a batch.
 
@@ -214,7 +214,7 @@ class CausalLM(Decoder):
         self.set_checkpointing(policies, offload_layers=blocks if offload else 0)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
-        """Call `activation_checkpointing_enable`, for which this is the older name."""
+        """The older name of `activation_checkpointing_enable`."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     @property
@@ -313,7 +313,7 @@ class CausalLM(Decoder):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()
         model.to_empty(device=device)
-        if model.device.type != "meta":  # there is nothing to draw, which takes PyTorch seconds
+        if model.device.type != "meta":  # meta tensors have no values to draw; PyTorch would take seconds
             model.reset_parameters()
         return model
 

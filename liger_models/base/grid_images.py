@@ -27,11 +27,11 @@ class GridLayout(BatchLayout):
 
 
 class GridImageModel(VisionLanguageModel):
-    """A vision-language model that takes the patches of images and videos, and the grid of each.
+    """A vision-language model that takes the patches and the grid of each image and each video.
 
     The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C], and a list
-    of DeepStack features of the same shape, which may be empty. Its attribute ``merge`` is the number of rows, and of
-    columns, of patches that become one token, and its layer ``patch_embed`` embeds a patch.
+    of DeepStack features of the same shape, which may be empty. Its attribute ``merge`` is the side of a square of
+    patches that becomes one token, and its layer ``patch_embed`` embeds a patch.
     """
 
     layout_class = GridLayout

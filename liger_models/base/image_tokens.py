@@ -74,7 +74,7 @@ class ImageTokenModel(VisionLanguageModel):
         ids = self.ids_to_embed(input_ids, places)
         embeds = self.embed_tokens(ids)
         if images is None and self.tower_is_sharded and not decoding:
-            # All ranks gather the weights of a sharded tower together, whichever of them has images.
+            # All ranks must gather the weights of a sharded tower together, even if only some ranks have images.
             images, places = self.blank_image(embeds), torch.zeros_like(places)
         if images is not None:
             embeds = embeds.masked_scatter(places[..., None], self.visual(*images).to(embeds.dtype))

@@ -52,7 +52,7 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     if isinstance(source, os.PathLike):
         return Path(source)
     if not isinstance(source, str):
-        # An object with `getbands` is a PIL image. To ask for its class, Pillow would have to be imported.
+        # An object with `getbands` is a PIL image. An `isinstance` check would have to import Pillow.
         if hasattr(source, "getbands"):
             return source
         raise TypeError(f"open_image: an image must be {_SPELLINGS}, got {type(source).__name__}.")
@@ -142,7 +142,7 @@ def image_size(source: "Source") -> tuple[int, int]:
             return open_image(source).size
         # A PNG's own method decodes all pixels if no orientation comes before them.
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in TURNED
-        # Pillow has turned the size of a TIFF by its tag already, but not by its XMP.
+        # Pillow has already applied the orientation tag of a TIFF to its size, but not the orientation in its XMP.
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         return image.size[::-1] if turned and tags.get(ExifTags.Base.Orientation) not in TURNED else image.size
 
@@ -177,7 +177,7 @@ def _open(file: Any) -> "Image":
     """Open a file or a path as a PIL image, without decoding its pixels."""
     from PIL import Image, UnidentifiedImageError
 
-    Image.init()  # all plugins, among which names are looked up
+    Image.init()  # load all plugins, which add their formats to `Image.OPEN`
     try:
         return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     except UnidentifiedImageError as error:

@@ -73,7 +73,7 @@ def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tupl
         edits: the replacements, in order and without overlaps.
         spans: first and last + 1 character of parts whose ends lie in no edit.
     """
-    # Text between edits alternates with their replacements.
+    # The result alternates between the text between edits and the replacements.
     pieces, last = [], 0
     for edit in edits:
         pieces += [text[last : edit.start], edit.text]
@@ -132,7 +132,7 @@ def image_parts(
                 f"{medium!r}."
             )
 
-        # A size of its own would be ignored, so it is refused.
+        # The size of a single image would be ignored, so it is an error.
         unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and medium == "image" else set()))
         if unread:
             raise ValueError(
@@ -401,7 +401,7 @@ class Processor(ABC):
         if not tokenize:
             return texts if batch is conversations else texts[0]
 
-        # Continue as in a call of the processor.
+        # The rest is the same as in a call of the processor.
         out = self(
             texts, padding=padding, padding_side=padding_side, truncation=truncation, max_length=max_length,
             return_tensors=return_tensors, answers=answers,
@@ -449,8 +449,8 @@ class Processor(ABC):
         passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
         if len(passed) != 1:
             raise ValueError(
-                f"{type(self).__name__}: texts must be given once, got {len(passed)} of texts and text. Images alone "
-                "have no placeholder to stand in."
+                f"{type(self).__name__}: texts must be given once, got {len(passed)} of texts and text. Images "
+                "need a text that contains their placeholders."
             )
         return [passed[0]] if isinstance(passed[0], str) else list(passed[0])
 
@@ -569,7 +569,7 @@ class Processor(ABC):
                 "model.processor, or AutoLigerProcessor.from_pretrained(folder)."
             )
 
-        # The checkpoint's files, with changes, but without weights and code.
+        # Write the checkpoint's files with all changes, but no weights and no code.
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         changed = self.tokenizer.changed_files(self.files) | self.changed_files()

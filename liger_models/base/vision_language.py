@@ -50,7 +50,7 @@ class VisionLanguageModel(CausalLM):
         set_policy(self.visual, vision_policy)
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """Return the inputs of prompts [B, T] of which each is repeated ``times`` times, as in beam search.
+        """Return the inputs of a batch in which each of B prompts is repeated ``times`` times, as in beam search.
 
         Args:
             input_ids: [B, T] int64, the prompts before they are repeated.
@@ -131,7 +131,7 @@ def repeated_images(placeholders: Tensor, tokens: Tensor, times: int) -> list[in
         tokens: [images], number of image tokens of each image. The images are in the order of the text.
         times: number of consecutive copies of each row.
     """
-    # An image belongs to the row whose placeholders its last token falls into.
+    # An image belongs to the row that has the placeholder of the image's last token.
     ends = tokens.to(placeholders.device).cumsum(0)
     after = torch.searchsorted(ends, placeholders.cumsum(0), right=True).tolist()
     rows = zip([0, *after], after, strict=False)

@@ -43,7 +43,7 @@ def verify_adapter(
     model = load_by_name(name, dtype=torch.float32, device=device, progress=progress)
     config = _read(adapter)
 
-    # The files alone, which the model may refuse to load.
+    # Check the files alone first, because loading them into the model may fail.
     yield "every target name matches a module", list(_unmatched(model, config))
     if served:
         tensors = _names(adapter)
@@ -138,7 +138,7 @@ def _unmoved(parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
 
 
 def _without_gradient(model: CausalLM, parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
-    """Yield the tensors that got no gradient, except those that text without images does not reach."""
+    """Yield the tensors that got no gradient, except those that a text without images does not use."""
     paths = [path for path, _ in model.named_parameters()]
     unreached = ("visual.", *{path.partition("cross_attn.")[0] for path in paths if "cross_attn." in path})
     images = {id(parameter) for path, parameter in model.named_parameters() if path.startswith(unreached)}

@@ -265,7 +265,7 @@ def verify(
 
     # The models run one after the other, ours first.
     verification = verify_checkpoint(Path(model), length=length, device=_device(device), progress=not as_json)
-    # The differences, the error of the logits, and the verdict.
+    # Print the differences, the error of the logits, and the verdict.
     if as_json:
         _print_json(verification.as_json())
     else:
@@ -622,7 +622,7 @@ def bench(
     from liger_models.train.metrics import PEAK_FLOPS, flops
     from liger_models.train.optimizer import LigerAdamW
 
-    # The model with random weights, and random tokens.
+    # Create the model with random weights, and draw random tokens.
     target = _device(device)
     empty = _empty_model(model, revision)
     loaded = type(empty).from_config(empty.config, dtype=_dtype(dtype), device=target)

@@ -93,7 +93,7 @@ class Trace:
     Attributes:
         blocks: for each block, maps the name of each child, and `BLOCK` for the block itself, to its input and output,
             [B, T, C] each.
-        head_input: the normed output of the last block, [B, T, C].
+        head_input: the normalized output of the last block, [B, T, C].
         logits: [B, T, V].
     """
 
@@ -380,9 +380,9 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
 
 def unknown_to(transformers: Any, model_type: str, quantization: Mapping[str, Any]) -> str:
-    """Return what of a checkpoint transformers does not know, as a sentence; "" if it knows all.
+    """Return a sentence about what transformers does not know in a checkpoint; "" if it knows everything.
 
-    It reads the codes of a format that it does not know as if they were weights.
+    transformers reads the codes of an unknown format as if they were weights.
     """
     if model_type not in transformers.CONFIG_MAPPING:
         return f"transformers does not know {model_type}"

@@ -107,7 +107,7 @@ def free_memory(device: str) -> int | None:
 
 
 def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return the config with the defaults of a family, also if the defaults of a vision tower do not fit together.
+    """Return the config with the defaults of a family, even if the defaults of a vision tower do not fit together.
 
     The tower does not run. ``values`` replace some of the defaults.
 
@@ -195,7 +195,7 @@ def _narrow(config: Any, divisor: int) -> Any:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Describe the layers of a block, by which blocks differ in how they treat documents."""
+    """Describe the layers of a block. The result is equal for blocks that treat documents in the same way."""
     kinds = []
     for path, layer in named_layers(block):
         spec = layer.attention
@@ -283,7 +283,7 @@ def _compare(
     limit: float,
     exact: bool,
 ) -> Check:
-    """Compare the logits [1, T, V] and the gradients [1, T, C] of a document in a row with those of it alone."""
+    """Compare logits [1, T, V] and gradients [1, T, C] of a document, in a packed row and alone."""
     logits_error, error = relative_error(packed, alone), relative_error(*gradients)
     same = torch.equal(packed, alone) if exact else logits_error <= limit
     words = "bit for bit" if exact and same else f"{logits_error:.1e}"
@@ -295,7 +295,7 @@ def _compare(
 
 
 def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limit: float) -> Check:
-    """Compare the loss of the row with that of its documents, without the part of the experts' balance."""
+    """Compare the loss of the packed row with the sum over its documents, without the load-balancing loss."""
 
     def summed(tokens: Tensor, **options: Any) -> Tensor:
         out = model(tokens, labels=tokens, num_items_in_batch=1, **options)
@@ -310,7 +310,7 @@ def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limi
 
 
 def _parameters(model: CausalLM, norms: dict[str, Tensor], limit: float) -> Check:
-    """Compare the gradients of the parameters, given the norms of the row's and, as ``grad``, the differences."""
+    """Compare parameter gradients: ``norms`` are the norms for the packed row, and ``grad`` holds the differences."""
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms.values()))
     elements = sum(model.get_parameter(name).numel() for name in norms)
     worst, place = 0.0, ""

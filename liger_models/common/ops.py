@@ -87,8 +87,9 @@ class Argument(NamedTuple):
 
     Attributes:
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
-            may lack a default value. If the first argument that has a default has its default value, the value of the
-            field is the argument without a default, or None if every argument has a default.
+            may lack a default value. An op recognizes a value that was not converted by the default value of the first
+            argument with a default. Such a value is passed as the argument without a default, or is None if every
+            argument has a default.
         to_op: maps the value, which is not None, to all of its arguments; returns None if the value itself is the first
             argument.
         from_op: maps all arguments of the value back to the value.
@@ -164,7 +165,7 @@ class Arguments:
             return f"{name if has_head else None} if {test} else _from_op_{name}({names})"
 
         pattern, expression = add(fields, "", "Tensor?")
-        optional.sort(key=lambda field: len(field[1]))  # the long ones last, so that they are left out where they can
+        optional.sort(key=lambda field: len(field[1]))  # long ones last, to leave out more defaults
         self.schema = ", ".join(required + [text for _, texts, _ in optional for text in texts])
         parameters = _parse(self.schema)
         self.names = [parameter.name for parameter in parameters]
@@ -343,9 +344,9 @@ class Op(Generic[Inputs, Outputs]):
 def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
     """Return whether a call needs gradients, or None if the call must pass through PyTorch's dispatcher.
 
-    The dispatcher takes the host as long as the rest of a forward. It is not needed if it would only call the op's
-    forward, and autograd, because nothing traces, transforms or observes the call: no compiler, mode, tensor subclass
-    or profiler.
+    On the host, the dispatcher takes as much time as the rest of a forward. It is not needed if it would only call the
+    op's forward, and autograd, because nothing traces, transforms or observes the call: no compiler, mode, tensor
+    subclass or profiler.
     """
     if (
         torch.compiler.is_compiling()
@@ -571,7 +572,7 @@ def register_autograd(
     """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
     The op must not have keyword-only arguments or lists of tensors. To fill in default values, PyTorch's function reads
-    the whole schema once per argument in every call, which takes the host about as long as the rest of a forward. This
+    the whole schema once per argument in every call, which takes about as much host time as the rest of a forward. This
     function reads the default values only once.
 
     Args:

@@ -1,4 +1,4 @@
-"""What changed in the weights of a model since an engine last received them, and how the engine applies it.
+"""The changes in the weights of a model since an engine last received them, and their application by the engine.
 
 After a step of reinforcement learning in bfloat16, about 1 % of the elements have changed, since most updates are
 smaller than half the distance between two neighboring numbers (https://arxiv.org/abs/2602.03839).
@@ -111,7 +111,7 @@ def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, ran
 def apply_delta(
     target: Mapping[str, Tensor] | str | os.PathLike[str], delta: WeightDelta | str | os.PathLike[str]
 ) -> list[str]:
-    """Apply the changes of `hf_delta` to the weights of a receiver, in place, and return the names of what has changed.
+    """Apply the changes of `hf_delta` to the weights of a receiver, in place, and return the changed names.
 
     Everything is checked before anything changes. In a folder, the files with changed tensors are replaced all at once;
     see `liger_models.convert.folder.write_folder`.
@@ -126,7 +126,7 @@ def apply_delta(
             delta is missing, or the changes were damaged on their way.
         FileNotFoundError: the folder or the file does not exist.
     """
-    # The changes are those of the sender.
+    # Check that the changes are complete and undamaged.
     delta = delta if isinstance(delta, WeightDelta) else _read(Path(delta))
     if not delta.metadata.keys() >= {"base", "content"}:
         raise ValueError(

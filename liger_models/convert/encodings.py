@@ -4,7 +4,8 @@
 that make up one weight to one `StoredTensor`, which has the shape of the dense weight and an `Encoding`. The encoding
 reads rows of the weight, as dense numbers or in the form in which `FrozenWeight` keeps them, and writes them again.
 
-In memory, a byte of 4-bit codes has that of the first column in its lower half, and each row has its own scales.
+In memory, the lower half of a byte of 4-bit codes is the code of the first of its two columns, and each row has its own
+scales.
 
     quant_method         weights                                              class
     fp8                  NAME, NAME_scale_inv                                 Float8
@@ -287,8 +288,8 @@ class PackedInt4(Encoding):
 class BitsAndBytes(Encoding):
     """Codes [O · C / 2, 1] uint8, the first one in the upper half of a byte, and one scale for each 64 codes.
 
-    If scales are quantized, too (``nested``), they are the numbers in a table for their codes, times one of the scales
-    of scales, plus an offset.
+    If the scales are quantized, too (``nested``), each scale is the table entry for its code, times the scale of a
+    block of scales, plus an offset.
 
     Attributes:
         state: the content of the tensor ``quant_state``.
@@ -325,7 +326,7 @@ class BitsAndBytes(Encoding):
         return scales.view(-1, width)
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Scales are written as they are, which bitsandbytes reads as those of a weight without double quantization.
+        # Scales are written in fp32, as bitsandbytes does for a weight without double quantization.
         codes, scales = tensors["codes"], tensors["scales"]
         state = {key: value for key, value in self.state.items() if not key.startswith("nested")}
         text = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8, device=codes.device)

@@ -91,7 +91,7 @@ def read_json_config(folder: Path) -> dict[str, Any]:
 
 
 def _advice(folder: Path) -> str:
-    """Return what to pass instead of a folder without a config.json, such as that of adapters or of a training run."""
+    """Return advice for a folder without a config.json, such as a folder of adapters or of a training run."""
     if (folder / "adapter_config.json").is_file():
         return "These are adapters: pass the model under them as the model, and this folder as the adapter."
     inner = [path.name for path in sorted(folder.iterdir()) if (path / CONFIG).is_file()]

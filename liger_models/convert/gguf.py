@@ -59,7 +59,7 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Numbers of layers for which llama.cpp scales the attention scores by (C / H)^-0.5 instead of D^-0.5."""
 
 _PERIOD = {"gemma2": 2, "gemma3_text": 6}
-"""Every so many layers, llama.cpp has one layer without a window."""
+"""In llama.cpp, one of every so many layers has no window."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -368,7 +368,7 @@ def _add_tokenizer(writer: "GGUFWriter", model: Any, rows: int, folder: Path) ->
         writer.add_add_space_prefix(tokenizer.backend.encode("a", add_special_tokens=False).tokens[0].startswith("▁"))
     writer.add_token_types(types)
 
-    # What is added to a text is what the tokenizer adds.
+    # llama.cpp must add the same special tokens to a text as the tokenizer.
     special = gguf.SpecialVocab(folder, load_merges=not is_sentencepiece, n_vocab=rows)
     text = tokenizer.encode("a")
     special.add_special_token["bos"] = text[0] == special.special_token_ids.get("bos")

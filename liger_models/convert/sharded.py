@@ -72,7 +72,7 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
         whole: Tensor = everywhere.full_tensor()
         return whole if me == rank else None
 
-    # One exchange in which all send to one rank. Bytes, because backends do not know all dtypes.
+    # All ranks send to one rank in one exchange. They send bytes, because backends do not support all dtypes.
     sent, received = [0] * dist.get_world_size(), [0] * dist.get_world_size()
     sends = me in parts
     if sends:

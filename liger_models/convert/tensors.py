@@ -242,8 +242,9 @@ class CheckpointTensors(NamedTuple):
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
         """Return the same tensors, where parameters of `Layer.wide` are stored in the dtype in which they were read.
 
-        This applies to parameters whose values all have this dtype, as those of a model that was not trained, if it is
-        the dtype of the other parameters. If the model is sharded, all ranks must call this function.
+        This applies if the other parameters have the same dtype, and if the dtype represents all values of the
+        parameter exactly, as for a model that was not trained. If the model is sharded, all ranks must call this
+        function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]
@@ -294,7 +295,7 @@ class CheckpointTensors(NamedTuple):
             rank = reader(name) if callable(reader) else reader
             whole = {part: _gather(tensor, rank) for part, tensor in self._sharded_as(name, parameter).items()}
             if rank is None or rank == this_rank():
-                # The reader alone may refer to the values, so that they are freed when it lets them go.
+                # Only the reader may hold references to the values, so that their memory is freed when it drops them.
                 values = self._values(name, whole)
                 whole.clear()
                 while values:

@@ -110,7 +110,7 @@ class AnswerRows(PackedRows):
         return len(self.kept)
 
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
-        """Return both documents of an example, cut at ``length`` or before an image that does not fit, and images."""
+        """Return the documents of an example, cut at ``length`` or before an image that does not fit, and images."""
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
         middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
         # Both documents begin with the same prompt, so the first one decides where its images end.

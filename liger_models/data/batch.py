@@ -25,7 +25,7 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
     if len(padding):
         bounds.append(length)
     labels = tokens.masked_fill(tokens < 0, -100)
-    # Nothing predicts a document's first token. Without its label, engines that count labels count targets.
+    # No model predicts a document's first token, so its label is removed. Engines that count labels then count targets.
     labels[:, bounds[:-1]] = -100
     return {
         "input_ids": torch.where(tokens < 0, ~tokens, tokens),

@@ -61,23 +61,27 @@ class PackedDataset(IterableDataset[Batch]):
             token of the piece before, so that no target is lost. "truncate" drops the tokens beyond ``length``.
             Documents with images are truncated in either case, before an image that does not end in the row, and left
             out if no target remains; a warning counts them.
-        format: the format of all examples; default: recognized by the columns of each file's first example. "chat"
-            (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
-            ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
-            end token. "input_ids" are taken unchanged, with ``labels`` or masks beside them if not all are to be
-            learned, and with ``seq_lengths`` or ``position_ids`` if they are several documents.
-        formats: the formats that examples may have; others are refused.
-        field: the field of an example to read instead, whose value decides how it is read: a text, messages or ids.
-        max_samples: the most examples to read, for a short try; default: all. With ``shares``, of each source.
-        shares: of each source in a list of them, how much of the rows of an epoch it provides. An epoch ends when the
-            first source has been used up; the others go on in the next epoch. Default: all rows of all sources.
-        broken_media: what happens if an image is missing or cannot be read: "error"; or "skip". Sizes are read from
-            headers before training starts; an example for which that fails is left out. If pixels cannot be decoded
-            later, the image becomes black and its document loses its labels. A warning has the first such image.
-        multi_turn: how the answers of a chat become examples. "split": all answers of a chat are one example; but where
-            the template changes earlier answers, such as by removing their thoughts, each of these becomes the end of
-            an example of its own, as it was generated. "all": one example, with earlier answers as the template renders
-            them there. "last": the last answer alone.
+        format: the format of all examples. Default: the format is recognized by the columns of each file's first
+            example. "chat" (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca"
+            (``instruction``, ``input``, ``output``) and "question-answer" learn the answers only. "text" gets the
+            tokenizer's special tokens and the end token. "input_ids" are taken unchanged. If not all ids are to be
+            learned, the example also has ``labels`` or masks. If the ids are several documents, it also has
+            ``seq_lengths`` or ``position_ids``.
+        formats: the formats that examples may have. Other formats are errors.
+        field: the only field of an example to read. The type of its value (a text, messages or ids) decides how it is
+            read.
+        max_samples: the maximum number of examples to read, for a short trial, or of each source with ``shares``.
+            Default: all.
+        shares: for a list of sources, the share of an epoch's rows that each source provides. An epoch ends when one of
+            the sources is used up. The other sources continue in the next epoch. Default: all rows of all sources.
+        broken_media: what happens if an image is missing or cannot be read: "error" or "skip". Before training starts,
+            sizes are read from headers; "skip" leaves out an example with an unreadable header. If pixels cannot be
+            decoded later, "skip" makes the image black and removes the labels of its document. A warning names the
+            first such image.
+        multi_turn: how the answers of a chat become examples. "split" makes one example of all answers. But if the
+            template changes earlier answers, for example by removing their thoughts, each changed answer ends a
+            separate example, as it was generated. "all" makes one example, with all answers as the template renders the
+            whole chat. "last" makes one example of the last answer.
         on_unrendered: what happens if the chat template leaves out the content, the calls, the thoughts or the tools
             of a chat: "error", "warn", or "drop" to train on the text as it is.
         shuffle: False keeps the documents in order, as far as packing allows.
@@ -92,10 +96,10 @@ class PackedDataset(IterableDataset[Batch]):
         passed: rows that all ranks together have taken in all epochs, including the rows of padding.
 
     Raises:
-        ValueError: an example is malformed (the message names its file and line), the source is empty or has not a
-            single target (of a stream, among the first `WINDOW` examples), or the cached tokens are damaged.
+        ValueError: an example is malformed (the message names its file and line), the source is empty or has no target
+            (a stream: no target among the first `WINDOW` examples), or the cached tokens are damaged.
         FileNotFoundError: a file does not exist.
-        ImportError: a Parquet or Arrow file, and pyarrow is not installed.
+        ImportError: a file is a Parquet or Arrow file, and pyarrow is not installed.
     """
 
     per_example: ClassVar[int] = 1
@@ -319,7 +323,7 @@ class PackedDataset(IterableDataset[Batch]):
             )
         self.set_epoch(state["epoch"])
         self._follow(state)
-        # Workers take turns from the start of the iteration, so in a worker the start remains.
+        # Workers take turns by the number of steps since the start of the iteration, so a worker keeps this start.
         if get_worker_info() is None:
             self._start = self._row
         self._loaded = True
@@ -372,7 +376,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def _rewind(self) -> None:
         self._start = self._row = 0  # rows of all ranks: taken before this iteration, and taken until now
-        self._read = self._first = 0  # of a stream: records before the current window, and its first row
+        self._read = self._first = 0  # for a stream: records before the current window, and the window's first row
 
     def _position(self) -> dict[str, int]:
         position = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
@@ -403,13 +407,13 @@ class PackedDataset(IterableDataset[Batch]):
             self.source.set_epoch(self.epoch)
         records = read_records(self.source, self.encoder.fields)
         if self._read:
-            skip = getattr(self.source, "skip", None)  # `datasets` has it, and need not read what it skips
+            skip = getattr(self.source, "skip", None)  # data sets of `datasets` skip without reading
             if skip is None:
                 records = itertools.islice(records, self._read, None)
             else:
                 records = read_records(skip(self._read), self.encoder.fields, self._read)
 
-        # Windows are packed one by one. Of the first one, some rows may have been taken before.
+        # Windows are packed one by one. Some rows of the first window may already have been taken.
         begun = self._row - self._first
         while window := list(itertools.islice(records, WINDOW)):
             documents = [document for document in self.encoder.encode(window) if document.ids]

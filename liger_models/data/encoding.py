@@ -199,7 +199,9 @@ class Encoder:
     def _read_text(self, where: str, field: str, prompt: Any, answer: str, columns: Columns) -> Text:
         """Return a text, which may consist of a prompt and its answer."""
         if prompt is not None and not isinstance(prompt, str):
-            raise ValueError(f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
+            raise ValueError(
+                f"{where}: prompt must be a text because {field} is a text, got messages. Convert one of the two."
+            )
         if self.field is None and field == "messages":
             raise ValueError(
                 f"{where}: messages must be a list of messages, got the text {answer[:60]!r}. If it is JSON, parse it."
@@ -218,7 +220,10 @@ class Encoder:
     ) -> list[Text]:
         """Return the texts of a conversation, which the chat template renders as one or more examples."""
         if prompt is not None and not is_messages(prompt):
-            raise ValueError(f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.")
+            raise ValueError(
+                f"{where}: prompt must be messages because {field} holds messages, got {str(prompt)[:60]!r}. Convert "
+                "one of the two."
+            )
         prompt = prompt or ()
 
         # The assistant's messages after the prompt are learned, unless their weight is 0.
@@ -365,7 +370,7 @@ class Encoder:
         encode: Any = backend.encode_batch_fast if spans is None else backend.encode_batch
         before, after = self._special_tokens() if spans is None else ([], [])
         joined = array("i", before)
-        ids: list[int] = []  # of the last window, from where it was joined
+        ids: list[int] = []  # the ids of the last window that follow its joint with the window before
         offsets: list[Span] = []
 
         # Several windows are tokenized at once, on all cores, and then joined one after another.

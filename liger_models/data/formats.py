@@ -38,9 +38,10 @@ class Format(NamedTuple):
     """A format of records.
 
     Attributes:
-        columns: the columns that a record must have. Of names joined by "|" it must have one.
+        columns: the columns that a record must have. If names are joined by "|", it must have one of these columns.
         optional: other columns that are read if they exist.
-        convert: makes an example with ``messages``, or ``prompt`` and ``completion``. None if a record is one already.
+        convert: makes an example with ``messages``, or ``prompt`` and ``completion``. None if a record already has this
+            form.
         todo: advice in the error for a record of this format when the format is not allowed.
     """
 
@@ -70,7 +71,7 @@ def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
             f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it."
         )
 
-    # A turn becomes a message. Calls are turns of their own there, and messages of the assistant here.
+    # A turn becomes a message. A tool call is a separate turn, and becomes a message of the assistant.
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, 1):
         speaker, content = (_first(turn, names) for names in ("from|role", "value|content"))
@@ -257,12 +258,12 @@ class Formats:
         """Return the name of a record's format.
 
         Raises:
-            ValueError: the record has no format that is allowed, or not that of the first record of its file.
+            ValueError: the record has no allowed format, or another format than the first record of its file.
         """
         if isinstance(record, str):
             return "text"
         names = sorted(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-        # A column without a value does not count, which its error must say.
+        # A column without a value does not count. The error says so.
         nulls = [str(name) for name, value in record.items() if value is None] if isinstance(record, Mapping) else []
         without = f" without a value for {', '.join(nulls)}" if {*nulls} & _COLUMNS else ""
         if self.format is not None:

@@ -42,7 +42,8 @@ class PackedLoader(DataLoader[Batch]):
         # Without its last reference the iterator ends its workers. At the end of a program PyTorch would end them by
         # SIGTERM, which they ignore, and then wait for them forever.
         atexit.register(opened.clear)
-        # Workers have now started with a copy of the position. Without workers the data set has yet to start from it.
+        # The workers have started with copies of the loaded position. Without workers, the data set itself still has to
+        # start from it.
         if self.num_workers:
             self.data._loaded = False
         try:

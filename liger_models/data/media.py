@@ -269,8 +269,8 @@ class MediaReader:
             The messages with parts ``{"type": "image"}``, and the images in order.
 
         Raises:
-            ValueError: the number of places in the messages is not that of the images in the columns, or a part has a
-                size of its own that the model does not take.
+            ValueError: the numbers of places in the messages and of images in the columns differ, or a part has a size
+                that the model does not take.
         """
         placed: list[dict[str, Any]] = []
         sources: list[MediaSource] = []
@@ -346,7 +346,7 @@ class MediaReader:
             The text, the spans in it, and the number of tokens of each image.
 
         Raises:
-            ValueError: the placeholders in the text are not those of the images.
+            ValueError: the placeholders in the text do not match the images.
             BrokenMediaError: the processor takes no image of such a size.
         """
         if self.processor is None:
@@ -382,7 +382,7 @@ class MediaReader:
         # Tokens with and without a label.
         tokens = self.token_ids | {~token for token in self.token_ids}
         positions = [position for position, token in enumerate(ids) if token in tokens]
-        ends = [0, *accumulate(counts)]  # of each image, among the positions
+        ends = [0, *accumulate(counts)]  # the first position of each image, as an index into `positions`
         if len(positions) != ends[-1]:
             raise ValueError(
                 f"{where}: a document must have {ends[-1]} image tokens, got {len(positions)}. Is it the model's "

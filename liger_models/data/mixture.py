@@ -13,8 +13,9 @@ from liger_models.data.tokens import TokenFile
 class MixedRows(PackedRows):
     """The rows of several data sets. Each data set provides its share of the rows of an epoch.
 
-    An epoch ends when the first data set, relative to its share, has been used up. In the next epoch the other data
-    sets continue with rows that were not used yet. A data set whose rows were all used begins again, in another order.
+    An epoch ends when one of the data sets, the smallest relative to its share, has been used up. In the next epoch the
+    other data sets continue with rows that were not used yet. A data set whose rows were all used begins again, in
+    another order.
 
     Args:
         parts: the rows of each data set. Their own epochs are not used.
@@ -32,7 +33,7 @@ class MixedRows(PackedRows):
             )
         self.parts, self.shares, self.shuffle, self.seed, self.epoch = list(parts), list(shares), shuffle, seed, 0
         self.tokens = parts[0].tokens
-        # The number of rows of an epoch: as many as the data set allows that is the smallest relative to its share.
+        # The data set that is the smallest relative to its share determines the number of rows of an epoch.
         sizes = [len(part) for part in parts]
         rows = min(size / share for size, share in zip(sizes, shares, strict=True))
         self.counts = [max(round(rows * share), 1) for share in shares]

@@ -167,7 +167,7 @@ class PackedRows(Dataset[Batch]):
         """
         kept, ends = sizes.clone(), self.tokens.ends
         first, last = self.tokens.media.T.contiguous()
-        documents = torch.searchsorted(ends, first, right=True)  # [images], the document of each
+        documents = torch.searchsorted(ends, first, right=True)  # [images], the document of each image
         for document in documents[sizes[documents] > self.length].unique().tolist():
             start, end = int(ends[document] - sizes[document]), int(ends[document])
             images = slice(*torch.searchsorted(first, torch.tensor([start, end])).tolist())
@@ -189,7 +189,7 @@ class PackedRows(Dataset[Batch]):
         return have.count(False), len(have)
 
     def _have_targets(self) -> Iterator[bool]:
-        """Yield of each piece whether it has a target. Pieces are read block by block."""
+        """Yield for each piece whether it has a target. Pieces are read block by block."""
         blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)
         for starts, sizes in blocks:
             for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
@@ -198,8 +198,8 @@ class PackedRows(Dataset[Batch]):
     def plan(self, epoch: int) -> None:
         """Select ``epoch``: indexing then returns the rows of this epoch.
 
-        The method is not called ``set_epoch``, because Accelerate calls a method of this name, except for an epoch that
-        is resumed.
+        The method is not called ``set_epoch``, because Accelerate would call a method of this name at the start of each
+        epoch, except for an epoch that is resumed.
         """
         if epoch != self.epoch and self.shuffle:
             self._packed = None

@@ -264,7 +264,7 @@ class PairDataset(PackedDataset):
             counted = [True] * len(rows)
         elif not rows:
             rows, counted = [self.rows[0]], [False]  # so that all ranks have the same number of batches
-        # The texts in order: those of a reranker by example; otherwise queries, documents, negative documents.
+        # Order the texts: by example for a reranker; otherwise queries first, then documents, then negative documents.
         numbered = [(number, text) for number, row in enumerate(rows) for text in row["texts"]]
         if not self.texts.by_document:
             parts = [[(number, row["texts"][place]) for number, row in enumerate(rows)] for place in (0, 1)]

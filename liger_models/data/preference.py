@@ -255,7 +255,8 @@ def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequen
     sequences = [ids if ids[-1:] == end else ids + end for ids in sequences]
     prompt = tokenizer.encode(pair["prompt"])
     prompt = prompt[:-1] if prompt[-1:] == end else prompt
-    # Both answers must have the same prompt, which ends where the first of them departs from it.
+    # Both answers must have the same prompt, which therefore ends at the first token in which one of the sequences
+    # differs from it.
     first = min(shared_prefix(prompt, ids) for ids in sequences)
     return [Answer(ids[:first], ids[first:]) for ids in sequences]
 

@@ -123,7 +123,7 @@ class PromptDataset(PackedDataset):
                 )
             check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
-            # The answer continues the prompt, so that an end token between them is removed.
+            # The answer continues the prompt, so an end token after the prompt is removed.
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         else:
             if not is_messages(prompt):

@@ -91,7 +91,7 @@ def find_files(source: Any) -> Any:
 
 
 def _kind(path: PurePath) -> str:
-    """Return the ending of a file that tells how to read it, without that of its compression."""
+    """Return the suffix of a file that tells how to read it, without the suffix of its compression."""
     return PurePath(path.name.lower().removesuffix(GZIP)).suffix
 
 
@@ -272,7 +272,7 @@ def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         ):
             # Only the columns that may be read are decoded.
             names = (file.schema_arrow if is_parquet else file.schema).names
-            # With none of the fields all columns are read, so that the error can name them.
+            # If the table has none of the fields, all columns are read, so that the error can name them.
             columns = {*fields, "tools", *TOKEN_COLUMNS, *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}
             columns_read = [name for name in names if name in columns]
             count = PARQUET_ROWS // 16 if {*MEDIA_COLUMNS} & {*names} else PARQUET_ROWS  # images are large

@@ -315,7 +315,7 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
     lock = parts.with_suffix(LOCK)
     with WeakFileLock(lock):
         try:
-            # After the wait for the lock, another one may have written the folder.
+            # While this process waited for the lock, another process may have written the folder.
             if not folder.is_dir():
                 parts.mkdir(exist_ok=True)
                 _write_parts(parts, source, encoder, progress)
@@ -323,7 +323,7 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
                 _join_parts(parts, folder, named)
         except ValueError as error:
             if not isinstance(error, BrokenMediaError):
-                shutil.rmtree(parts, ignore_errors=True)  # the data must change, and then it is another source
+                shutil.rmtree(parts, ignore_errors=True)  # corrected data are another source
             raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -346,7 +346,8 @@ def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> 
 
 
 def _write_records(parts: Path, records: Iterator[Record], encoder: Encoder) -> None:
-    # The records of finished parts are read but not tokenized. Their first one may decide on the format of a file.
+    # The records of finished parts are read but not tokenized. The first record of a file may determine the format of
+    # the file.
     start = 0
     for part in _finished_parts(parts):
         finished = json.loads((part / PART).read_text())

@@ -71,7 +71,7 @@ def long_work(name: str) -> Iterator[None]:
         name: identifier of the work; must be the same on all ranks.
 
     Raises:
-        TimeoutError: for the process group's timeout no rank that has not finished has shown a sign of life.
+        TimeoutError: no unfinished rank has shown a sign of life for the length of the process group's timeout.
         ConnectionError: rank 0, which holds the store, has ended.
     """
     if world_size() == 1:

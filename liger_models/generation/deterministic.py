@@ -18,7 +18,7 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context manager within which the result of a row is bitwise identical to that of running the row alone.
+    """Context manager within which the result of a row is bitwise identical to the result of the row alone.
 
     If weights, dtype, device and software versions are the same, the log-probabilities of a forward with labels are
     bitwise identical to those of ``rollout(..., deterministic=True)``. This holds for ``return_log_probs=True``, for

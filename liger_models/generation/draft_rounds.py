@@ -10,10 +10,10 @@ row have L cached tokens, its last token x_L, and the drafts d_1 ... d_k::
 
 Each row accepts its own number of drafts. All numbers stay on the device, so a round can be captured as one CUDA graph.
 
-Greedy tokens are those without drafts. With seeds, the model and the block draw with the same noise, so sampled tokens
-are those without drafts, too. Otherwise, a draft d is accepted with the probability min(1, p(d) / q(d)), and a rejected
-draft is replaced by a token from the distribution max(0, p − q), normalized. New tokens therefore have the distribution
-of the model.
+Greedy tokens are the same as without drafts. With seeds, the model and the block draw with the same noise, so sampled
+tokens are also the same as without drafts. Otherwise, a draft d is accepted with the probability min(1, p(d) / q(d)),
+and a rejected draft is replaced by a token from the distribution max(0, p − q), normalized. New tokens therefore have
+the distribution of the model.
 
 Sources: https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2412.19437.
 """
@@ -46,7 +46,7 @@ class DraftBlock(Protocol):
     """The model whose tokens are drafted, and whose embedding and head the block uses."""
 
     def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the input [B, T, C] of the head, which gives the logits of the second next token of each token.
+        """Return the head's input [B, T, C] for the second next token, which is two positions after each token.
 
         Args:
             hidden: [B, T, C], the input of the head, from which the next token of each token was chosen.
@@ -113,7 +113,8 @@ class DraftRound:
         self.records_routing, self.deterministic = records_routing, deterministic
         rows, device = pool.rows, pool.lengths.device
 
-        # A captured round reads and writes these tensors. A row begins with drafts that are accepted by chance only.
+        # A captured round reads and writes these tensors. The first drafts of a row are arbitrary, so they are accepted
+        # only by chance.
         self._tokens = torch.zeros(rows, num_drafts + 1, dtype=torch.int64, device=device)
         self._counts, self._seeds = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self._stops = torch.full((rows, stops), -1, device=device)
@@ -135,8 +136,8 @@ class DraftRound:
     def resume(self, tokens: Tensor, counts: Tensor, seeds: Tensor, stops: Tensor) -> None:
         """Prepare a series of rounds, after `PagePool.resume`.
 
-        The drafts of earlier rounds remain. If a slot has got another row, they are unlikely to be accepted, but this
-        does not affect the distribution of the new tokens, since no earlier round has verified them.
+        The drafts of earlier rounds remain. If a slot now has another row, these drafts are unlikely to be accepted.
+        The distribution of the new tokens is still that of the model, since no earlier round has verified these drafts.
 
         Args:
             tokens: [rows] int64, the last token of each row.
@@ -208,8 +209,8 @@ class DraftRound:
         """Choose tokens from the model's logits [rows · (k + 1), V].
 
         Returns:
-            The choices [rows, k + 1]; whether drafts are accepted, [rows, k] bool, or None if those that equal the
-            choices are; and the log-probabilities of the choices, [rows · (k + 1)] fp32.
+            The choices [rows, k + 1]; whether drafts are accepted, [rows, k] bool, or None if a draft is accepted if
+            and only if it equals the choice; and the log-probabilities of the choices, [rows · (k + 1)] fp32.
         """
         k, scores = self.num_drafts, self._restricted(logits)
         agree = None
@@ -224,7 +225,7 @@ class DraftRound:
             chosen, log_probs = choose_tokens(logits, scores, self._seeds.repeat_interleave(k + 1), steps)
         else:
             chosen, log_probs = choose_tokens(logits, scores)
-        if self.sampler.settings.do_sample and not self.captured:  # a graph has no checks
+        if self.sampler.settings.do_sample and not self.captured:  # a captured round can't wait for a check
             check_values(log_probs.isfinite().all(), NOT_FINITE)
         return chosen.view(-1, k + 1), agree, log_probs
 

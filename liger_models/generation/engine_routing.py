@@ -70,7 +70,8 @@ def read_routing(
             raises an error, and "router" leaves the choice for these tokens to the router.
 
     Returns:
-        [num_tokens, L, K] int16 on the CPU. The last token has −1, as every token whose experts the router chooses.
+        [num_tokens, L, K] int16 on the CPU. The entries are −1 for the last token, and for every other token whose
+        experts the router is to choose.
 
     Raises:
         ValueError: the payload cannot be read, does not fit the model or ``num_tokens``, or has no rows for tokens

@@ -224,7 +224,7 @@ class DecodeStep:
     def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int, is_captured: bool) -> Tensor:
         """Run prompts that are padded on the right.
 
-        If they are to be captured, they run by a graph if there is one, and otherwise a graph is captured.
+        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, one is captured.
         """
         B, length = batch.ids.shape
         self.cache.start(B, length, batch.mask, repeats)
@@ -300,7 +300,7 @@ class DecodeStep:
             self.graph, self._logits = recorded
 
     def _capture_prompts(self, model: Decoder, batch: PromptBatch) -> None:
-        """Capture the forward of prompts, or, if that is impossible, capture no prompts any more."""
+        """Capture the forward of prompts. If the capture fails, no prompts are captured from then on."""
         # The graphs never run at the same time and their results are copied, so they can share their memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, slots = torch.cuda.CUDAGraph(), self.cache.slots
@@ -388,7 +388,7 @@ def can_capture(model: Decoder) -> bool:
     return (
         device == "cuda"
         and use_triton(model.embed_tokens.weight)
-        and not torch.is_autocast_enabled(device)  # the casted weights are freed when autocast ends
+        and not torch.is_autocast_enabled(device)  # the cast weights are freed when autocast ends
         and model.groups == ParallelGroups(tensor=tensor)
         and not any(is_changed(module) or is_compiled(module) for module in modules)
         and (tensor is not None or not any(map(is_sharded, parameters)))

@@ -93,8 +93,8 @@ def generate(
         options: see `Options`.
 
     Returns:
-        [B, T + new] int64 on the model's device: the padded prompts and their continuations. The last column is that of
-        the step in which the last row ended. Each prompt has ``num_return_sequences`` consecutive rows.
+        [B, T + new] int64 on the model's device: the padded prompts and their continuations. The last column has the
+        tokens of the step in which the last row ended. Each prompt has ``num_return_sequences`` consecutive rows.
 
     Raises:
         TypeError: an argument is not in `Options`. Arguments of transformers are accepted if their value has no effect

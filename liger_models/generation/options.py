@@ -104,7 +104,7 @@ COUNTS = {
 
 
 class PromptInputs(TypedDict, total=False):
-    """Inputs that belong to the prompts, in addition to the tokens. A model accepts those that its ``forward`` has."""
+    """Inputs of the prompts besides the tokens. A model accepts only those that are arguments of its ``forward``."""
 
     pixel_values: Tensor | None
     pixel_attention_mask: Tensor | None
@@ -169,8 +169,8 @@ class Options(PromptInputs, total=False):
         use_cache: whether to use the decode cache instead of recomputing the whole sequence for each token. (True)
         cache: a `DecodeCache` with room for the prompts and all new tokens but the last. After the call it holds these
             tokens, and it can be passed to the next call, for example in a conversation. The next call then computes
-            only the tokens after those that its prompts have in common with the cache. The weights of the model must
-            not change in between. Not allowed with images. (none)
+            only the tokens after the common prefix of its prompts and the cache. The weights of the model must not
+            change in between. Not allowed with images. (none)
         draft_model: a smaller model with the same tokenizer, or a `LigerMTP` or `LigerMedusa` of the model. It proposes
             tokens, and the model verifies several of them in one forward. The result is the same as without a draft, up
             to rounding. Sampling requires ``seed``, except with `LigerMTP`: without ``seed``, its sampled tokens have

@@ -2,9 +2,9 @@
 
 The host takes longer to launch the kernels of a short prompt than a GPU takes to run them. A graph needs one launch.
 Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. No token attends to the
-padding, which comes after it, and the cache does not store the padding. Padding on the left is moved to the right, for
-long prompts, too. Prompts of different lengths then need no attention mask, for which the host would wait for the GPU,
-and flex_attention would be compiled again for some lengths.
+padding, which comes after it, and the cache does not store the padding. Padding on the left is moved to the right, also
+for long prompts. Prompts of different lengths then need no attention mask. With a mask, the host would wait for the
+GPU, and flex_attention would be compiled again for some lengths.
 """
 
 from typing import Any

@@ -71,7 +71,7 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
     """Return the ids of prompts on the model's device, [B, T] int64. Synchronizes with the device of the given ids.
 
     Raises:
-        ValueError: ``ids`` is not [B, T], has no tokens, or has others than the model's.
+        ValueError: ``ids`` is not [B, T], has no tokens, or has an id that the model does not have.
     """
     # Placeholders may lie beyond the head's vocabulary, so the embedding decides. PEFT may have wrapped it.
     vocab: int = getattr(model.embed_tokens, "original_module", model.embed_tokens).num_embeddings

@@ -89,8 +89,8 @@ def rollout(
             of `Options`. With ``num_return_sequences``, rows share the pages of their prompt, which is computed once;
             only recurrent states are computed again for rows that start later. With ``seed``, the draws of a row depend
             only on the row's seed and tokens. ``draft_model`` may be a `LigerMTP` of the model, which drafts
-            ``num_draft_tokens`` at a time. The tokens are those without drafts, or, for sampling without ``seed``, have
-            the same distribution.
+            ``num_draft_tokens`` at a time. The tokens are the same as without drafts or, for sampling without ``seed``,
+            have the same distribution.
 
     Returns:
         The rows in the order of the prompts, ``num_return_sequences`` consecutive rows for each prompt.
@@ -204,7 +204,7 @@ def _count(row: Row) -> int:
 def _column(
     rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Return, of the new token ``column`` of all rows: the token, whether the row has stopped, the log-probability."""
+    """Return token number ``column`` of all rows, whether each row has stopped, and the log-probabilities."""
     tokens, ended, log_probs = [], [], []
     for row, done in zip(rows, completions, strict=True):
         has_token = column < _count(row)

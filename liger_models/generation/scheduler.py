@@ -6,7 +6,7 @@ one token to every row. All values that a step reads are on the device, so the s
 the same conditions as in `generate`. The host reads tokens and log-probabilities after several steps, and discards
 everything after a stop token. A prefill omits the last token of each prompt, so every new token comes from a step.
 
-A prefill waits until there are enough new prompts, because launching a small prefill takes the host as long as
+A prefill waits until there are enough new prompts, because, on the host, launching a small prefill takes as long as
 launching a large one. When the queue is empty and rows end, a step with fewer rows is captured, provided that enough
 steps remain to make up for the time of the capture.
 

@@ -20,9 +20,9 @@ class StopStrings:
         tokenizer: a tokenizer with a method ``decode(ids, skip_special_tokens=False)``.
 
     Attributes:
-        window: number of tokens at the end of a row that are decoded. Since a token has at least one byte, as many
-            tokens as the longest string has bytes would contain the string. A few more tokens are decoded, because
-            decoders strip a leading space and because the first token may begin inside a character.
+        window: number of tokens at the end of a row that are decoded. Since each token has at least one byte, a string
+            of n bytes has at most n tokens. A few more tokens are decoded, because decoders strip a leading space and
+            because the first token may begin inside a character.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:

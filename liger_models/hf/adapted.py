@@ -12,8 +12,8 @@ from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
 class Adaptable:
     """Mixin of a model with a body ``model``, which gives PEFT the tree of modules of `unpack_projections`.
 
-    When PEFT is about to look for modules, the model's projections are unpacked, and the submodules of the model and of
-    its body become those of the tree. When PEFT has removed its adapters, the projections are packed again.
+    When PEFT is about to look for modules, the model's projections are unpacked, and the submodules of the tree replace
+    the submodules of the model and of its body. When PEFT has removed its adapters, the projections are packed again.
     """
 
     model: Any
@@ -36,7 +36,8 @@ class Adaptable:
         """
         if self.tree is None and sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
             self._unpack()
-        # The property of the tree would look for a missing value here.
+        # The attribute of the tree is read, because the tree's property `peft_config` would look up a missing value in
+        # this model.
         configs = None if self.tree is None else self.tree.adapter_configs
         if configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters of PEFT.")

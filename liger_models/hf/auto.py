@@ -31,7 +31,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 def model_class(model_type: str) -> type[LigerForCausalLM]:
     """Return the class of a model type.
 
-    Its name is that of transformers' class, because Trainer and other tools read the name.
+    It has the name of transformers' class, because Trainer and other tools read the name.
 
     Raises:
         ValueError: there is no such architecture.
@@ -47,7 +47,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         "__module__": "liger_models.hf",
         "config_class": config_class(model_type),
     }
-    # Families with images: the signature of the forward names their inputs, and the towers can be called alone.
+    # For families with images, the signature of the forward names their inputs, and the towers can be called alone.
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
@@ -86,7 +86,7 @@ def _classes_of(model_type: str) -> list[Any]:
 
 def _name_of(arch: type[CausalLM]) -> str:
     name = format_of(arch).hf_class
-    # An architecture of a user's has a name without an ending, such as "MyModel".
+    # A user's architecture has a class name without a known ending, such as "MyModel".
     return name if name.endswith(tuple(AUTO_CLASSES_OF)) else f"{name}ForCausalLM"
 
 
@@ -204,7 +204,7 @@ def registered() -> Iterator[None]:
 
 
 def _set_class(auto_class: Any, config: type[PreTrainedConfig], hf_class: Any) -> None:
-    """Make an auto class return a class for a configuration, which may contain that of the class."""
+    """Make an auto class return a class for a configuration, which may contain the class's own configuration."""
     auto_class._model_mapping.register(config, hf_class, exist_ok=True)
 
 
@@ -218,8 +218,9 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
             auto_class: Any = getattr(transformers, auto_name, None)
             if auto_class is None:
                 continue
-            # A new model type is a language model; the others are where transformers has a class of the same name. A
-            # language model that transformers lists only as a part of other models is one, too.
+            # A model type of transformers is registered in the auto classes that have a class of the same name. A new
+            # model type, or a language model that transformers lists only as a part of other models, is registered as a
+            # causal language model.
             listed = class_name(auto_class, model_type)
             unlisted = added or (listed is None and ours.__name__.endswith("ForCausalLM"))
             if (unlisted and auto_name == AUTO_CLASSES[0]) or listed == ours.__name__:

@@ -62,7 +62,7 @@ class LigerCache(Cache):
         Raises:
             ValueError: ``past_key_values`` is not a ``DynamicCache``, or ``allowed`` is False.
         """
-        # Quantized and static layers, and those of linear attention, keep something else than keys and values.
+        # Quantized and static cache layers, and cache layers of linear attention, hold other data than keys and values.
         layers = past_key_values.layers if isinstance(past_key_values, Cache) else None
         if layers is None or not allowed or not all(type(layer) in (*KEYS_AND_VALUES, DummyLayer) for layer in layers):
             known = "a DynamicCache, " if allowed else ""

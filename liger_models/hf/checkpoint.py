@@ -357,7 +357,7 @@ class Checkpoint(Loading):
                 f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others."
             )
 
-        # All shapes are checked before anything changes: copying would repeat a tensor of fewer elements.
+        # All shapes are checked before anything changes: copying would broadcast a tensor with fewer elements.
         if not assign and any(parameter.is_meta for parameter in parameters.values()):
             raise ValueError(
                 "load_state_dict: the model must have weights to copy into, got parameters on the meta device. Pass "
@@ -412,7 +412,7 @@ def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
     if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:
         return True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the same keys are named when the model is built
+        warnings.simplefilter("ignore")  # building the model warns about the same keys
         return bool(read_config(arch.config_class, hf).tie_word_embeddings)
 
 

@@ -57,7 +57,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         self.loss_type = "ForSequenceClassification"
         self._no_split_modules = {type(block).__name__ for block in self.model.decoder.blocks}
         self.post_init()
-        self._keys_to_ignore_on_save: set[str] = set()  # not those of the decoder, which has no head here
+        self._keys_to_ignore_on_save: set[str] = set()  # drop what post_init copied from the decoder
 
     @classmethod
     def _load(
@@ -68,7 +68,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        # Tensor by tensor, because load_pretrained would refuse the scores, and a checkpoint without them.
+        # The tensors are loaded one by one, because load_pretrained would reject both the score head and a checkpoint
+        # without it.
         stored = read_headers(folder)
         target = as_dtype_of(stored, dtype)
         with device:
@@ -77,7 +78,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         if not ignore_mismatched_sizes:
             check_shapes(f"{cls.__name__}: {folder}", scores)
         mismatched = load_body(cls.__name__, model.model.decoder, folder, stored, draws=ignore_mismatched_sizes)
-        # Without scores, as in the checkpoint of a causal model, they stay as drawn.
+        # If the checkpoint has no score head, such as that of a causal model, the score head keeps its random values.
         if SCORE in stored and not scores:
             with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
                 model.score.weight.copy_(opened.get_tensor(SCORE))

@@ -78,7 +78,7 @@ class Edits:
         fields = [
             field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)
         ]
-        # A tie is a matter of the weights, and inert fields change no layer. All others need a comparison of layers.
+        # Ties concern only weights, and inert fields change no layer. All other fields need a comparison of layers.
         tied = "tie_word_embeddings" in fields and _is_tied(decoder) is not None
         edited = [name for name in fields if name not in ("tie_word_embeddings", *INERT)]
         if edited:
@@ -180,13 +180,13 @@ def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM
         fits = fits and type(module) is type(twin) and (layer is not None or not other)
         changes += [(layer, name, value) for name, value in other.items() if layer is not None]
     if not fits:
-        todo = "Edit it before: from_pretrained(folder, config=config), or build the model from the edited one."
+        todo = "Edit it first: pass it to from_pretrained(folder, config=config), or build the model from it."
         if "vocab_size" in fields:
             todo = "Call resize_token_embeddings, which changes the configuration, too."
         values = ", ".join(f"{name} = {getattr(new, name)!r} (built with {getattr(old, name)!r})" for name in fields)
         raise ValueError(
-            f"{type(decoder).__name__}: a configuration may be edited after the model was built where the parameters "
-            f"stay as they are, got {values}. {todo}"
+            f"{type(decoder).__name__}: after the model was built, a configuration may only have edits that leave the "
+            f"parameters unchanged, got {values}. {todo}"
         )
     # Nothing has changed up to here, so a refused edit leaves the model as it was.
     for layer, name, value in changes:

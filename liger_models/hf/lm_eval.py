@@ -22,8 +22,8 @@ TOKENS_PER_CHECK = 16
 class StopTexts(StoppingCriteria):
     """Ends a batch once each answer has a stop text, which it notices up to `TOKENS_PER_CHECK` - 1 tokens late.
 
-    The harness cuts answers before their stop texts, so its results are those of its own criterion, which decodes all
-    answers after each token. That takes longer than computing the token.
+    The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion decodes
+    all answers after each token, which takes longer than computing the token.
 
     Args:
         texts: the stop texts.

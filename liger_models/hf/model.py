@@ -162,11 +162,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         self.get_decoder().decoder.set_checkpointing("none")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
-        """Call `activation_checkpointing_enable`, for which this is the older name."""
+        """The older name of `activation_checkpointing_enable`."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Call `activation_checkpointing_disable`, for which this is the older name."""
+        """The older name of `activation_checkpointing_disable`."""
         self.activation_checkpointing_disable()
 
     def _set_gradient_checkpointing(
@@ -561,7 +561,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters.
 
-        For OpenRLHF, which sends what this method returns to vLLM, the result has the tensors of a checkpoint instead.
+        If OpenRLHF calls this method, the result has the tensors of a checkpoint instead, because OpenRLHF sends them
+        to vLLM.
 
         Raises:
             ValueError: OpenRLHF calls this method, and ZeRO-3 has partitioned the parameters.

@@ -47,7 +47,7 @@ class Head(NamedTuple):
 
 
 class TokenNumbers(NamedTuple):
-    """The result of TRL's forward with labels: the loss, and numbers of each target, [B, T - 1], or [B, T] if shifted.
+    """The result of TRL's forward with labels: the loss, and values for each target, [B, T - 1], or [B, T] if shifted.
 
     Numbers that were not requested are None.
 
@@ -71,7 +71,7 @@ class TokenNumbers(NamedTuple):
 
 
 def fused_forward(model: Any, forward: Any) -> Any:
-    """Return what a model's forward is set to, for a ``forward`` that somebody sets.
+    """Return the method to use as a model's forward when a caller assigns ``forward`` to it.
 
     Args:
         model: a `liger_models.hf.model.LigerForCausalLM`.

@@ -2,9 +2,9 @@
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
 order of n, and 0 for rows that no id names. The ids are sorted first, so that equal ids are neighbors. A first kernel
-goes through `CHUNK` sorted ids per program. It writes the sums of rows all of whose ids are in the chunk, and partial
-sums in fp32 of rows that begin in an earlier chunk or end in a later one. A second kernel adds the partial sums of a
-row in the order of the chunks. There are no atomic additions, so repeated runs are bitwise identical.
+goes through `CHUNK` sorted ids per program. It writes the sum of a row if all ids of the row are in the chunk. For a
+row that begins in an earlier chunk or ends in a later one, it writes a partial sum in fp32. A second kernel adds the
+partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs are bitwise identical.
 
 The ids are saved.
 """
@@ -38,8 +38,8 @@ def _rows_kernel(
 ):
     """Sum the rows of dy for CHUNK sorted ids and BLOCK columns.
 
-    ``partial`` is [chunks, 2, C]: for each chunk the sum of the row that begins in an earlier chunk, and that of the
-    row that begins in this chunk and ends in a later one.
+    ``partial`` is [chunks, 2, C]: for each chunk, the partial sum of the row that begins in an earlier chunk, and the
+    partial sum of the row that begins in this chunk and ends in a later one.
     """
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * CHUNK

@@ -1,14 +1,14 @@
-"""Launches of Triton kernels that take the host less time than Triton's own.
+"""Launches of Triton kernels that need less time on the host than Triton's own launches.
 
-For each launch, Triton looks for the compiled kernel that fits the arguments. This takes the host as long as the rest
-of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the blocks of
-descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps each kernel that
-Triton has chosen under a key that determines all of this: the dtypes of the tensors, the blocks of descriptors, all
-integers and constants, and the device. The key does not hold alignments. Instead, only launches in which all tensors
-begin at multiples of 16 bytes use the kept kernels.
+For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this takes as long as the
+rest of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the
+blocks of descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps each
+kernel that Triton has chosen under a key that determines all of this: the dtypes of the tensors, the blocks of
+descriptors, all integers and constants, and the device. The key does not hold alignments. Instead, only launches in
+which all tensors begin at multiples of 16 bytes use the kept kernels.
 
-All other launches are Triton's own: those of new kernels, on other devices than NVIDIA GPUs, of tensor subclasses, and
-while hooks observe launches.
+Triton itself performs all other launches: launches of new kernels, on devices other than NVIDIA GPUs, with tensor
+subclasses, and while hooks observe launches.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_KEPT = 4096
-"""Number of kept kernels of a function from which on all of them are forgotten. With each new integer, such as a number
+"""When a function has this number of kept kernels, all of them are forgotten. With each new integer, such as a number
 of tokens, one more is kept."""
 
 ALIGNMENT = 16

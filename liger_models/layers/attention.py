@@ -100,7 +100,7 @@ class BaseAttention(Layer):
         raise NotImplementedError
 
     def _attend(self, projected: Any, layout: BatchLayout) -> Tensor:
-        """Map what the projections return for this rank's tokens to the output of the layer, [B, T, C]."""
+        """Compute the output of the layer, [B, T, C], from the projections of this rank's tokens."""
         # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
         context = self.groups.context
         out = self._mix(projected if context is None else self._to_heads(projected, context), layout)  # [B, T, H · V]
@@ -108,7 +108,7 @@ class BaseAttention(Layer):
         return call_linear(self.o_proj, out)
 
     def _to_heads(self, projected: Any, context: Group) -> Any:
-        """Return the projections of all T tokens for this rank's heads, from those of this rank's tokens."""
+        """Exchange all heads' projections of this rank's tokens for those of all T tokens for this rank's heads."""
         raise NotImplementedError
 
     def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:
@@ -116,7 +116,7 @@ class BaseAttention(Layer):
         return self._weigh(*self._qkv(projected, layout), layout).flatten(2)
 
     def _qkv(self, projected: Any, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the new tokens in the cache, if there is one, and return what attention is computed from.
+        """Store the new tokens in the cache, if there is one, and return queries, keys and values.
 
         Returns:
             q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all tokens, or all pages of the
@@ -298,7 +298,7 @@ class LigerAttention(BaseAttention):
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
     def _share_heads(self, group: Group) -> None:
-        """Set the numbers of heads to those of this rank."""
+        """Set the numbers of heads to this rank's numbers."""
         check_heads("LigerAttention", self.num_kv_heads, group)
         self.num_heads //= group.size
         self.num_kv_heads //= group.size

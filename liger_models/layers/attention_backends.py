@@ -138,7 +138,7 @@ def attention(
         if takes(call):
             return compute(call)
 
-    # Sinks without a fused kernel have no form of plainly causal attention, so they need an explicit mask.
+    # Without a fused kernel, attention with sinks needs an explicit mask even if it is plainly causal.
     unfused = q.device.type in ACCELERATORS and not is_fused(q)
     call.mask = mask = layout.mask(window, q, explicit=sinks is not None and (unfused or dropout > 0))
     if dropout != 0.0 and (mask.block is not None or mask.segments is not None):
@@ -229,9 +229,10 @@ def _counted(call: AttentionCall) -> Tensor:
 
 
 def _pads_values(call: AttentionCall) -> bool:
-    """Whether attention pads values that are not as wide as keys. In half precision, only cuDNN takes them as they are.
+    """Whether attention pads values to the width of the keys.
 
-    See `_takes_narrow_values`. cuDNN computes plainly causal attention of certain lengths.
+    In half precision, only cuDNN takes narrower values; see `_takes_narrow_values`. cuDNN is used only for plainly
+    causal attention of certain lengths.
     """
     q = call.q
     if q.shape[3] == call.v.shape[3]:
@@ -305,7 +306,7 @@ def _segments(call: AttentionCall) -> Tensor:
     ]  # [tokens, H or G, D or V], segment after segment
 
     varlen = takes_segments(q.device, q.dtype, D)
-    # Lengths of queries and keys of each segment. One graph must serve all lengths, so it does not read them.
+    # The numbers of queries and keys of each segment. A compiled graph must serve all lengths, so it reads none.
     hidden = varlen and torch.compiler.is_compiling()
     lengths = [] if hidden else [*zip(segments.lengths or [], seen.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
@@ -419,26 +420,26 @@ Backend = tuple[Callable[[AttentionCall], bool], Callable[[AttentionCall], Tenso
 WITHOUT_MASK: tuple[Backend, ...] = (
     # First of all: no other kernel sums in an order that is independent of the batch.
     (lambda call: is_batch_invariant(), _invariant),
-    # Keys and values are pages, which nothing below can read.
+    # Keys and values are pages, which no backend below can read.
     (lambda call: call.layout.pages is not None, _paged),
-    # A memory estimate, on tensors without values: nothing below may build a mask of them.
+    # A memory estimate runs on tensors without values, from which the backends below cannot build a mask.
     (lambda call: call.layout.masks[call.window].counted, _counted),
-    # Flash attention has no such heads, and its mask would be that of flex_attention, which is slower.
+    # Flash attention does not support such wide heads. Below, flex_attention would compute them, which is slower.
     (_has_wide_heads, _wide),
 )
 """Backends that need no mask. The first function of a pair returns whether the backend supports a call, and the second
 one computes the call."""
 
 WITH_MASK: tuple[Backend, ...] = (
-    # Sinks before the plain forms of the same masks, which would ignore them.
+    # Backends with sinks come before the backends for the same masks that would ignore sinks.
     (lambda call: call.sinks is not None and call.mask.segments is not None, _sinks_in_segments),
     (_has_causal_sinks, _causal_sinks),
     # The form of the mask decides: segments for variable lengths, blocks for flex_attention, else dense or none.
     (lambda call: call.mask.segments is not None, _segments),
     (lambda call: call.mask.block is not None, _flex),
-    # One query per head: the heads of a group become rows that share its keys, so that nothing is repeated.
+    # One query per head: the query heads of a group become rows that share the group's keys, so no key is repeated.
     (lambda call: call.sinks is not None and call.q.shape[1] == 1, _single_with_sinks),
-    # SDPA has neither softcaps nor sinks. Before `_single`, which is SDPA, too.
+    # SDPA supports neither softcaps nor sinks. This entry comes before `_single`, which is also SDPA.
     (lambda call: call.softcap is not None or call.sinks is not None, _formula),
     (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single),
 )
@@ -473,10 +474,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether SDPA's fastest kernel for q and k supports values of another width.
+    """Whether SDPA's fastest kernel for q and k supports values of a different width.
 
-    Of the fused kernels in half precision, only cuDNN does, for some widths and versions. The kernel that takes all
-    widths is slower than flash attention on padded values. On the CPU, only the unfused form supports other widths.
+    Of the fused kernels in half precision, only cuDNN's kernel does, for some widths and versions. The kernel that
+    takes all widths is slower than flash attention on padded values. On the CPU, only the unfused form supports other
+    widths.
     """
     if q.device.type not in ACCELERATORS or not takes_flash(q.dtype, q.shape[3]):
         return q.device.type in ACCELERATORS
@@ -540,9 +542,10 @@ SETTINGS: tuple[tuple[SDPBackend, Callable[[], bool], Callable[[bool], None]], .
 
 
 class SDPAOrder:
-    """The context manager ``sdpa_kernel(backends, set_priority=True)``, which takes the host longer than SDPA itself.
+    """A faster form of the context manager ``sdpa_kernel(backends, set_priority=True)``.
 
-    Unlike that, a compiler can't trace it, and it may be entered several times.
+    On the host, ``sdpa_kernel`` takes more time than SDPA itself. Unlike ``sdpa_kernel``, this context manager may be
+    entered several times, and can't be traced by a compiler.
     """
 
     def __init__(self, backends: list[SDPBackend]) -> None:

@@ -156,7 +156,7 @@ class BatchLayout:
                 "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask."
             )
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
-            raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one.")
+            raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one of the two.")
 
         # Number the documents, and count positions from the start of each. Padding is a separate document.
         documents = index = positions = None
@@ -185,7 +185,7 @@ class BatchLayout:
 
         # Build a mask for each window.
         if is_batch_invariant() and not torch.is_grad_enabled():
-            windows = {}  # only the backward, which is ordinary attention's, needs masks
+            windows = {}  # only the backward, which is that of ordinary attention, needs masks
         masks = {}
         for window, needed in ({None: False} if windows is None else windows).items():
             if not causal:
@@ -208,8 +208,8 @@ class BatchLayout:
         if is_batch_invariant():
             if visible_until is not None:
                 raise ValueError(
-                    "forward: deterministic_forward can't be used with tokens that attend to later tokens, as those of "
-                    "images or of a prefix, got some. Leave them out."
+                    "forward: deterministic_forward can't be used with tokens that attend to later tokens, such as "
+                    "those of images or of a prefix, got such tokens. Leave them out."
                 )
             spans = _spans(documents, B, T, past, device, pages)
         options: dict[str, Any] = {"causal": causal, "attention_mask": attention_mask, "bounds": bounds}
@@ -279,10 +279,11 @@ class BatchLayout:
         if explicit and empty and self.causal:
             B, T = q.shape[:2]
             mask = self.masks[window] = text_mask(self.documents, self.past, window, B, T, q.device, needed=True)
-        # Segments of text have no lengths, which only those of images have in a bidirectional layout.
+        # In a bidirectional layout, the segments of images have lengths, and the segments of text have none.
         is_text = mask.segments is not None and (self.causal or mask.segments.lengths is None)
         if is_text and not takes_segments(q.device, q.dtype, q.shape[3]):
-            # The heads are too wide, or their dtype differs from that of the embeddings; `build` could not know either.
+            # The heads are too wide, or their dtype differs from the dtype of the embeddings. `build` knows neither the
+            # width nor the dtype of the heads.
             B, T = q.shape[:2]
             if self.causal:
                 mask = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
@@ -339,7 +340,7 @@ def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device
     if dtype.is_floating_point or dtype.is_complex:
         raise ValueError(
             f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {dtype}. Pass "
-            "mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0."
+            "mask.bool(), or mask == 0 for a mask that is added to attention scores (0 and -inf)."
         )
     # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single tokens and
     # compiled graphs skip the check.

@@ -45,7 +45,7 @@ class PreNormBlock(nn.Module):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        # A layout has experts only for a mixture.
+        # `layout.experts` holds experts that replace the router's choice; it is empty for a dense MLP.
         outputs: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
         return outputs
 

@@ -10,8 +10,8 @@ If the step cannot run on tensors without values, Triton compiles the kernels at
 
 `compile_early` does the same before the model has weights, for a caller who knows the shape of the batches.
 
-Triton keeps compiled kernels on the disk. A file beside them says that the kernels of such a model are there, so that
-later processes do not record the step again.
+Triton keeps compiled kernels on the disk. A marker file beside the kernels says that all kernels of such a model are
+compiled, so that later processes do not record the step again.
 """
 
 import copy
@@ -114,7 +114,7 @@ def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> N
     if device.type != "cuda" or not _has_kernels() or any(isinstance(x, float) and x > 0 for x in dropout):
         return
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    twin = copy.deepcopy(model)  # of the same layers, whose parameters stay without values
+    twin = copy.deepcopy(model)  # has the same layers, and its parameters never get values
 
     def record() -> None:
         kernels: Kernels = {}
@@ -229,7 +229,8 @@ def record_step(
         layout = replace(layout, masks=dict(layout.masks))  # layers may add masks
         with _reparametrize_module(model, named):
             results = model.run(x, layout, **options)._asdict()
-        # The first result that there is: a loss or, for losses outside of the model, a tensor from which they start.
+        # The backward starts from the first result that is not None: a loss or, if the loss is computed outside of the
+        # model, a tensor from which it is computed.
         names = ("loss", "log_probs", "logits", "hidden_states")
         result = next(results[name] for name in names if results[name] is not None)
         total = (result[-1] if isinstance(result, tuple) else result).sum()
@@ -255,7 +256,7 @@ class _Implementations(TorchDispatchMode):
         keys = torch._C.DispatchKey
         has_own = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), keys.CUDA)
         on_cuda = any(isinstance(x, Tensor) and x.is_cuda for x in args)
-        with self:  # for ops within this op
+        with self:  # the op may call other ops
             return func._op_dk(keys.CUDA if has_own and on_cuda else keys.CompositeExplicitAutograd, *args)
 
 
@@ -291,7 +292,8 @@ def recording(kernels: Kernels) -> Iterator[None]:
         kernels[kernel, device, about["compile"]["key"]] = launch
         return True  # tells Triton not to compile it
 
-    def address(x: Tensor) -> int:  # as aligned as that of a tensor with values: an allocation starts at 512 bytes
+    def address(x: Tensor) -> int:
+        # Kernels depend on the alignment of addresses. The storages of real tensors start at multiples of 512 bytes.
         return 512 + int(x.storage_offset()) * x.element_size()
 
     JITFunction.run, knobs.runtime.jit_cache_hook, FakeTensor.data_ptr = run_or_record, record, address
@@ -350,8 +352,8 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
                 submitted.set()
 
     with _parsing_in_turn(), ThreadPoolExecutor(compile_threads()) as pool:
-        # One mode for each device: a mode shares its kernels, which then load on its first device only. A context for
-        # each: a mode that is interrupted stays active in its context.
+        # Each device has its own mode, because a mode loads a kernel only on the first device that needs it. Each mode
+        # has its own context, because an interrupted mode stays active in its context.
         for device in sorted({launch.device for launch in kernels.values()}):
             copy_context().run(compile_for, device)
 

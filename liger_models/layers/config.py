@@ -253,7 +253,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of q·k: with YaRN, ``mscale_all_dim`` increases it, for all dimensions of a head."""
+        """Multiplier of q·k for all dimensions of a head. With YaRN, ``mscale_all_dim`` increases the multiplier."""
         scale: float = self.head_size**-0.5
         if not isinstance(self.rope_scaling, YarnScaling):
             return scale

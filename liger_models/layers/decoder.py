@@ -482,8 +482,8 @@ class Decoder(nn.Module):
             check_policy("policy", block_policy)
 
         self.checkpointing = policy
-        # Blocks whose second forward may give other results are not recomputed as a whole; their layers recompute
-        # instead.
+        # A block whose second forward may have different results is not recomputed as a whole. The layers of such a
+        # block recompute instead.
         self.recomputed = frozenset(
             index
             for index, (block, block_policy) in enumerate(zip(self.layers, policies, strict=True))
@@ -617,7 +617,7 @@ class Decoder(nn.Module):
 
     @property
     def held_elements(self) -> int:
-        """Number of elements per token that the forward keeps for the backward outside of the blocks."""
+        """Number of elements per token that are saved for the backward outside of the blocks."""
         return 0
 
     def carry(self, index: int, more: list[Tensor], layout: BatchLayout) -> tuple[list[Tensor], BatchLayout]:
@@ -625,7 +625,7 @@ class Decoder(nn.Module):
 
         Args:
             index: index of the block.
-            more: the results of the block after x and the residual stream.
+            more: further results of the block, besides x and the residual stream.
             layout: the layout that was passed to the block.
         """
         return more, layout

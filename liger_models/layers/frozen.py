@@ -186,8 +186,9 @@ class FrozenParameters(nn.Module):
             local(codes).copy_(part.view(torch.uint8))
             return
 
-        # A rank with whole experts quantizes these together. If it has a part of every expert, it needs all numbers of
-        # each, one expert at a time. Without any experts it still has its part of the tensors that all of them share.
+        # A rank with whole experts quantizes them together. A rank with a part of every expert reads and quantizes one
+        # whole expert at a time. A rank without experts still quantizes zeros, to fill its part of the tensors that all
+        # experts share.
         has_parts = len(self.shape) == 3 and local(codes).shape[1] < codes.shape[1]
         parameters: dict[str, Any] = {"codes": codes, **self._parameters}
         for start in range(first, first + max(count, 1), 1 if has_parts else max(count, 1)):
@@ -322,7 +323,7 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Map a module's own parameters to their numbers of elements; for codes, this is that of the dense weight."""
+    """Map a module's own parameters to their numbers of elements; codes count as the elements of the dense weight."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)

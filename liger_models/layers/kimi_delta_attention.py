@@ -70,9 +70,9 @@ class LigerKimiDeltaAttention(LinearAttention):
 
     The decays and the output gates of all heads are computed from two latents of D numbers. The heads and the channels
     of the latents are divided into U units. Each unit has, in ``in_proj``, the queries, the keys and the values of its
-    heads, its share of the channels of the latent of decays and of that of gates, and the update rates β of its heads
-    (one row per head). The rows of ``conv_weight`` are also grouped by unit, and have only queries, keys and values.
-    Each of R ranks has some units, and the ranks exchange the latents.
+    heads, its share of the channels of both latents (of decays and of gates), and the update rates β of its heads (one
+    row per head). The rows of ``conv_weight`` are also grouped by unit, and have only queries, keys and values. Each of
+    R ranks has some units, and the ranks exchange the latents.
 
     Args:
         hidden_size: C.

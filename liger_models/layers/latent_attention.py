@@ -189,7 +189,7 @@ class LigerLatentAttention(BaseAttention):
         return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
 
     def _to_heads(self, projected: Latents, context: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and the keys' and values' columns of this rank's heads, and the shared part, for all tokens.
+        """Return, for all tokens, q and the projected latents of this rank's heads, and the shared part of the keys.
 
         The ranks exchange latents, which are smaller than keys and values, and each rank projects them to its heads.
         """
@@ -218,13 +218,13 @@ class LigerLatentAttention(BaseAttention):
         latents = latents._replace(q=self._scaled(q, layout))
         if not self._absorbs(layout, q.shape[1]):
             return self._weigh(*self._qkv(latents, layout), layout).flatten(2)
-        # The sums of latents [B, T, H, L] become values here, after the sum over the tokens.
+        # Attention returns weighted sums of latents, [B, T, H, L], which are projected to values here.
         weight = self._up_weight(q)[:, self.nope_dim :]
         out = self._weigh(*self._absorbed_qkv(latents, layout), layout)
         return torch.einsum("bthl,hvl->bthv", out, weight).flatten(2)
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the queries [B, T, H · (N + R)] of all new tokens, scaled by anything but a constant."""
+        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by scales of their positions."""
         return q
 
     def _heads(self, q: Tensor, kv: Tensor, shared: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:

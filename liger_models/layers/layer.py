@@ -175,8 +175,8 @@ class Layer(nn.Module):
         """Initialize the layer's own parameters; ``std`` is the config's ``initializer_range``.
 
         Returns:
-            Whether the layer has initialized its own parameters. If not, its ``reset_parameters`` is called after those
-            of its submodules.
+            Whether the layer has initialized its own parameters. If not, its ``reset_parameters`` is called, after the
+            ``reset_parameters`` of its submodules.
         """
         return False
 

@@ -287,6 +287,6 @@ def run(
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """Whether a module has a parameter, which may be that of a submodule."""
+    """Whether a module or one of its submodules has a parameter of this name."""
     owner, _, attribute = name.rpartition(".")
     return getattr(module.get_submodule(owner), attribute, None) is not None

@@ -25,7 +25,7 @@ class GroupedGatedNorm(Layer):
         width: I, the number of channels of all groups.
         groups: G.
         eps: added to the mean of squares.
-        gate_first: whether the norm is that of the gated value, as in Mamba-2.
+        gate_first: whether the gate multiplies the channels before the norm, as in Mamba-2.
         kernel: False for plain torch.
     """
 
@@ -127,9 +127,10 @@ class LigerMamba2(LinearAttention):
     """The state-space mixer of Mamba-2, with one packed input projection.
 
     The H heads and the channels of B and C of all G groups are divided into U units. Each unit has, in ``in_proj``, the
-    gates of its heads, their values, a share of the channels of B, a share of those of C, and the step sizes of its
-    heads (one row per head). The rows of ``conv_weight`` are also grouped by unit, and have only values, B and C. Each
-    of R ranks has some units; if there are more ranks than groups, the ranks exchange B and C after the convolution.
+    gates of its heads, their values, a share of the channels of B and a share of the channels of C, and the step sizes
+    of its heads (one row per head). The rows of ``conv_weight`` are also grouped by unit, and have only values, B and
+    C. Each of R ranks has some units; if there are more ranks than groups, the ranks exchange B and C after the
+    convolution.
 
     Args:
         hidden_size: C.
@@ -285,7 +286,7 @@ class LigerMamba2(LinearAttention):
         return normed, (conv_state, state)
 
     def _own_groups(self, convolved: Tensor, widths: list[int]) -> tuple[Tensor, int]:
-        """Replace this rank's share of the channels of B and C by those of its heads' groups.
+        """Replace this rank's share of the channels of B and C by the channels of its heads' groups.
 
         Returns the tensor and the number of these groups.
         """

@@ -97,7 +97,7 @@ class Segments:
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         begins = begins.flatten()
         index = torch.arange(len(begins), device=numbers.device)
-        # The first token of run i is written to entry i, and the end to the last entry, for which all others aim.
+        # The index of the first token of run i is written to entry i. All other tokens write the end to the last entry.
         ends = torch.full_like(index[:1], len(begins)).expand(most + 1)
         run = torch.where(begins, begins.cumsum(0) - 1, most)
         bounds = ends.scatter(0, run, torch.where(begins, index, len(begins)))
@@ -274,7 +274,7 @@ def _block_mask(
     if visible_until is not None:
         least, most = (past + x[:, :, None] for x in _block_range(visible_until))
         near, whole = nearest < reach, furthest < reach
-        if prefix is not None:  # its tokens see any distance
+        if prefix is not None:  # tokens of the prefix have no window
             all_far, some_far = (x[:, :, None].bool() for x in _block_range(prefix.int()))
             near, whole = near | some_far, whole | all_far
         some = (most >= key) & near
@@ -328,7 +328,7 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
 
     def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
-        # The count over the parts of a block of keys, low to high, is a difference of running sums.
+        # The number of visible parts between low and high, those of a block of keys, is a difference of running sums.
         sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
         return sums[..., high + 1] - sums[..., low]
 

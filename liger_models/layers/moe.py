@@ -486,7 +486,7 @@ class LigerSharedExpertMoE(Layer):
 
 @torch.no_grad()
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
-    """Let routers with a `CorrectionBias` choose experts more often that had few tokens, and others less often.
+    """Make routers with a `CorrectionBias` choose experts that had few tokens more often, and other experts less often.
 
     Call this function after the backward of a step, on all ranks. The bias of expert e of a layer changes by ``rate ·
     sign(mean(load) − load_e)``, where load is the number of tokens that each expert had on all ranks.

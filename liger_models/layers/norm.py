@@ -329,7 +329,7 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
 
 
 def row_order(linear: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return what moves the outputs of a fused op to the order of a layer's outputs; None if they have this order."""
+    """Return a function that reorders a fused op's outputs to the layer's order; None if the order is the same."""
     order: Callable[[Tensor], Tensor] | None = _attribute(linear, "row_order")
     return order
 

@@ -166,7 +166,7 @@ class PagePool(PagedCache):
         return positions
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Store the states of a layer after the next one of the tokens of `speculate`."""
+        """Store a layer's states after the next token of those that `speculate` prepared."""
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:

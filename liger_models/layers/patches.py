@@ -1,9 +1,9 @@
 """Positions of patches in images and of image tokens in a text, computed without a loop over images.
 
-The patches of all images and videos of a batch are concatenated. For each image or video, ``grid_thw`` has the number
-of frames of patches, and of rows and columns of patches per frame, as in the processors of Hugging Face. Patches that
-are merged into one token form a block. Patches are ordered by block, and within a block by row, so the patches of a
-block are adjacent.
+The patches of all images and videos of a batch are concatenated. For each image or video, ``grid_thw`` has three
+numbers, as in the processors of Hugging Face: the frames of patches, and the rows and the columns of patches in a
+frame. Patches that are merged into one token form a block. Patches are ordered by block, and within a block by row, so
+the patches of a block are adjacent.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
     Args:
         grid_thw: [n, 3] int64, number of frames, rows and columns of each image or video.
         count: N, the total number of patches.
-        merge: number of rows, and of columns, of a block of patches that becomes one token.
+        merge: side of a block, the square of patches that becomes one token, in patches.
 
     Returns:
         `Patches`, in the order of the patches, on the device of ``grid_thw``.
@@ -68,9 +68,8 @@ def order_by_window(patches: Patches, merge: int, side: int) -> tuple[Tensor, Te
 
     Args:
         patches: the patches of a batch.
-        merge: number of rows, and of columns, of a block of patches that becomes one token.
-        side: number of rows, and of columns, of tokens in a window. Windows at the lower and right border may be
-            smaller.
+        merge: side of a block, the square of patches that becomes one token, in patches.
+        side: side of a square window, in tokens. Windows at the lower and right border may be smaller.
 
     Returns:
         ``(order, window)``, both [N / merge²] int64: the indices of the tokens sorted by window, and the window number
@@ -104,7 +103,7 @@ def mrope_positions(
         kinds: [B, T] int64: 0 for text, 1 for images, 2 for videos.
         grids: ``grid_thw`` [n, 3] of all images and ``grid_thw`` of all videos, each in the order of the text; None if
             there are none.
-        merge: number of rows, and of columns, of a block of patches that becomes one token.
+        merge: side of a block, the square of patches that becomes one token, in patches.
         mask: [B, T], which is 0 for padding. Padding is not counted and has position 0.
         cu_seqlens: [n + 1], boundaries of packed documents; see `BatchLayout.build`. Positions start from 0 in each
             document.
@@ -238,11 +237,11 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights [N, side] of ``side`` points for each position on a line that becomes ``length`` points."""
+    """Return the weights [N, side] of the ``side`` old points for each position on a line resampled to ``length``."""
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
-    # A triangle around the center, which is as wide as a point of the wider grid on each side.
+    # The weights form a triangle around the center. Each half of it is as wide as a point of the coarser grid.
     weights = (1 - (points - center[:, None]).abs() / scale.clamp_min(1.0)[:, None]).clamp_min(0.0)
     return weights / weights.sum(1, keepdim=True)
 

@@ -50,7 +50,8 @@ class LigerQKNormAttention(LigerAttention):
         """See `LigerAttention.shard`. Norms over all heads take the mean over the heads of all ranks."""
         dims = super().shard(group)
         if not self.whole_projection:
-            # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
+            # All ranks normalize their own heads with the same weights, so the gradients of the weights are summed over
+            # the ranks.
             self.q_norm.group = self.k_norm.group = group
             return dims
         self.mean_group = group
@@ -108,8 +109,8 @@ class LigerQKNormAttention(LigerAttention):
 class LigerGatedAttention(LigerQKNormAttention):
     """`LigerQKNormAttention` whose output is multiplied by the sigmoid of a gate from the packed projection.
 
-    The rows of ``qkv_proj`` are grouped by KV head. A group has the rows of the KV head's H / G query heads, then those
-    of these heads' gates, then those of its key, then those of its value.
+    The rows of ``qkv_proj`` are grouped by KV head. A group has, in this order, the rows of the KV head's H / G query
+    heads, of the gates of these heads, of its key and of its value.
 
     Args: as in `LigerQKNormAttention`.
     """
@@ -120,7 +121,7 @@ class LigerGatedAttention(LigerQKNormAttention):
         self.qkv_proj = nn.Linear(hidden_size, 2 * (num_heads + num_kv_heads) * head_dim, bias=bias)
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        # The gates are cut out, so that what is left is the layout of `LigerAttention`.
+        # The gates are removed; the remaining columns have the layout of `LigerAttention`.
         queries = self.num_heads // self.num_kv_heads
         groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
         q, gate, kv = groups.split([queries, queries, 2], 3)

@@ -60,8 +60,8 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer ones.
 
-    ``short_mscale`` and ``long_mscale`` are the numbers that cos and sin are multiplied by for the former and for the
-    latter, as in the files of Phi-3.5-MoE. Where they are None, `longrope_attention_factor` takes their place.
+    For short and long documents, cos and sin are multiplied by ``short_mscale`` and ``long_mscale``, as in the files of
+    Phi-3.5-MoE. If they are None, `longrope_attention_factor` is used instead.
     """
 
     short_factor: list[float]

@@ -62,7 +62,7 @@ class PatchMerger(nn.Module):
         norm: function that returns a norm of a given width.
         hidden_size: C, the width of a patch.
         out_size: width of an image token.
-        merge: number of rows, and of columns, of the square of patches that becomes one token.
+        merge: side of the square of patches that becomes one token, in patches.
         norm_of_all: whether to normalize the concatenated patches instead of each patch.
         kernels: which parts run on fused kernels.
     """

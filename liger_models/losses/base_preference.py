@@ -10,9 +10,10 @@ All preference losses share this notation:
 
 A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
 
-The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. Those of the
-policy take one call of `loss_of_log_probs`. The loss is computed from log-probabilities [B, T] in plain PyTorch, and
-autograd differentiates it. ``from_log_probs`` computes only this last part, from log-probabilities that the caller has.
+The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. The
+log-probabilities of the policy take one call of `loss_of_log_probs`. The loss is computed from log-probabilities [B, T]
+in plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes only this last part, from
+log-probabilities that the caller has.
 """
 
 from abc import ABC, abstractmethod

@@ -6,8 +6,8 @@ For queries q_i and documents d_j, with s_ij = cos(q_i, d_j) / τ and the positi
     symmetric     half of this, plus half of mean_i [ −s_i,p(i) + log Σ_k exp(s_k,p(i)) ]
     CoSENT        log(1 + Σ exp((c_i − c_j) / τ)), over all pairs of examples i and j where i has the lower score
 
-In CoSENT, c_i is the cosine of the two texts of example i. With Matryoshka dimensions, a loss is the sum of its values
-for the leading dimensions of each number in ``dimensions``.
+In CoSENT, c_i is the cosine of the two texts of example i. With Matryoshka dimensions, the loss is a sum over the
+numbers n in ``dimensions``; each term is the loss of the leading n dimensions of the embeddings.
 
 The N x M matrix of similarities is never stored: the contrastive loss is `linear_cross_entropy` with the documents as
 the weight of a head, which computes the matrix in chunks of queries. CoSENT needs no matrix at all: in the order of the

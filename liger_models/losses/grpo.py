@@ -1,9 +1,10 @@
 """Group-relative policy optimization (GRPO), and seven related losses for sampled completions.
 
-The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. Those of the
-policy take one call of `loss_of_log_probs` or, if the caller has all logits, one call of `cross_entropy`. The loss is
-computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes
-only this last part, from log-probabilities that the caller has. ``token_losses`` computes the loss of each token.
+The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. The
+log-probabilities of the policy take one call of `loss_of_log_probs` or, if the caller has all logits, one call of
+`cross_entropy`. The loss is computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it.
+``from_log_probs`` computes only this last part, from log-probabilities that the caller has. ``token_losses`` computes
+the loss of each token.
 """
 
 from typing import Any

@@ -94,7 +94,7 @@ class TrainingMemory(NamedTuple):
         host_moments: Collection[int] = (),
         in_backward: bool = False,
     ) -> dict[str, int]:
-        """Return the parts of which the peak consists.
+        """Return the parts that add up to the peak.
 
         During the backward, gradients take more and more memory, and activations take less. Therefore the peak is
         reached at one of four times: when the head computes the loss, when the backward of the blocks begins, when the
@@ -124,7 +124,7 @@ class TrainingMemory(NamedTuple):
         excess = max((self.excess(name, index) for index, name in enumerate(policies)), default=0)
 
         # What exists at each of the four times.
-        # The gradient of a head that is also the embedding is complete when that of the embedding is.
+        # The gradient of a tied head is complete only when the gradient of the embedding is.
         head = 0 if in_backward and not self.tied else self.head - self.logits
         block = {"a block's backward": self.logits + excess, "fetched": fetched}
         times = [{"activations": kept, "head": self.head}, {"activations": kept, "head": head, **block}]
@@ -208,7 +208,7 @@ def training_memory(
     held = model.held_elements * tokens * size
     activations = {policy: sum(block.total for block in blocks) + held for policy, blocks in saved.items()}
 
-    # The largest excess of recomputation, which needs the other numbers. The parameters follow in `with_parameters`.
+    # Compute the largest excess of recomputation from the other numbers. `with_parameters` adds the parameters later.
     memory = TrainingMemory(0, 0, 0, 0, activations, head, {}, logits, saved, (), 0, 0, 0)
     excess = {policy: [memory.excess(policy, index) for index in range(len(model.layers))] for policy in saved}
     memory = memory._replace(recomputed={policy: max(sizes, default=0) for policy, sizes in excess.items()})

@@ -166,10 +166,10 @@ def plan_memory(
     if search.fastest is not None:
         return _plan(search, search.fastest, budget)
 
-    assert search.smallest is not None  # a step that recomputes everything exists, whatever it takes
+    assert search.smallest is not None  # recomputing everything is always a candidate, even if it does not fit
     smallest = _plan(search, search.smallest, budget)
     parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in smallest.parts.items() if size)
-    needed = 1.001 * smallest.peak / usable  # more than rounding its digits may take off
+    needed = 1.001 * smallest.peak / usable  # the margin exceeds the error of rounding to the digits below
     raise ValueError(
         f"plan_memory: budget must be at least {needed / 1e9:.4g} GB for {tokens:,} tokens, got {budget / 1e9:.4g} "
         f"GB. The smallest peak is {smallest.peak / 1e9:.3g} GB ({parts}), and {1 - usable:.0%} of "
@@ -189,7 +189,7 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
         policies, search.accumulate, offloaded=offloaded, host_moments=host_moments, in_backward=candidate.in_backward
     )
 
-    # Its time, and the least time of a step that recomputes as little as it may and moves nothing.
+    # The candidate's time, and the time of a step that recomputes as little as allowed and offloads nothing.
     _, moved, seconds = (candidate.stay + candidate.away)[:3]
     freed = sum(memory.moments[index] for index in host_moments)
     step = times.step(seconds, moved, freed, candidate.in_backward)

@@ -105,7 +105,7 @@ class Search:
         self.first = [self.type_of.index(block_type) for block_type in range(len(types))]
         """For each type, the index of its first block, which represents all blocks of the type."""
 
-        # Cases that differ in one bound have equal sums over the blocks that stay, or equal bytes of moments.
+        # Both results are cached, because cases that differ in only one bound share sums or bytes of moments.
         self._sums, self._freed = functools.cache(self._best_sums), functools.cache(self._freed_bytes)
 
         # What the search has found so far.

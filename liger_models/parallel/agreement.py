@@ -65,7 +65,7 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
             "Create the same model on every rank, from the same checkpoint or with the same seed.",
         )
 
-    # Batches are compared within the ranks that share one, which the first of them identifies.
+    # Batches are compared among the ranks that share a batch. The first of these ranks identifies them.
     of_groups = {group: digest for _, group, _, digest in digests}
     if any(digest != of_groups[group] for _, group, _, digest in digests):
         batches = _gather((rank(), sharing, facts["batch"]), over)
@@ -116,7 +116,7 @@ class FirstForward:
             check_ranks(model, {**dict(zip(("input_ids",), args, strict=False)), **kwargs})
             self.agreed = True
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
-        # Inference needs no gradients, so that a model on a part of the mesh may generate.
+        # Without gradients there is nothing to average, so a model on a part of the mesh may run inference.
         if not self.averaged and torch.is_grad_enabled() and is_trained:
             _check_averaged(model, self.replicas)
             self.averaged = True
@@ -136,7 +136,7 @@ def check_first_forward(
         if isinstance(hook, FirstForward):
             averaged |= hook.averaged
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-    # A weight that is written to from now on has another version, and its sample no longer counts.
+    # Writing to a weight changes its version. From then on, the sample of the weight no longer counts.
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     dated = {name: (sample, versions[name]) for name, sample in samples.items() if name in versions}
     # The hook must run before those of FSDP, which exchange parameters and would hang if ranks differed.
@@ -200,7 +200,8 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
         raise ValueError(
             "forward: the gradients of a model after apply_fsdp must be averaged over all ranks with copies of its "
             f"weights, {sorted(replicas)} among them, got a model on other dimensions of the mesh. Pass the whole mesh "
-            "to apply_fsdp; if the others hold other parameters, or other code averages, pass averaged=True."
+            "to apply_fsdp. If those ranks hold different parameters, or other code averages their gradients, pass "
+            "averaged=True."
         )
     if groups.data:
         return
@@ -217,7 +218,8 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
     function = "apply_tp" if groups.context is None else "apply_cp"
     ddp = DistributedDataParallel._get_active_ddp_module()
     over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
-    # Not the meshes of parameters: FSDP's own hook may have gathered those of the model itself already.
+    # The meshes come from FSDP's states, not from parameters: FSDP's hook may already have gathered the parameters of
+    # the model's own group.
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     sharded: list[Any] = [state._fsdp_param_group for state in states if state._fsdp_param_group]
     over += [group.mesh_info.mesh.mesh.flatten().tolist() for group in sharded]

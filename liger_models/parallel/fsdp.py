@@ -74,10 +74,10 @@ def apply_fsdp(
             with the same weights on every rank. The model of a `LigerMedusa` may be sharded already; each of its heads
             is a group.
         mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
-            `apply_tp` is left out, and those of `apply_cp` and `apply_ep` are merged with the dimension before. The
-            mesh then has one dimension, or two named ones (HSDP): the first over replicas, the second over the ranks
-            that share one replica. After `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in one
-            dimension.
+            `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the dimension before
+            them. The mesh then has one dimension, or two named ones (HSDP): the first over replicas, the second over
+            the ranks that share one replica. After `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in
+            one dimension.
         param_dtype: dtype of gathered parameters, and so of the computation. None: the dtype of the parameters.
         reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host, fp32
             gradients are sent in the narrower ``param_dtype`` in which the backward has computed them, unless several
@@ -236,7 +236,7 @@ def _make_frozen_parameters() -> None:
 def _annotate_for_profilers_alone() -> None:
     """Make FSDP2 annotate its work only while a profiler runs.
 
-    The annotations take the host about a twentieth of the time of a block.
+    On the host, the annotations take about a twentieth of the time of a block.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
@@ -301,8 +301,9 @@ def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> S
     if uneven and parameter.is_floating_point() and others and others[0] % ranks == 0:
         return Shard(1)
 
-    # Experts [X, O, C] may be too few for the ranks, of which the last would hold none and send padding. PyTorch shards
-    # no other dimension unevenly. Bytes in the last dimension stay together, because they may be parts of one number.
+    # There may be too few experts [X, O, C] for the ranks. The last ranks would then hold no experts and send padding.
+    # PyTorch does not shard any other dimension unevenly. Bytes in the last dimension stay together, because they may
+    # be parts of one number.
     if parameter.ndim == 3 and any_dimension and -(-rows // ranks) * (ranks - 1) >= rows:
         last = 2 if parameter.is_floating_point() else 1
         sharded = [placement.dim for placement in placements if isinstance(placement, Shard)]

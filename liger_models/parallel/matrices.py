@@ -86,7 +86,7 @@ class Exchange:
             parts = [[]] * self.ranks
             dist.all_gather_object(parts, mine, group)
 
-        # The candidates of each parameter. Equal layers have equal ones, which are computed once.
+        # The candidates of each parameter. Equal layers have equal candidates, which are computed once.
         computed: list[tuple[Any, Sequence[Tensor], list[_Candidate]]] = []
         of_parameters: list[tuple[int, list[_Candidate]]] = []
         for (number, parameter, rows), held in zip(parameters, zip(*parts, strict=True), strict=True):
@@ -284,7 +284,7 @@ def _candidates(
         some = torch.stack([torch.isin(indices, ids).sum(1) * min(part.shape[-1], 1) for ids, part in shares], 1)
         full = some * torch.tensor([part.shape[-1] == columns for part in parts])
 
-        # A rank that holds a whole matrix computes it; otherwise one of those that hold a part of it.
+        # A rank that holds a whole matrix computes it. If there is none, one of the ranks that hold a part computes it.
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for matrix, whole in enumerate(full == indices.shape[1]):
             owners = whole if whole.any() else some[matrix]

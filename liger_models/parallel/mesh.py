@@ -56,13 +56,13 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
     ranks = set(mesh.mesh.flatten().tolist())
     if groups.tensor is not None and len(ranks.intersection(groups.tensor.members)) != 1:
         raise ValueError(
-            "apply_fsdp: mesh must not have the ranks over which apply_tp has sharded the model, except as a dimension "
-            f'of their own, got {mesh}. Pass the mesh of all ranks, or mesh["dp"] of it.'
+            "apply_fsdp: mesh must not have the ranks over which apply_tp has sharded the model, except in a separate "
+            f'dimension, got {mesh}. Pass the mesh of all ranks, or mesh["dp"] of it.'
         )
     if groups.context is not None and not ranks.issuperset(groups.context.members):
         raise ValueError(
-            "apply_fsdp: mesh must have all ranks over which apply_cp has distributed the tokens, because their "
-            f"gradients are averaged, too, got {mesh}. Pass the mesh of all ranks, or leave it out."
+            "apply_fsdp: mesh must have all ranks over which apply_cp has distributed the tokens, because the "
+            f"gradients are averaged over these ranks, too, got {mesh}. Pass the mesh of all ranks, or leave it out."
         )
 
     # Ranks of context and expert parallelism hold the same weights except for the experts.
@@ -79,14 +79,14 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
         dimensions = mesh.mesh_dim_names or ()
         if mesh.size() != world_size() or (cp or ep) not in dimensions[-2:]:
             raise ValueError(
-                "apply_fsdp: mesh must have all ranks, the ones of apply_cp or apply_ep in its last or last but one "
-                f'dimension, got {mesh}. Create it with mesh_dim_names=("dp", "{cp or ep}").'
+                "apply_fsdp: mesh must have all ranks, and its last or last but one dimension must be the ranks of "
+                f'apply_cp or apply_ep, got {mesh}. Create it with mesh_dim_names=("dp", "{cp or ep}").'
             )
         mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(-2), mesh_dim_names=(*dimensions[:-2], "data"))
     if mesh.ndim > 2:
         raise ValueError(
             "apply_fsdp: mesh must have one dimension, or two with names, besides those of apply_tp, apply_cp and "
-            f"apply_ep, got {mesh}. Take the dimensions of the data-parallel ranks."
+            f"apply_ep, got {mesh}. Pass only the dimensions of the data-parallel ranks."
         )
     return mesh, experts_mesh
 

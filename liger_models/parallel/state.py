@@ -244,7 +244,8 @@ def _save_in_background(
             _publish(temporary, checkpoint, keep)
         except BaseException as error:
             failure = error
-        # Not earlier, because the next save removes temporary folders. Whoever waits for `finished` may save.
+        # Another save may start only now, because it removes temporary folders. It must be allowed before `finished` is
+        # set, because its waiter may save at once.
         _in_flight.discard(folder)
         if failure is None:
             finished.set_result(None)
@@ -370,7 +371,7 @@ def load_state(
         load(tensors, checkpoint_id=checkpoint, process_group=group)
     if optimizer is not None:
         for options, names in zip(tensors["optimizer"]["param_groups"], parameters, strict=True):
-            # Loading has put in the saved names. Some of these parameters may be frozen now.
+            # Loading has replaced the names by the saved ones. Some of the saved parameters may be frozen now.
             options["params"] = names
         optimizer.load_state_dict(tensors["optimizer"])
 
@@ -445,7 +446,7 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
     settings = {name: type(value).__name__}
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
-        # A former version had no such field.
+        # States of older versions do not have this field.
         is_new = (field.name, setting) == ("target_parameters", ())
         if not is_new and not field.name.endswith(MAY_DIFFER):
             settings |= _flatten(f"{name}.{field.name}", setting)
@@ -463,7 +464,7 @@ def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, s
     saved = now if saved is None else saved
     skipped = {FROZEN, FORMER} if FORMER in saved else set()
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name) and name not in skipped]
-    # If two dataclasses are of different classes, their fields say no more.
+    # If the classes of two dataclasses differ, differences of their fields are not listed.
     names = [name for name in names if "." not in name or name.partition(".")[0] not in names]
     if names:
         changes = "; ".join(f"{name} {now.get(name)} instead of {saved.get(name)}" for name in names)
@@ -539,7 +540,7 @@ def _read_metadata(checkpoint: Path) -> Metadata:
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:
         raise _incomplete(checkpoint, rank(), error, ".metadata") from error
-    # Where each file must at least end.
+    # The smallest size that each file must have.
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)

@@ -1,4 +1,4 @@
-"""Rerankers (cross-encoders): causal models that answer whether a document fits a query by one of two tokens."""
+"""Rerankers (cross-encoders): causal models that answer with one of two tokens whether a document fits a query."""
 
 import os
 from collections.abc import Sequence

@@ -248,7 +248,7 @@ def _list_modules(package: str, names: list[str], transformer: str = "sentence_t
 
 
 def _write(folder: Path, files: Mapping[str, Any]) -> None:
-    """Write files of JSON, each beside its target first. `MODULES`, which names the others, must be the last."""
+    """Write JSON files, each first to a temporary file. `MODULES`, which names the other files, must be the last."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -172,7 +172,7 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 def _in_best_spelling(
     messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
 ) -> list[Rendering]:
-    """Return the examples for the form of the messages of which the template leaves out least, or the first of such."""
+    """Return the examples for the first form of the messages from which the template leaves out the fewest fields."""
     refusal: ValueError | None = None
     best: tuple[int, list[Rendering]] | None = None
     for spelling in _spellings(messages):
@@ -424,7 +424,7 @@ class _Conversation:
         return self._prefixes[end]
 
     def _own_count(self, owner: int, number: int) -> int:
-        """Return how often a mark occurs in the text that ends with the message of the mark.
+        """Return how often a mark occurs in the prefix of the text that ends with the message that contains the mark.
 
         The template may write the name of a call twice in the call itself, and again next to the call's result.
         """
@@ -478,7 +478,7 @@ class _Conversation:
         if own:
             return spans
 
-        # The template writes nothing of the answer, such as an empty one. It is between its neighbors.
+        # The template writes nothing of the answer, for example because it is empty. It is between its neighbors.
         earlier = [group for group in groups if group.owner < index]
         before = earlier[-1] if earlier else None
         lower = before.end if before else 0
@@ -538,7 +538,7 @@ class _Conversation:
             number: the number of the last mark before the answer; None if there is none.
             before: the text from this mark to the first mark of the answer.
         """
-        # Whether a template has called tools, for instance, may decide what its prompt is.
+        # The prompt may depend on the earlier messages, for example on whether tools were called.
         roles = tuple(message.get("role") for message in self.messages[max(index - 3, 0) : index])
         fields = frozenset((message.get("role"), *message) for message in self.messages[:index])
         key = (self.style.template, self._key, roles, fields, before)
@@ -590,7 +590,7 @@ class _Conversation:
         return self._common(before, _unmarked(text)) if text else len(before)
 
     def _boundaries(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield the special tokens and the white space in a text. No token of an answer extends over them."""
+        """Yield the special tokens and the white space in a text. No token of an answer crosses such a boundary."""
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:

@@ -173,10 +173,10 @@ class Tokenizer:
         """Read the tokenizer of a checkpoint's folder.
 
         Args:
-            folder: the folder; or a text ``owner/name`` that is no folder here, for a repository of the hub.
+            folder: the folder; or, if there is no such folder, the name ``owner/name`` of a repository on the hub.
             padding_side: the default of calls, "left" (for generation) or "right" (for training).
             pad_token: the token that pads a batch. Default: the checkpoint's.
-            revision, cache_dir, token, local_files_only: as in huggingface_hub; a folder has no use for them.
+            revision, cache_dir, token, local_files_only: as in huggingface_hub; ignored for a folder.
 
         Raises:
             FileNotFoundError: there is no such folder, and no such repository.
@@ -314,7 +314,7 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """The id for padding a batch: that of ``pad_token``, else that of ``eos_token``, else 0."""
+        """The id for padding a batch: the id of ``pad_token`` or, without one, of ``eos_token``; 0 without both."""
         return next((token for token in (self.pad_token_id, self.eos_token_id) if token is not None), 0)
 
     def _assign(self, role: str, token: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Options that a run chooses by its model and data where the user has not: objective, dtype and folder."""
+"""Default values of options that depend on the model and the data: objective, dtype and folder."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
 def choose_objective(options: TrainOptions) -> TrainOptions:
     """Return the options with the objective for the format of the data if the user has named none.
 
-    Data that do not exist or cannot be read keep the objective sft, which reports them.
+    If the data do not exist or cannot be read, the objective remains sft, which raises the error later.
     """
     if options.given["objective"] is not None or options.field is not None:
         return options
@@ -67,7 +67,8 @@ def choose_objective(options: TrainOptions) -> TrainOptions:
     objective = OBJECTIVE_OF.get(name or "")
     if objective is None:
         return options
-    # The learning rate depends on the objective, and KTO compares the answers of a batch.
+    # The default learning rate depends on the objective. KTO needs batches of several answers, because it compares the
+    # answers of a batch.
     batch_size = max(options.batch_size, 2) if objective == "kto" else options.batch_size
     return options.changed(objective=objective, lr=options.given["lr"], batch_size=batch_size)
 

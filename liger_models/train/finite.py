@@ -62,7 +62,7 @@ class FiniteChecks:
         """Raise ValueError on all ranks if a loss or a norm was not finite on any rank. Every rank must call this."""
         if self._first is None:
             return
-        # Collectives work in place, and the own first step must stay.
+        # The all-reduce works in place, and this rank must keep its own first step.
         first = self._first.clone()
         if is_distributed():
             dist.all_reduce(first, dist.ReduceOp.MIN)

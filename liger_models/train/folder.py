@@ -51,7 +51,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def _remove_if_empty(folder: Path) -> None:
     """Remove the folder of a run that failed before it wrote anything but the lock."""
     if [path.name for path in folder.iterdir()] == [LOCK]:
-        with suppress(OSError):  # such as a folder that is a mount
+        with suppress(OSError):  # the folder may be a mount point
             (folder / LOCK).unlink()
             folder.rmdir()
 

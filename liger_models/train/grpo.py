@@ -137,7 +137,7 @@ class GRPOObjective(Objective):
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
 
         # Rows [B, T] of prompts, whose tokens have no label, and answers.
-        # A complement marks a token without a label.
+        # The bitwise complement of a token id marks a token without a label.
         pairs = zip(prompts, answers, strict=True)
         documents = [torch.tensor([*(~token for token in prompt), *answer]) for prompt, answer in pairs]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
@@ -146,7 +146,7 @@ class GRPOObjective(Objective):
             padding = (0, 0, 0, 0, 0)
             batch["routed_experts"] = torch.stack([F.pad(ids, (*padding, T - len(ids)), value=-1) for ids in experts])
         if self.deterministic and self.repeats > 1 and self.temperature == 1:
-            # The log-probability of a token is where the token before it is.
+            # The log-probability of a token is stored at the position of the token before it.
             starts = [len(prompt) - 1 for prompt in prompts]
             rows_of = zip(starts, log_probs, strict=True)
             batch["old"] = torch.stack([F.pad(row, (start, T - start - len(row))) for start, row in rows_of])

@@ -384,9 +384,9 @@ def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[s
 def measure_drafts(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> DraftAcceptance | None:
-    """Return what measures the drafts of the model's block for multi-token prediction; None if there is no such block.
+    """Return an object that measures the drafts of the model's block for multi-token prediction; None without a block.
 
-    The measure reads the first batches of the evaluation data or, without evaluation data, of the training data.
+    It reads the first batches of the evaluation data or, without evaluation data, of the training data.
     """
     if options.sharing != 1 or not objective.has_head or not (objective.block is not None or has_block(model)):
         return None
@@ -419,8 +419,8 @@ class Progress:
     def resume(self, start: int) -> None:
         """Continue after step ``start``. The last epoch ends with the data, even if the size of a step has changed.
 
-        For example, a run over 40 batches has read 20 of them in 10 steps of 2. If its steps have 4 batches from now
-        on, it trains 5 more, so `steps` becomes 15.
+        For example, suppose that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If its steps now
+        have 4 batches, the run has 5 more steps, so `steps` becomes 15.
         """
         read_steps = self._batches_read() / self._options.accumulate * self._repeats
         if self._options.steps is None and read_steps != start:
@@ -465,7 +465,7 @@ class Updates:
         self._in_backward = plan is not None and plan.in_backward
         self.optimizer = make_optimizer(model, options, plan)
         check_groups(model, self.optimizer)
-        # The groups as the options make them. A loaded state overwrites those of the optimizer.
+        # The optimizer's groups with the current options, because a loaded state overwrites the options in the groups.
         self._groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.optimizer.param_groups]
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: self._share(step))
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
@@ -493,8 +493,8 @@ class Updates:
     def step(self) -> tuple[float, Tensor | None]:
         """Update the parameters, and return the learning rate and the norm of the gradients before clipping.
 
-        The norm is None if the optimizer steps in the backward, because all gradients never exist at the same time
-        then.
+        The norm is None if the optimizer steps in the backward, because the gradients then never exist all at the same
+        time.
         """
         # Clipping needs the true norm, so the scale is removed first.
         self.scaler.unscale_(self.optimizer)
@@ -541,7 +541,8 @@ def announce(
     options: TrainOptions, model: CausalLM, data: PackedDataset, step_plan: StepPlan, progress: Progress, start: int
 ) -> None:
     """Print a summary of the model, the data, the plan and the steps."""
-    # An estimate of the memory for a policy of the user, where there is one, and a GPU to compare it with.
+    # Estimate the peak memory if the user has chosen a policy and the run is on a GPU. The summary compares the
+    # estimate with the memory of the GPU.
     is_first_rank, peak = dist.get_rank() == 0, None
     can_estimate = step_plan.is_estimated and model.visual is None
     if step_plan.plan is None and can_estimate and model.device.type != "cpu":
@@ -626,7 +627,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
 def start_kernels(options: TrainOptions, model: CausalLM, device: torch.device) -> None:
     """Start to compile the kernels of the first step of a run on text, while the weights are being read."""
     if options.objective == "sft" and not options.compile and model.visual is None:
-        model.set_checkpointing(options.checkpointing or "none")  # what the plan will be is not known yet
+        model.set_checkpointing(options.checkpointing or "none")  # a later plan may have other policies
         compile_early(model, (options.batch_size, options.length), device)
 
 
@@ -792,9 +793,9 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
         sys.exit(130)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         lost = any(words in str(error) for words in LOST_RANK)
-        if lost and arguments is None:  # it may have started again, and so may this process
+        if lost and arguments is None:  # the lost process may be restarting, and may restart this one
             time.sleep(PATIENCE)
-        if not standalone or (isinstance(error, RuntimeError) and not lost):  # of PyTorch: the traceback says where
+        if not standalone or (isinstance(error, RuntimeError) and not lost):  # an error of PyTorch needs its traceback
             raise
         message = f"another process of the run has ended. Look for its error. ({error})" if lost else str(error)
         sys.exit(printable(f"error on rank {os.environ.get('RANK', 0)}: {message}"))

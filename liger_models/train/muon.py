@@ -179,7 +179,7 @@ class LigerMuon(LigerAdamW):
             # Experts [X, O, C] become rows [X O, C].
             return update.reshape(-1, update.shape[-1]).to(device, wide if device.type == "cpu" else torch.bfloat16)
 
-        # The step of this rank's shard with a finished update.
+        # Update this rank's shard of a parameter, once the update of the whole matrix is ready.
         def write(number: int, update: Tensor) -> None:
             param = matrices[number]
             group, stream = options[param]

@@ -120,7 +120,7 @@ class LigerAdamW(torch.optim.Optimizer):
         if self._backwards is not None:
             raise RuntimeError(
                 "LigerAdamW: a loss scale (GradScaler) needs all gradients before the step, got step_in_backward, "
-                "which has used them with the scale. Leave one of them out."
+                "which has already used the scaled gradients. Leave one of them out."
             )
         return False
 
@@ -185,7 +185,7 @@ class LigerAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Where the hooks of `step_in_backward` have stepped, a second backward was a second step.
+        # With the hooks of `step_in_backward`, a second backward has already made a second step.
         if self._backwards is not None:
             most = max(self._backwards.values(), default=0)
             removed = any(param.grad is not None for param in self._backwards)  # the hooks leave no gradients
@@ -276,7 +276,7 @@ def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Split parameters into those with weight decay, and those without it: vectors, scalars, and biases of any shape.
+    """Split parameters into two lists: with weight decay, and without (vectors, scalars, and biases of any shape).
 
     The biases of experts are matrices [X, O], in which each row is the bias of one expert.
 
@@ -314,7 +314,7 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     if isinstance(optimizer, LigerAdamW) and not optimizer._separable:
         raise TypeError(
             f"step_in_backward: optimizer must update each parameter by itself, got {type(optimizer).__name__}, which "
-            "shares the matrices out to the ranks. Use LigerAdamW, or optimizer.step()."
+            "distributes the matrices over the ranks. Use LigerAdamW, or optimizer.step()."
         )
     if not isinstance(optimizer, LigerAdamW):
         raise TypeError(

@@ -71,7 +71,7 @@ def check_options(options: Any) -> None:
 
 
 def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
-    """Return the error of a field's value, a sentence without its first word, the field's name; None if valid."""
+    """Return the error for a field's value, to be appended to the field's name; None if the value is valid."""
     # None means the default, and is always allowed.
     value, checks = getattr(options, field.name), field.metadata
     if value is None or value == []:
@@ -261,7 +261,7 @@ def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
         name: the unknown option.
         names: the name of each field, spelled in the style of ``name``.
     """
-    # The option that other trainers call so.
+    # Suggest the option that has this name in other trainers.
     for option in names:
         if name.lstrip("-").replace("-", "_").lower() in OF_TRAINERS.get(option.lstrip("-").replace("-", "_"), ()):
             return f"{cls.__name__}: an option must be known, got {name}. Did you mean {option}?"
@@ -320,7 +320,7 @@ def _read(file: Path) -> dict[str, Any]:
         file = RECIPES.joinpath(*file.parts[1:])
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A YAML loader that raises an error for a key that occurs twice, of which PyYAML would use the last value."""
+        """A YAML loader that raises an error if a key occurs twice. PyYAML would use the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             _unique((key.value, None) for key, _ in node.value if isinstance(key.value, str))

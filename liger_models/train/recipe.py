@@ -134,7 +134,7 @@ class Planner:
                 if recipe is not None:
                     return recipe
 
-        # Nothing fits: the error names the memory that would.
+        # Nothing fits. The error names the memory that would suffice.
         peaks = (self.step(candidate, torch.bfloat16, lengths[-1]).peak("full", 1) for candidate in methods)
         least = min(peaks) / self.share
         raise ValueError(
@@ -151,7 +151,7 @@ class Planner:
         dtypes = [torch.float32] * (method == "full") + [torch.bfloat16]
         for dtype in dtypes:
             for length in lengths:
-                # Without accumulation (0) no gradients exist beside activations.
+                # Without accumulation (0), gradients and activations do not exist at the same time.
                 for step_tokens in (STEP_TOKENS, 0) if dtype == torch.bfloat16 else (STEP_TOKENS,):
                     recipe = self._fit(memory, method, dtype, length, step_tokens)
                     if recipe is not None:

@@ -132,7 +132,7 @@ def _on_hosts(work: Callable[[], str]) -> str:
 def _list(name: Name, revision: str) -> tuple[str, list[str]]:
     """Return the commit of a data set on the hub, and the files of the split.
 
-    Without a connection, these are those of the last call.
+    Without a connection, the result of the last call is returned.
     """
     api, repo = huggingface_hub.HfApi(), name.repo
     digest = hashlib.sha256(json.dumps([*name, revision]).encode()).hexdigest()[:16]
@@ -183,7 +183,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _gather(folder: Path, files: Sequence[str]) -> str:
-    """Return a file, or a folder of links to several ones, which are one source then."""
+    """Return the path of a single file, or of a folder of links to all files, so that they are one source."""
     if len(files) == 1:
         return str(folder / files[0])
     digest = hashlib.sha256(json.dumps([str(folder), *files]).encode()).hexdigest()[:16]
@@ -204,7 +204,7 @@ def _gather(folder: Path, files: Sequence[str]) -> str:
 def select_files(name: Name, files: Iterable[str], card: Mapping[str, Any]) -> list[str]:
     """Return the files of a split in a data set's repository.
 
-    The configurations and splits are those of the data set's card or, without any there, those in the names of files
+    The configurations and splits are taken from the data set's card or, if the card has none, from the names of files
     and folders. The default split is "train", or all files if no file belongs to a split.
 
     Args:
@@ -256,7 +256,7 @@ def _of_names(files: Sequence[str]) -> Splits:
         words = [re.findall("[a-z]+", part.lower()) for part in (path.stem, *reversed(path.parent.parts))]
         known = (split for part in words for split, names in SPLITS.items() if {*names} & {*part})
         splits.setdefault(sharded[1] if sharded else next(known, ""), []).append(file)
-    # Files without a split are all the data, or files beside the data.
+    # If no file has a split, all files are the training data. Otherwise, files without a split are not data.
     return {split: files for split, files in splits.items() if split} or {"train": [*files]}
 
 

@@ -189,9 +189,9 @@ def estimate(
 
     Parameters, gradients and the optimizer's moments count with their sizes on this rank. Activations, the head, and
     the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the computation.
-    Quantized weights count as they are stored, plus the temporary tensors of a matrix product. These tensors are the
-    dense weight for 4-bit weights, experts, and weights as in the checkpoint (``keep_quantized``), and the transposed
-    weight and the multiplied rows for other float8 weights. On one device nothing is gathered.
+    Quantized weights count as they are stored, plus the temporary tensors of a matrix product. For 4-bit weights,
+    experts, and weights kept as in the checkpoint (``keep_quantized``), this is the dense weight. For other float8
+    weights, these are the transposed weight and the rounded rows. On one device nothing is gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.
@@ -201,7 +201,7 @@ def estimate(
         moments_8bit: whether moments count in 8 bits, as with ``LigerAdamW(state_dtype=torch.int8)``.
         muon: whether the moments are those of `LigerMuon`, which has one momentum for each matrix.
     """
-    # Activations and the head come from a whole model without weights.
+    # The memory of activations and the head is estimated with an unsharded model on the meta device.
     empty, adapters = model, adapter_config(model)
     if model.device.type != "meta" or frozen_weights(model):
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
@@ -233,7 +233,7 @@ def estimate(
     ends = {id(weight): weight.numel() for weight in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
 
-    # On one device nothing is gathered, but a product needs the dense weight of one that is kept in float8.
+    # On one device nothing is gathered. The product with a weight that is kept in float8 needs the dense weight.
     kept = [weight.shape.numel() for weight in frozen if weight.format.is_kept]
     if kept and not sharded:
         gathered = 2 * max(kept)
@@ -252,7 +252,8 @@ def estimate(
         ]
         gathered = gathered - 2 * max(saved) if sharded else 0
 
-        # A product needs dense experts, a dense weight, or in float8 a transposed weight and rounded rows.
+        # A product needs the dense experts or the dense weight. In float8, it needs the transposed weight and rounded
+        # rows.
         made = [2 * math.prod(weight.shape if by_fsdp else weight.local_shape) for weight in of_ranks]
         made += [2 * local(weight).numel() for weight in quantized_experts(model) if isinstance(weight, Tensor)]
         if layers:
@@ -299,7 +300,7 @@ def check_turn_end(model: CausalLM) -> str | None:
     try:
         messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
         text, spans = tokenizer.render_answers(messages)
-    except ValueError:  # a template for other conversations
+    except ValueError:  # the template does not support this conversation
         return None
     if not spans:
         return None

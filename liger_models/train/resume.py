@@ -42,7 +42,7 @@ def changed_options(options: TrainOptions, start: int) -> list[str]:
     Returns:
         Texts such as "lr 1e-05 instead of 2e-05".
     """
-    # JSON has no tuples, so that only what went through JSON can be compared.
+    # The options are converted to JSON and back, because JSON turns tuples into lists.
     path, now = Path(str(options.output)) / OPTIONS, json.loads(json.dumps(asdict(options)))
     try:
         before: Mapping[str, Any] = json.loads(path.read_text()) if start > 0 else {}

@@ -2,8 +2,8 @@
 
 All texts of a step are compared, over all batches and ranks, although a forward holds only one batch on one rank. With
 several batches the gradients are cached (GradCache): all texts are embedded without a graph, the gradient of the loss
-with respect to the embeddings is computed, and each batch is embedded again, with a graph, to which its part of this
-gradient is given. Results equal those of one large batch.
+with respect to the embeddings is computed, and each batch is embedded again with a graph, whose backward starts from
+the batch's part of this gradient. Results equal those of one large batch.
 
 Source: https://arxiv.org/abs/2101.06983 (GradCache).
 """
@@ -150,7 +150,7 @@ class EmbedObjective(RetrievalObjective):
         return loss.detach(), metrics
 
     def compare(self, embeddings: list[Tensor], batches: list[Batch]) -> tuple[Tensor, Metrics]:
-        """Compute the loss of this rank's examples, compared with those of all ranks, and its metrics.
+        """Compute the loss of this rank's examples, compared with the examples of all ranks, and its metrics.
 
         Args:
             embeddings: the embeddings of each batch, [texts, C].
@@ -169,7 +169,7 @@ class EmbedObjective(RetrievalObjective):
             loss = self.cosent(first[valid], second[valid], scores[valid])
             return loss, metrics  # each rank has the loss of all ranks, whose gradients are averaged
 
-        # Equal documents are one document, so that none is a negative one of its own query.
+        # Equal documents are merged, so that a query's own document is never one of its negatives.
         query_keys, document_keys, negative_keys = _by_role([batch["keys"] for batch in batches], sizes)
         ours = torch.cat([document_keys, negative_keys])
         everyone = _gather(torch.cat([documents, negatives]))
@@ -304,7 +304,7 @@ def _weights(batch: Batch) -> Tensor:
 
 
 def _by_role(tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Concatenate what belongs to queries, to their documents, and to negative documents, over all batches.
+    """Concatenate, over all batches, the tensors of queries, of their documents, and of negative documents.
 
     Args:
         tensors: a tensor [texts, ...] for each batch.

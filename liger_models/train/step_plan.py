@@ -105,7 +105,7 @@ class StepPlan:
             plan = _uniform(self._model, "none")
             self.lines = [f"memory      {_summary(plan)}{_ON_FAILURE * (free is not None)}"]
         else:
-            # What is free is for everything but the model, which is loaded already.
+            # The free memory is for everything except the model, which is already loaded.
             weights = self._estimate().weights
             self._others = _allocated(self._model.device) - weights
             budget = _least(free + weights)
@@ -121,7 +121,8 @@ class StepPlan:
         return self._memory
 
     def _fastest(self, budget: int) -> MemoryPlan:
-        # A step that ends in the backward cannot be repeated, and has no norm to log, so it is the last resort.
+        # With the optimizer step in the backward, a step cannot be repeated and has no norm to log. It is the last
+        # resort.
         try:
             return self._plan(budget, host_moments=True, in_backward=False)
         except ValueError as error:
@@ -226,7 +227,7 @@ class StepPlan:
         request(self._folder, text)
         if self._watch is not None:
             print(f"{text}\nAll ranks start again with a smaller plan.", file=sys.stderr, flush=True)
-            time.sleep(2 * POLL)  # until the others have seen the request, and do not wait for this rank
+            time.sleep(2 * POLL)  # until the other ranks have seen the request
             start_again(self._folder)
         raise torch.OutOfMemoryError(f"train: {text} The next run in {self._folder} uses a smaller plan.")
 
@@ -335,7 +336,7 @@ class StepPlan:
                     found = [MemoryPlan(**values), failure]
             except FileNotFoundError:  # before a failure, plans of unknown memory are not stored
                 found = [None if failure is None else _uniform(self._model, "none"), failure]
-            except (KeyError, OSError, TypeError, ValueError):  # of an earlier version
+            except (KeyError, OSError, TypeError, ValueError):  # a file of an earlier version
                 pass
         dist.broadcast_object_list(found)
         return found[0], found[1]

@@ -45,7 +45,7 @@ class Stop:
         self.signal = 0
         self._received, self._at = 0, 0.0
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        # Not the default group: on GPUs its collectives would have to be waited for.
+        # The default group is not used, because on GPUs the host would have to wait for its collectives.
         self._group = dist.new_group(backend="gloo") if world_size() > 1 else None
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
         if threading.current_thread() is threading.main_thread():

@@ -181,7 +181,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
     """The options of a run."""
 
     def __post_init__(self) -> None:
-        # Options whose default depends on others, as the user has given them.
+        # The user's values of the options whose default depends on other options.
         self.given = {name: getattr(self, name) for name in ("objective", "lr", "dtype", "output")}
         self.objective = self.objective or "sft"
         self.batch_size = self.batch_size or BATCH_SIZES.get(self.objective, 1)
@@ -251,7 +251,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
 
     def _check_sharing(self) -> None:
-        # Either layers or tokens are shared, in equal parts.
+        # Ranks share either layers or tokens, in equal parts.
         if self.tensor_parallel != 1 and self.context_parallel != 1:
             raise ValueError(
                 "TrainOptions: tensor_parallel can't be combined with context_parallel, got "

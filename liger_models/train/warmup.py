@@ -12,9 +12,9 @@ from liger_models.layers.compile_ahead import Kernels, Launch, compile_all, neve
 def warm_up(model: nn.Module, **batch: Any) -> int:
     """Compile the kernels of this package that ``model(**batch)`` and its backward launch, unless already compiled.
 
-    The first training step of most models does the same by itself (`layers/compile_ahead.py`), but that of distributed,
-    quantized and compiled models and of models with hooks does not. `warm_up` first runs the model and records the
-    kernels without launching them. Then threads compile them in parallel. Triton's cache on disk keeps the compiled
+    For most models, the first training step does the same by itself (`layers/compile_ahead.py`). It does not for
+    distributed, quantized and compiled models, and for models with hooks. `warm_up` first runs the model and records
+    the kernels without launching them. Then threads compile them in parallel. Triton's cache on disk keeps the compiled
     kernels for later processes. Kernels of other packages run as usual.
 
     Args:

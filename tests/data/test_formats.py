@@ -143,8 +143,11 @@ def test_the_format_is_named(read):
             "got format kto. Labeled answers train with objective kto",
         ),
         ({"prompt": "a"}, "got format prompt. Prompts without answers train with objective grpo"),
-        ({"prompt": "a", "completion": [ANSWERED]}, "prompt must be messages as completion is, got 'a'"),
-        ({"prompt": [ASKED], "completion": "a"}, "prompt must be a text as completion is, got messages"),
+        (
+            {"prompt": "a", "completion": [ANSWERED]},
+            "prompt must be messages because completion holds messages, got 'a'",
+        ),
+        ({"prompt": [ASKED], "completion": "a"}, "prompt must be a text because completion is a text, got messages"),
         ({"messages": '[{"role": "user"'}, "messages must be a list of messages, got the text"),
         ({"messages": [ASKED, ANSWERED], "tools": "f"}, "tools must be JSON where it is a text, got 'f'"),
         ({"messages": [ASKED, ANSWERED], "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),

@@ -35,8 +35,8 @@ class GemmaLayout(BatchLayout):
 class GemmaAttention(LigerAttention):
     """`LigerAttention` with norms of q, k and v. The last layers use the keys and values of an earlier layer.
 
-    A forward returns ``(y, residual)``, as that of `LigerAttention`, only in these last layers. In other layers it
-    returns ``(y, residual, k, v)``, and the block hands k and v on to later layers.
+    Only in these last layers, the forward returns ``(y, residual)``, like the forward of `LigerAttention`. In other
+    layers it returns ``(y, residual, k, v)``, and the block hands k and v on to later layers.
 
     Args:
         config: sizes and constants.
@@ -55,7 +55,7 @@ class GemmaAttention(LigerAttention):
         )  # fmt: skip
         # The last layers attend to keys and values that an earlier layer of their type computed.
         self.layer_type, self.shares = config.layer_type(layer), config.shares(layer)
-        # Besides queries the layer projects keys and values, or only keys, which are the values too, or neither.
+        # In addition to queries, the layer projects keys and values, only keys (which are also the values), or neither.
         parts = 0 if self.shares else 1 if config.keys_are_values(layer) else 2
         self.qkv_proj = nn.Linear(C, (H + parts * G) * D, bias=config.attention_bias)
         self.q_norm = norm(D)
@@ -70,7 +70,8 @@ class GemmaAttention(LigerAttention):
         """See `LigerAttention.shard`."""
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
-                # Each rank norms its own heads with the same weights, so their gradients are summed over the ranks.
+                # All ranks normalize their own heads with the same weights, so the gradients of the weights are summed
+                # over the ranks.
                 norm.group = group
         return super().shard(group)
 

@@ -58,7 +58,7 @@ class GemmaDecoder(CappedGemmaModel):
         beyond = input_ids >= self.config.vocab_size_per_layer_input
         ids = self.groups.context_share(input_ids.masked_fill(beyond, 0))
         tokens = self.per_layer.embed_tokens(ids)  # [B, T, L · P]
-        # Embeddings of all tokens are cut to this rank's share; those of its share stay as they are.
+        # Embeddings of all T tokens are cut to this rank's share. Embeddings that already are this share do not change.
         embeds, tokens = (self.groups.token_share(x) if x.shape[1] == T else x for x in (embeds, tokens))
         return {"per_layer": self.per_layer(embeds, tokens)}
 
@@ -82,7 +82,7 @@ class GemmaDecoder(CappedGemmaModel):
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
         """See `Decoder.stand_ins`. Placeholders replace all second inputs, and keys and values of each layer type."""
         config, shape = self.config, like.shape[:2]
-        # Shapes differ between types of layers; of each type the last layer's remain, as in `carry`.
+        # Shapes differ between layer types. As in `carry`, each type has the keys and values of its last layer.
         width, shared = config.hidden_size_per_layer_input, {}
         for layer in range(config.num_hidden_layers):
             heads = (*shape, config.kv_heads_of(layer), config.head_size_of(layer))

@@ -51,7 +51,7 @@ class PerLayerInputs(Layer):
     def forward(self, embeds: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         """Combine embeddings [B, T, C] and second embeddings [B, T, L · P] into L second inputs [B, T, P]."""
         width = self.norm.hidden_size
-        # [B, T, L, P], normed over P for each block by itself.
+        # [B, T, L, P], normalized over P for each block separately.
         projected = self.norm((self.projection(embeds) * embeds.shape[-1] ** -0.5).unflatten(-1, (-1, width)))
         # The factor keeps the variance of one of the two terms.
         inputs: Tensor = (projected + tokens.view_as(projected)) * 2**-0.5

@@ -12,8 +12,8 @@ from liger_models.layers.batch import number_documents
 class Glm4vModel(MRopeModel):
     """A model whose images and frames of videos have the same placeholder.
 
-    transformers refuses a batch with both images and videos, because it takes the placeholders of both for those of
-    either. Here, a batch may have both.
+    transformers rejects a batch with both images and videos, because it does not distinguish their placeholders. Here,
+    a batch may have both.
     """
 
     tower_class = Glm4vTower

@@ -48,7 +48,7 @@ def read_llava(
     """Move the keys of ``text_config`` to the top, and rope settings of the tower into ``vision_config``.
 
     ``image_token_id`` is also accepted for ``image_token_index``. If ``tie_word_embeddings`` is missing at the top
-    level, that of ``text_config`` counts, whose default is false.
+    level, the value in ``text_config`` counts, whose default is false.
 
     Args:
         config_class: the config class of the model.

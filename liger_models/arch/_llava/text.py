@@ -21,7 +21,7 @@ class MistralTextConfig(RMSNormDecoderConfig):
 class LlavaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
 
-    The configuration may have ``attention_bias`` and ``mlp_bias``, as that of a Llama.
+    Like a Llama configuration, the configuration may have ``attention_bias`` and ``mlp_bias``.
     """
 
     def build_attention(self, config: MistralTextConfig, layer: int, kernels: KernelOptions) -> LigerAttention:

@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
     right: int
 
     def count(self, base: int) -> int:
-        """The number of image tokens: ``base`` of the whole image, those of the tiles, and one after each row."""
+        """The number of image tokens: ``base`` tokens of the whole image, the tiles' tokens, and one after each row."""
         return base + (self.bottom - self.top) * (self.right - self.left + 1)
 
 
@@ -47,7 +47,7 @@ def arrange(height: int, width: int, resolutions: Sequence[Sequence[int]], side:
         height, width: size of the image.
         resolutions: heights and widths of the canvases.
         side: height and width of a tile in pixels.
-        patches: number of rows, and of columns, of tokens in a tile.
+        patches: side of a tile in tokens.
     """
     rows, columns = (length // side for length in best_resolution(height, width, resolutions))
     tall, wide = rows * patches, columns * patches

@@ -336,8 +336,8 @@ class QwenVLProcessor(Processor):
     def makers(
         cls, images: Mapping[str, Any], videos: Mapping[str, Any], frames_apart: bool
     ) -> tuple[QwenVLImages, QwenVLImages]:
-        """Return what turns images into patches, and what turns videos into patches, for their settings."""
-        # Videos have bounds of their own, which depend on whether their frames are written apart.
+        """Return the converter of images and the converter of videos for their settings."""
+        # Videos have other default bounds, which depend on whether their frames are written separately.
         least, most = (131072, 786432) if frames_apart else (100352, 602112)
         of = "video" if frames_apart else "frame"
         return QwenVLImages(images), QwenVLImages(videos, min_pixels=least, max_pixels=most, of=of)
@@ -440,7 +440,7 @@ class QwenVLProcessor(Processor):
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`. The last one is that of videos."""
+        """See `Processor.media_tokens`. The last one is the token of videos."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:

@@ -12,7 +12,7 @@ def grids(least: int, most: int) -> list[tuple[int, int]]:
 
 
 def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
-    """Choose the grid of tiles whose aspect ratio is nearest to that of an image, whatever the image's size.
+    """Choose the grid of tiles whose aspect ratio is nearest to the aspect ratio of an image, whatever its size.
 
     Of several such grids, choose the largest one whose area is less than twice the area of the image.
 

@@ -77,7 +77,7 @@ def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[
     Args:
         sizes: [n, 2] int64, the number of rows and columns of patches of each image.
         rows, columns: the number of rows and columns of patches with padding.
-        merge: number of rows, and of columns, of patches in a block.
+        merge: side of a square block of patches.
 
     Returns:
         ``(item, position, real)``: the index of the image of each patch [N] int64, its row and column [2, N] int64, and
@@ -100,7 +100,7 @@ class PixtralTower(nn.Module):
     Args:
         config: sizes of the tower.
         layers: number of blocks to run.
-        merge: number of rows, and of columns, of patches that become one image token.
+        merge: side of the square of patches that becomes one image token.
         kernels: which parts run on fused kernels.
     """
 

@@ -28,7 +28,7 @@ def magnitude(x: Tensor, least: float) -> Tensor:
 
 
 class Streams(Layer):
-    """Makes all streams from the embeddings, and one output from all streams. All streams get one magnitude.
+    """Makes all streams from the embeddings, and one output from all streams. All streams get the same magnitude.
 
     Args:
         config: sizes and constants.

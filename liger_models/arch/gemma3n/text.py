@@ -1,11 +1,11 @@
 """Gemma 3n language models (E2B, E4B): model_type ``gemma3n_text``.
 
-Differs from Gemma 3: there are several residual streams (AltUp), of which a block runs on the first. A low-rank branch
-(LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the first layers,
-only gates that are far above the mean of their token's gates are not 0: with mean m, standard deviation s and sparsity
-p, a gate g becomes ``max(0, g − m − s · Φ⁻¹(p))`` before its activation. A second token embedding gives each block a
-second input, which is added to the other streams. Norms multiply by their weight, values are normalized without a
-weight, scores are not scaled, every fifth layer has no window, and the last ``num_kv_shared_layers`` layers attend to
+Differs from Gemma 3: there are several residual streams (AltUp), and a block runs on the first of them. A low-rank
+branch (LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the first
+layers, only gates that are far above the mean of their token's gates are not 0: with mean m, standard deviation s and
+sparsity p, a gate g becomes ``max(0, g − m − s · Φ⁻¹(p))`` before its activation. A second token embedding gives each
+block a second input, which is added to the other streams. Norms multiply by their weight, values are normalized without
+a weight, scores are not scaled, every fifth layer has no window, and the last ``num_kv_shared_layers`` layers attend to
 the keys and values of the last earlier layer of their type.
 
 ``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. transformers leaves the
@@ -172,7 +172,7 @@ class SparseMLP(GatedMLP):
         return y
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Return the mean over all gates, [..., 1], of which this rank has x [..., F / R]."""
+        """Return the mean over the gates of all ranks, [..., 1]; x [..., F / R] are the gates of this rank."""
         group = ranks_of(self.gate_up_proj)
         if group is None:
             return x.mean(-1, keepdim=True)

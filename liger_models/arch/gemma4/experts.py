@@ -54,7 +54,7 @@ class Gemma4Router(Layer):
         # The norm of the stream is fused with the projection. The logits are scaled before the softmax.
         logits, _ = add_norm_linear(self.norm, self.proj, None, x)
         weights, experts, logits = route(logits.flatten(0, -2) * x.shape[-1] ** -0.5)
-        # Each expert has a learned factor of its routing weight.
+        # The routing weight of each expert is multiplied by a learned factor.
         return weights * replicated(self.per_expert_scale, self.groups.tensor)[experts], experts, logits
 
 

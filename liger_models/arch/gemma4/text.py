@@ -5,8 +5,8 @@ Values are normalized, too, by a norm without a weight. Attention scores are not
 wider heads (``global_head_dim``) and rotate only the first ``partial_rotary_factor`` of the pairs of dimensions of each
 head. If ``attention_k_eq_v`` is set, these layers also have their own number of KV heads and no projection for values,
 because the keys before norm and rotation are the values. The last ``num_kv_shared_layers`` layers do not compute keys
-and values; each of them uses those of the last earlier layer of its type that does. At the end of each block, the
-residual stream is multiplied by a factor.
+and values; each of them uses the keys and values of the last earlier layer of its type that computes keys and values.
+At the end of each block, the residual stream is multiplied by a factor.
 
 E2B and E4B have a second token embedding, which gives each block a second input. The block projects the residual stream
 to a gate of this input, and adds a projection of the gated input to the stream. In 26B-A4B, each block has experts in

@@ -134,7 +134,7 @@ class Gemma4VisionAttention(Layer):
         """Map x [1, N, C] to [1, N, C]."""
         # Three projections, because each clips by bounds of its own: [1, N, H, D] each.
         heads = [proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        packed = torch.stack(heads, -2).flatten(2)  # by head its query, key and value
+        packed = torch.stack(heads, -2).flatten(2)  # each head has its query, key and value in a row
         split = qkv_norm_rope if self.rope_kernel and self.q_norm.kernel else qkv_norm_rope_reference
         q, k, v = split(
             packed, *layout.tables["default"], self.num_heads, self.num_heads, self.head_dim,
@@ -193,7 +193,7 @@ class Gemma4VisionBlock(Layer):
 
     def _branches(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         normed, residual = add_norm(self.input_layernorm, x, residual)
-        # The result of a branch is normed before it joins the residual stream.
+        # The result of a branch is normalized before it joins the residual stream.
         x = self.post_attention_layernorm(self.self_attn(normed, layout))
         normed, residual = add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
@@ -268,7 +268,7 @@ class Gemma4Tower(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen = add_norm(None, x, residual)[0].view(n, P, -1)
-        # Image tokens [n, tokens, C], pooled, standardized in some models, normed and projected.
+        # Image tokens [n, tokens, C], pooled, standardized in some models, normalized and projected.
         tokens = self._pooled(seen, coordinates, valid)
         if self.standard is not None:
             tokens = self.standard(tokens)

@@ -84,7 +84,7 @@ class PatchEmbedder(nn.Module):
     def __init__(self, config: Gemma4UnifiedVisionConfig, width: int, kernels: KernelOptions) -> None:
         super().__init__()
         C = config.mm_embed_dim
-        self.blocks = nn.ModuleList()  # none; what other towers have
+        self.blocks = nn.ModuleList()  # empty, because this tower has no blocks
         self.patch_norm, self.embed_norm, self.pos_norm = (
             LigerLayerNorm(size, 1e-5, kernel=kernels.layer_norm) for size in (config.patch_values, C, C)
         )

@@ -1,6 +1,6 @@
 """GLM-4.1V (9B, Thinking and Base), GLM-4.6V-Flash: model_type ``glm4v``.
 
-The language model is GLM-4-0414 with positions in time, height and width, each of which has a section of the rotary
+The language model is GLM-4-0414 with positions in time, height and width. Each of the three has a section of the rotary
 frequencies. Biases of q, k and v are always present, and heads divide ``hidden_size``. If ``partial_rotary_factor`` is
 missing, the whole head is rotated, and ``mrope_section`` must fit this. Each frame of a video is written like an image,
 followed by its second.

@@ -1,9 +1,9 @@
 """GLM-4.5V, GLM-4.6V: model_type ``glm4v_moe``.
 
-The language model is GLM-4.5 without norms of q and k, with positions in time, height and width, each of which has a
-section of the rotary frequencies. The vision tower and the inputs are those of GLM-4.1V. If ``output_router_logits`` is
-set, the load-balancing loss is added to the loss. Like that of transformers, it is computed from the softmax of the
-router logits.
+The language model is GLM-4.5 without norms of q and k, with positions in time, height and width. Each of the three has
+a section of the rotary frequencies. The vision tower and the inputs are those of GLM-4.1V. If ``output_router_logits``
+is set, the load-balancing loss is added to the loss. As in transformers, it is computed from the softmax of the router
+logits.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v_moe``.
 """

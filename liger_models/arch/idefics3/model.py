@@ -52,8 +52,8 @@ class Idefics3Model(TileModel):
             input_ids: [B, T] int64, with one placeholder per image token.
             pixel_values: [tiles, channels, height, width] in the order of their placeholders, or [B, M, channels,
                 height, width] with up to M tiles for each row, as from the processor. Tiles are square.
-            pixel_attention_mask: [B, M, height, width], which is 1 on tiles and 0 on padding. Without this mask, the
-                tiles of which all pixels are 0 are padding. A tile can't be padded in part.
+            pixel_attention_mask: [B, M, height, width], which is 1 on tiles and 0 on padding. Without this mask, a tile
+                is padding if all of its pixels are 0. A tile can't be padded in part.
             options: as in `Decoder.forward`; images need ``input_ids``.
 
         Returns:
@@ -98,7 +98,7 @@ class Idefics3Model(TileModel):
         return tiles[real]
 
     def tokens_of(self, pixels: Tensor | None) -> int:
-        """See `EqualImageModel.tokens_of`. The size of tiles may differ from that of the config."""
+        """See `EqualImageModel.tokens_of`. The size of tiles may differ from the size in the config."""
         if pixels is None:
             return super().tokens_of(None)
         return int(pixels.shape[-1] // self.config.vision_config.patch_size // self.config.scale_factor) ** 2
@@ -106,7 +106,7 @@ class Idefics3Model(TileModel):
     def image_features(  # type: ignore[override]
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the image tokens [tiles, tokens, C] of tiles, or for [B, M, ...] those of each row, [tokens, C]."""
+        """Return image tokens: [tiles, tokens, C] for tiles, or [tokens, C] of each row for pixels [B, M, ...]."""
         tiles = self._tiles(pixel_values, pixel_attention_mask)
         assert tiles is not None
         tokens: Tensor = self.visual(tiles).unflatten(0, (len(tiles), -1))

@@ -137,7 +137,7 @@ class InternVLConfig(RMSNormDecoderConfig):
 
     @property
     def shuffle(self) -> int:
-        """Number of rows, and of columns, of patches that become one image token."""
+        """Side of the square of patches that becomes one image token."""
         return int(1 / self.downsample_ratio)
 
     @property

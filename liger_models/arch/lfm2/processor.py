@@ -1,7 +1,7 @@
 """The processor of LFM2-VL, which turns text and images into model inputs.
 
-Pillow resizes the images, as in the other families. In transformers torchvision resizes them, and rounds some pixels to
-the neighboring of the 256 levels.
+Pillow resizes the images, as in the other families. In transformers, torchvision resizes them. Some pixel values then
+differ by one of 256 levels.
 
 Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.
 """
@@ -50,7 +50,7 @@ class Lfm2VlImages(ImageConverter):
     Args:
         settings: the content of preprocessor_config.json.
         patch: height and width of a patch in pixels.
-        merge: number of rows, and of columns, of patches that become one image token.
+        merge: side of the square of patches that becomes one image token.
 
     Attributes:
         splits: whether large images are cut into tiles.
@@ -143,7 +143,7 @@ class Lfm2VlImages(ImageConverter):
         return Grid(*choose_grid(size, self.tile, self.min_tiles, self.max_tiles), rows, columns)
 
     def tokens(self, grid: Grid) -> list[int]:
-        """Return the numbers of image tokens of the tiles, row by row, and then that of the whole image."""
+        """Return the number of image tokens of each tile, row by row, and then of the whole image."""
         whole = grid.height * grid.width // self.side**2
         if grid.columns * grid.rows == 1:
             return [whole]

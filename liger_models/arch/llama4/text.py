@@ -9,7 +9,7 @@ An empty list means the default, as in released files.
 
 The MLP of layer i is a mixture of experts if i is in ``moe_layers`` or, without this list, if i + 1 is a multiple of
 ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of its logit, and a shared expert is
-added. The width of an expert is ``intermediate_size``, and that of a dense MLP is ``intermediate_size_mlp``.
+added. ``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
 
 The positions that scale queries are those of the rotation: ``position_ids``. transformers counts cached and new tokens
 instead, which includes the padding on the left of a prompt, so that the padding changes the generated tokens.

@@ -77,7 +77,7 @@ class Llama4VisionConfig:
 
     @property
     def merge(self) -> int:
-        """Number of rows, and of columns, of the square of patches that becomes one image token."""
+        """Side of the square of patches that becomes one image token."""
         return round(1 / self.pixel_shuffle_ratio) if self.pixel_shuffle_ratio > 0 else 0
 
     @property

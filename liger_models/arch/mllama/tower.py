@@ -117,7 +117,7 @@ class MllamaTower(nn.Module):
         residual = nn.functional.pad(self.layernorm_pre(x), (0, 0, 0, -P % PATCHES_MULTIPLE)).flatten(1, 2)
         layout = self._layout(used)
 
-        # The first blocks, of some of which the inputs or outputs are features of the image tokens.
+        # Run the first blocks. The inputs or outputs of some of these blocks are features of the image tokens.
         intermediate = []
         x = None
         blocks, count = list(self.blocks), self.config.num_hidden_layers
@@ -129,7 +129,7 @@ class MllamaTower(nn.Module):
             if take and self.intermediate == "outputs":
                 intermediate.append(residual + x)
 
-        # The last, gated blocks, on the normed stream.
+        # Run the last blocks, which have gates, on the normalized stream.
         normed = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))  # [n, tiles, N, C]
         x, residual = None, self._add_tile(normed, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
         for block in blocks[count:]:

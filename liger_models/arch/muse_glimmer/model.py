@@ -173,7 +173,7 @@ class LigerMuseGlimmer(GridImageModel):
         return MuseGlimmerEmbedding(config, self.kernels.rms_norm)
 
     def build_norm(self, config: MuseGlimmerConfig) -> LigerRMSNorm:
-        """A norm that multiplies by its weight, unlike those of the blocks."""
+        """A norm that multiplies by its weight, unlike the norms of the blocks."""
         return fp32_norm(config, self.kernels)(config.hidden_size)
 
     def build_head(self, config: MuseGlimmerConfig) -> LigerLMHead:
@@ -184,7 +184,7 @@ class LigerMuseGlimmer(GridImageModel):
         )  # fmt: skip
 
     def ids_to_embed(self, input_ids: Tensor) -> Tensor:
-        """Return the ids, with 0 in place of placeholders, also of those that the model generates."""
+        """Return the ids, with 0 in place of all placeholders, even of generated ones."""
         media = (input_ids == self.config.image_token_id) | (input_ids == self.config.video_token_id)
         return input_ids.masked_fill(media, 0)
 

@@ -5,9 +5,10 @@ its patches to an image token. The tokens of a document before its answer are th
 a text, and the question. They attend to each other in both directions, in all layers and beyond the window, and the
 tokens of the answer attend to all tokens before them, as in every decoder.
 
-``token_type_ids`` are 0 in the prefix and 1 after it. Without them, transformers lets the tokens attend to all others
-if the batch has no padding and attention is "sdpa", also to their own labels. Here the prefix then ends before the
-first label of a document. Without labels, the forward is causal, and the prompts of ``generate`` are prefixes.
+``token_type_ids`` are 0 in the prefix and 1 after it. Without ``token_type_ids``, transformers lets all tokens of a row
+attend to each other, even to their own labels, if the batch has no padding and attention is "sdpa". Here the prefix
+then ends before the first label of a document. Without labels, the forward is causal, and the prompts of ``generate``
+are prefixes.
 
 In transformers, positions start at 1, and here they start at 0. Attention depends only on their differences.
 
@@ -182,7 +183,8 @@ def find_prefix(
     if attention_mask is not None and attention_mask.dim() == 2:
         after = after & (attention_mask[:, -T:] != 0).to(after.device)
 
-    # A token is in the prefix if its document has none of these up to it: their number is that before the document.
+    # A token is in the prefix if none of the tokens up to it in its document is after the prefix. Count such tokens
+    # from the start of each document.
     count = after.cumsum(1)
     if cu_seqlens is not None:
         documents = number_documents(cu_seqlens, B, T, after.device)[0]

@@ -23,7 +23,7 @@ KEPT = ("mtp.",)
 
 
 def mtp_format(config: HybridConfig) -> MTPFormat:
-    """Where the block for multi-token prediction is."""
+    """Return where a checkpoint stores the block for multi-token prediction."""
     parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     sizes = {"num_hidden_layers": 1, "layer_types": [FULL]}
     names = {part: f"mtp.{part}" for part in parts}

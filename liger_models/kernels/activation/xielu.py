@@ -146,7 +146,7 @@ class XieluInputs(NamedTuple):
 
 
 class XieluGradients(NamedTuple):
-    """The gradients of the op's inputs. In `XieluNeeds`, bools say which gradients are needed."""
+    """The gradients of the op's inputs. `XieluNeeds` has bools that say which gradients are needed."""
 
     x: Any
     coefficients: Any
@@ -209,7 +209,7 @@ def xielu(x: Tensor, coefficients: Tensor) -> Tensor:
 
     Args:
         x: [...], float32, float16 or bfloat16.
-        coefficients: [4], p, n, beta and eps. Only p and n have gradients; those of beta and eps are 0.
+        coefficients: [4], p, n, beta and eps. Only p and n have gradients; the gradients of beta and eps are 0.
 
     Returns:
         [...] in the dtype of x.

@@ -158,7 +158,7 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
         documents = token
     else:
         number = documents.long() - documents.amin()  # from 0 on
-        number = number.clamp_max(S)  # numbers are dense, so this changes none
+        number = number.clamp_max(S)  # changes nothing, because documents are numbered without gaps
         first = torch.full((B, S + 1), S, device=like.device).scatter_reduce(1, number, token, "amin")
         low = torch.maximum(low, first.gather(1, number).flip(1).cummin(1)[0].flip(1))
     last = torch.searchsorted(low.contiguous(), token.contiguous(), right=True) - 1

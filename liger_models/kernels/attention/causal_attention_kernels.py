@@ -100,8 +100,8 @@ def sums_kernel(
 ):  # fmt: skip
     """For each query, write one m for all weights of the query, and the inverse of their sum, [B, H, T] each.
 
-    A tile of queries has SUMS_PROGRAMS programs. Each of them computes both results for all queries of the tile. The
-    programs divide among themselves the rescaling of weights that were written with another m.
+    A tile of queries has SUMS_PROGRAMS programs. Each of them computes both results for all queries of the tile.
+    Weights that were written with another m are rescaled, and each program rescales a part of them.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)

@@ -88,8 +88,8 @@ def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, of
         page: P.
 
     Returns:
-        Positions [rows · n, 1] int64, slots [rows · n] int64, the numbers of tokens that the tokens attend to
-        [rows · n] int32, and their pages [rows · n, W] int32, where the n tokens of a row are consecutive.
+        Positions [rows · n, 1] int64, slots [rows · n] int64, the number of tokens that each token attends to [rows ·
+        n] int32, and their pages [rows · n, W] int32, where the n tokens of a row are consecutive.
     """
     if not use_triton_for_integers(table):
         return token_slots_reference(table, lengths, remaining, n, offset, page)

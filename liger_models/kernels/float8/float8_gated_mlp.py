@@ -92,7 +92,7 @@ class Float8GatedMLPSaved(NamedTuple):
 
 
 class Float8GatedMLPGradients(NamedTuple):
-    """The gradients of the op's inputs. In `Float8GatedMLPNeeds`, bools say which gradients are needed."""
+    """The gradients of the op's inputs. `Float8GatedMLPNeeds` has bools that say which gradients are needed."""
 
     mlp: GatedMLPGradients
 

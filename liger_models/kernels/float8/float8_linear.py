@@ -135,7 +135,7 @@ class Float8NormLinearSaved(NamedTuple):
 
 
 class Float8NormLinearGradients(NamedTuple):
-    """The gradients of the op's inputs. In `Float8NormLinearNeeds`, bools say which gradients are needed."""
+    """The gradients of the op's inputs. `Float8NormLinearNeeds` has bools that say which gradients are needed."""
 
     linear: NormLinearGradients
 

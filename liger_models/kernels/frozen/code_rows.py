@@ -8,18 +8,19 @@ is the form in which the matrix units take them:
 - Shared memory holds the pair of numbers for each byte, 32 times, once in each bank, so that all
   lanes of a warp read in one access. One instruction turns a byte into an address, and another one reads the pair.
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds it.
-- "two_scales" are codes of e2m1 with a scale s that is no number of bfloat16. Each number of e2m1 is a power of 2, or
-  1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If p is
-  the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors are
-  numbers of bfloat16, and the sum is exact. A pair takes three instructions.
-- "products" are numbers or scales in fp32, of which each product is rounded. Shared memory holds the pairs in fp32, 16
-  times, and lanes read eight bytes. Three instructions multiply both numbers and round the products.
+- "two_scales" are codes of e2m1 with a scale s that bfloat16 can't represent exactly. Each number of e2m1 is a power of
+  2, or 1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If
+  p is the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors
+  are exact in bfloat16, and so is the sum. A pair takes three instructions.
+- "products" are numbers or scales in fp32, where each product of number and scale is rounded. Shared memory holds the
+  pairs in fp32, 16 times, and lanes read eight bytes. Three instructions multiply both numbers and round the products.
 
 A product of the matrix units adds A [16, 16] @ B [16, 8]. For several rows of x, a row of A is a row of W, and a column
 of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read 64 bytes of each
 of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B is x, both at the
-columns that belong to group n of four lanes. So the diagonal of the result holds what is to be added, and the other
-elements are not used. The columns of the groups can then be any, and a warp reads 512 contiguous bytes of a row of W.
+columns that belong to group n of four lanes. The diagonal of the result then holds the sums that are needed, and the
+other elements are not used. The columns of each group can be chosen freely, so a warp can read 512 contiguous bytes of
+a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -56,18 +57,17 @@ VECTOR = 16
 """The number of bytes of a row of W must be a multiple of this, and so must be addresses."""
 
 CONSTANTS = ("none", 0x80008000), ("minus", 0xBF80BF80), ("two", 0x40004000), ("minus2", 0xC000C000)
-"""Pairs of -0, -1, 2 and -2 in bfloat16. A multiplication is a multiplication with an addition of -0, because GPUs
-before Hopper have no other one for pairs."""
+"""Pairs of -0, -1, 2 and -2 in bfloat16. A product is computed as a multiply-add with -0, because GPUs before Hopper
+cannot just multiply pairs."""
 
 
 def fill(*, first_is_upper: bool, size: int = 2) -> str:
     """Return PTX that builds all pairs of numbers in shared memory from the table of numbers at address $1.
 
-    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy, which half a
-    warp later is the copy of another lane if a number has 4 bytes. Consecutive pairs of a copy are 128 bytes apart.
-    Each thread writes 16 bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128
-    threads, several write the same. The first number of a pair is that of the upper or that of the lower half of the
-    byte.
+    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number has
+    4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread writes 16
+    bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads, several write
+    the same. The first number of a pair belongs to the upper or to the lower half of the byte.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -139,8 +139,8 @@ def _several_step(kind: str, tiles: int) -> str:
     """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x.
 
     In a warp, the lane with index 4 · group + quarter has the rows group and group + 8 of W, and 16 of every 64 bytes
-    of them, and the rows group and, with two tiles, group + 8 of x. It holds the sums of the columns 2 · quarter and
-    2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales for a chunk.
+    of them, and the rows group and, with two tiles, group + 8 of x. The lane holds the sums of the columns 2 · quarter
+    and 2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales for a chunk.
 
     The operands are: the new sums, four for each tile, of which those of row ``group`` of W come first; the old sums;
     the addresses of the codes in both rows of W, and of each row of x; the number of bytes of codes that are left, and
@@ -186,9 +186,10 @@ def _single_step(kind: str, *, whole: bool) -> str:
     A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the 512.
     With ``whole``, either all lanes of a warp have bytes, or none has.
 
-    The operands are: the new sums of the eight rows, which count only in the lane of each group that has the diagonal;
-    the old sums; the address of the codes in the first row; the distance of rows; the address of x; the number of bytes
-    that are left; whether the lane's group is odd; one or two scales for each row; the address from `fill`.
+    The operands are: the new sums of the eight rows, which count only in the lane of each group that holds the
+    diagonal; the old sums; the address of the codes in the first row; the distance of rows; the address of x; the
+    number of bytes that are left; whether the lane's group is odd; one or two scales for each row; the address from
+    `fill`.
     """
     chunks, words = (2, 2) if kind == "two_scales" else (1, 4)
     size, rows = 4 * words, ROW_TILE  # bytes of a chunk
@@ -231,10 +232,11 @@ def _single_step(kind: str, *, whole: bool) -> str:
 
 
 def _gather() -> str:
-    """Return PTX that adds each of eight sums over the lanes of a warp that have the diagonal.
+    """Return PTX that computes the sums of eight rows of W from the parts that the lanes of a warp hold.
 
-    $0 is set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. Lanes that differ
-    in one bit of their group exchange the halves of the rows that they do not keep.
+    A part counts only in the lane of each group that holds the diagonal of the product; see the top of this file. $0 is
+    set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. Lanes that differ in
+    one bit of their group exchange the halves of the rows that they do not keep.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -284,7 +286,7 @@ def group_scale(
 
 @triton.jit
 def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
-    """Add the sums of all warps, of which each thread holds four as the matrix units return them; returns [16, 8]."""
+    """Add the sums [16, 8] of all warps. Each thread holds four sums of its warp, as the matrix units return them."""
     low = tl.sum(tl.reshape(tl.join(t0, t1), [WARPS, 8, 8]), 0)
     high = tl.sum(tl.reshape(tl.join(t2, t3), [WARPS, 8, 8]), 0)
     return tl.reshape(tl.permute(tl.join(low, high), [2, 0, 1]), [16, 8])
@@ -317,8 +319,8 @@ def _single_row_kernel(
 ):  # fmt: skip
     """Compute results for a single row of x. A tensor holds one element per thread; see `_single_step`.
 
-    A program computes every tile of eight results whose index is that of the program plus a multiple of the number of
-    programs. ALIKE means that a row of W consists of whole steps.
+    A tile has eight results. Program p of P programs computes the tiles p, p + P, p + 2 P and so on. ALIKE means that a
+    row of W consists of whole steps.
     """
     start_next(OVERLAPS)
     TWO: tl.constexpr = KIND == "two_scales"  # chunks
@@ -388,7 +390,7 @@ def _scales_at(
     scale_ptr, whole_ptr, row, G, byte, left, PAIRS: tl.constexpr, PER: tl.constexpr, SCALES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load the four scales that a lane needs of a row of W, PER per chunk. PAIRS bytes of codes share a scale."""
+    """Load the four scales of a row of W that a lane needs, PER for each chunk. PAIRS bytes of codes share a scale."""
     # Bytes from the first one to those that the scales belong to; a chunk has 64 bytes, 16 of them for this lane.
     a0: tl.constexpr = 0
     a1: tl.constexpr = 8 if PER == 2 else 64

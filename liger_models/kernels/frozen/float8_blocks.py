@@ -1,6 +1,6 @@
 """A frozen weight in float8 (e4m3) with the scales of a checkpoint: one per block, per row, or for the whole matrix.
 
-    W = bf16(code · scale)        one scale per block of 128 columns and several rows, or per all columns
+    W = bf16(code · scale)        one scale per block of 128 columns and several rows, or for all columns
 
 The scales are stored separately for each row, although several rows share them in the checkpoint, so that a packed
 projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed
@@ -128,7 +128,8 @@ def _block_row_kernel(
     """Compute ROWS results of a single row of x; each step reads BLOCKS blocks of each row of W.
 
     BY_ROW means that all blocks of a row share its only scale. The next kernel starts late, when all programs have read
-    their rows: a kernel of many small programs that starts earlier gets places that are not evenly distributed.
+    their rows. If a kernel of many small programs starts earlier, its programs are distributed unevenly over the
+    multiprocessors.
     """
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
@@ -152,7 +153,8 @@ def _block_row_kernel(
             scales = tl.load(scale_ptr + at + tl.zeros_like(block)[None, :], mask=known, other=0.0)
         else:
             scales = tl.load(scale_ptr + at * G + block[None, :], mask=known & (block < G)[None, :], other=0.0)
-        # Two loads, as a thread reads half as many numbers of x at once: so it has those that it multiplies.
+        # A thread can load half of the numbers of x that it multiplies at once. With two loads it has all of them, and
+        # threads need not exchange any.
         half = start * WIDTH + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN // 2)[None, :]
         first = tl.load(x_ptr + half, mask=half < K, other=0.0)
         second = tl.load(x_ptr + half + RUN // 2, mask=half + RUN // 2 < K, other=0.0)

@@ -2,9 +2,9 @@
 
     W = rounded(number(code) · scale)
 
-A byte holds the codes of two neighboring columns, that of the first one in its lower half. The formats differ in the
-numbers that the 16 codes stand for and in how scales are stored. Each product of a number and a scale is computed in
-fp32 and rounded once, to bfloat16, as when the checkpoint is read as dense weights.
+A byte holds the codes of two neighboring columns, with the code of the first column in the lower half. The formats
+differ in the numbers that the 16 codes stand for and in how scales are stored. Each product of a number and a scale is
+computed in fp32 and rounded once, to bfloat16, as when the checkpoint is read as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
@@ -68,7 +68,8 @@ class GroupConstants(NamedTuple):
     Attributes:
         CODES: name of an entry of `NUMBERS`.
         SCALES: "e8m0" for bytes that are exponents of 2, "e4m3" for bytes in float8, or "float".
-        WHOLE: whether the scale of a group is multiplied ("times") or divided ("over") by that of its row, or "".
+        WHOLE: whether the scale of a group is multiplied ("times") or divided ("over") by the scale of its row; "" if
+            rows have no scales.
         HALF: whether numbers are rounded to float16 instead of bfloat16.
     """
 
@@ -254,7 +255,7 @@ def groups_dense(
 
 
 def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of pieces of codes, of which ``width`` bytes share a scale, and the constants of a launch."""
+    """Return the number of pieces of codes and the constants of a launch; ``width`` bytes of codes share a scale."""
     aligned = codes.data_ptr() | width | MOST_BYTES
     size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all of these numbers
     pieces = codes.numel() // size
@@ -277,7 +278,7 @@ def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
-    if exact and pairs >= 16 and constants.CODES != "nf4":  # its numbers are none of bfloat16
+    if exact and pairs >= 16 and constants.CODES != "nf4":  # bfloat16 can't represent the numbers of nf4
         return "one_scale"
     if constants.CODES == "e2m1" and pairs >= 8:
         return "two_scales"

@@ -334,11 +334,12 @@ def nf4_rows(
     constants = {"SCALES_PER_FACTOR": per_factor, "HAS_BIAS": bias is not None, "ACT": act}
     bias = x if bias is None else bias.contiguous()
     (low, B, R), options = low_rank_arguments(x, low_rank)
-    # Kernels that start early are slower here: their programs take places that are not evenly distributed.
+    # Kernels that start early are slower here, because their programs are distributed unevenly over the
+    # multiprocessors.
     constants |= {name: options[name] for name in ("RANKS", "OVERLAPS")}
     looks_up = ptx and M <= MOST_LOOKUPS and codes_per_scale == LOOKUP_BLOCK and packed[0].data_ptr() % 16 == 0
     *others, table = packed
-    # Where the table is the end of another tensor, it may begin anywhere; `PLANES` reads two of its numbers at once.
+    # A table that is a slice of another tensor may be unaligned, but `PLANES` reads two of its numbers at once.
     table = table.clone() if ptx and not looks_up and table.data_ptr() % 4 else table
     arguments = bias, *others, table, y, product, low, B, M, N
     with on_device_of(x):

@@ -104,7 +104,7 @@ class QuantizedLinearSaved(NamedTuple):
 
 
 class QuantizedLinearGradients(NamedTuple):
-    """The gradients of the op's inputs. In an annotation with bool, bools say which gradients are needed."""
+    """The gradients of the op's inputs. With ``Annotated[..., bool]``, fields say which are needed."""
 
     x: Any = None
     bias: Any = None

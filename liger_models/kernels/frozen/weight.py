@@ -236,7 +236,7 @@ class Format:
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Compute what the function `few_rows` returns. Return None if the format has no kernel for this x."""
+        """Multiply few rows, like the function `few_rows`. Return None if the format has no kernel for this x."""
         return None
 
     def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:

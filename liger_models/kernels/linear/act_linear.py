@@ -128,7 +128,7 @@ class ActLinearSaved(NamedTuple):
 
 
 class ActLinearGradients(NamedTuple):
-    """The gradients of the op's inputs. In `ActLinearNeeds`, bools say which gradients are needed."""
+    """The gradients of the op's inputs. `ActLinearNeeds` has bools that say which gradients are needed."""
 
     x: Any
     weight: Any

@@ -173,7 +173,7 @@ class GatedMLPSaved(NamedTuple):
 
 
 class GatedMLPGradients(NamedTuple):
-    """The gradients of the op's inputs. In `GatedMLPNeeds`, bools say which gradients are needed.
+    """The gradients of the op's inputs. `GatedMLPNeeds` has bools that say which gradients are needed.
 
     The backward op returns the gradient of the residual stream as ``residual``. ``x`` is then None.
     """
@@ -239,7 +239,7 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, num_r
     """Compute the outputs of rows [N, C] in chunks of ``rows`` rows. u is not saved."""
     x, residual, weight = inputs.x, inputs.residual, products.down.weight
     N = len(residual)
-    y = weight.new_empty(num_ranks, N, weight.shape[0])  # of the tokens of all R ranks, if each has its own: [R, N, O]
+    y = weight.new_empty(num_ranks, N, weight.shape[0])  # [R, N, O], R > 1 with sequence parallelism
     h = None if x is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
     statistics = residual.new_empty(inputs.norm.statistics_shape((N,)), dtype=torch.float32)
     for start in range(0, N, rows):
@@ -360,7 +360,7 @@ def _backward_rows(
     d_down = down.gradients(dy_operand, g, product, needs.down, None if totals is None else totals.down)
     del dy_operand, product, g
 
-    # Through the projection of gate and up and the norm, and their parameters.
+    # The gradients of the projection of gate and up, of the norm, and of their parameters.
     if du is not None:
         _, dx, d_norm, d_gate_up = norm_linear_backward(
             du,

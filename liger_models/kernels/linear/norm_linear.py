@@ -150,7 +150,7 @@ class NormLinearSaved(NamedTuple):
 
 
 class NormLinearGradients(NamedTuple):
-    """The gradients of the op's inputs. In `NormLinearNeeds`, bools say which gradients are needed.
+    """The gradients of the op's inputs. `NormLinearNeeds` has bools that say which gradients are needed.
 
     The backward op returns the gradient of the residual stream as ``residual``. ``x`` is then None.
     """

@@ -56,7 +56,7 @@ class Projection(NamedTuple):
 
 
 class ProjectionGradients(NamedTuple):
-    """The gradients of a projection's parameters. In `ProjectionNeeds`, bools say which gradients are needed."""
+    """The gradients of a projection's parameters. `ProjectionNeeds` has bools that say which gradients are needed."""
 
     weight: Any = None
     bias: Any = None
@@ -77,7 +77,7 @@ ProjectionNeeds = Annotated[ProjectionGradients, bool]
 
 
 class NormGradients(NamedTuple):
-    """The gradients of a norm's parameters. In `NormNeeds`, bools say which gradients are needed."""
+    """The gradients of a norm's parameters. `NormNeeds` has bools that say which gradients are needed."""
 
     weight: Any = None
     bias: Any = None

@@ -492,7 +492,7 @@ def kimi_key_gradients_kernel(
         at_dv = dv_ptr + at_out * DV + index[:, None] * (H * DV) + columns
         tl.store(at_dv, (dx.to(tl.float32) * beta[:, None]).to(dx.dtype), mask=inside[:, None] & (columns < DV))
 
-    # −Y is the gradient of M, from which a part of that of β follows. Then scale Y by β and norms.
+    # −Y is the gradient of M, which gives a part of the gradient of β. Then scale Y by β and norms.
     y = tl.where(index[:, None] > index[None, :], y, 0.0)
     d_beta -= tl.sum(y * tl.load(similarity_ptr + at_pairs, mask=inside[:, None], other=0.0), 1)
     scaled = (y * ((beta * k_norm)[:, None] * k_norm[None, :])).to(pairs_ptr.dtype.element_ty)

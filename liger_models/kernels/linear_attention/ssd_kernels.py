@@ -432,8 +432,9 @@ def decay_kernel(
 ):  # fmt: skip
     """Compute dg of HEADS heads of one chunk.
 
-    The decay of a token is in the decays between each earlier and each later token (``d_sums``), between the state and
-    each later token (``read``), between each earlier token and the next state (``written``), and between both states
+    The decay of a token is a factor of four kinds of decays, whose gradients are summed: from each earlier token to the
+    token and each later one (``d_sums``), from the state before the chunk to the token and each later one (``read``),
+    from each earlier token to the state after the chunk (``written``), and from one of these states to the other
     (``kept``).
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)

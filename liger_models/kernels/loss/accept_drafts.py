@@ -6,9 +6,9 @@ Let a row have the drafts d_1 ... d_k and the model's choices y_1 ... y_{k+1}::
     n = number of tokens up to the first stop token of y_1 ... y_n          if there is one
     n = min(n, remaining)
 
-Then n is added to the row's numbers of cached and new tokens and subtracted from the remaining ones, of which none are
-left after a stop token. y_n becomes the row's last token. These are thirty operations on a few numbers, each of which
-would be a kernel.
+Then n is added to the row's numbers of cached tokens and of new tokens, and subtracted from its number of remaining
+tokens, which becomes 0 after a stop token. y_n becomes the row's last token. In plain PyTorch, these would be thirty
+kernels on a few numbers each.
 
 Source: https://arxiv.org/abs/2211.17192.
 """

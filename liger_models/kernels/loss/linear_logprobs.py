@@ -659,9 +659,9 @@ def _one_unit(
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     """Compute `_loss_and_gradients` of one sequence or pair in which all targets of a sequence have the same gradient.
 
-    This gradient is a common factor of the sequence's gradients of x, weight and bias. Those of the first sequence are
-    summed before the factor is known, and multiplied by the factor afterwards. Only the logits of the second sequence
-    are kept until the factor is known.
+    This gradient is a common factor of the sequence's gradients of x, weight and bias. The gradients of the first
+    sequence are summed before the factor is known, and multiplied by the factor afterwards. Only the logits of the
+    second sequence are kept until the factor is known.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

@@ -76,7 +76,7 @@ SCALE_CAST = define_op("scale_cast", _scale_cast, lambda x, scale, dtype: torch.
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of a linear layer's x, weight and bias. In `HeadNeeds`, bools say which gradients are needed."""
+    """Gradients of a linear layer's x, weight and bias. `HeadNeeds` has bools that say which gradients are needed."""
 
     x: Any = None
     weight: Any = None

@@ -9,8 +9,9 @@ u the random numbers of `seeded_scores`, where u belongs to no token::
     token = argmax_t max(0, p_t − q_t) / E_t, or argmax_t p_t / E_t if p = q or if there is no draft
     log_prob = x_token − log Σ_t exp(x_t)
 
-The token then has the distribution p. The second line draws from the normalized max(0, p − q): with exponential clocks
-of these rates, token t rings first. Each program reads the logits of a token twice, first for their sums.
+The token then has the distribution p. The last formula of the token samples from the normalized max(0, p − q): of
+exponential clocks with these rates, the clock of the sampled token rings first. Each program reads the logits of a
+token twice, first for their sums.
 
 Source: https://arxiv.org/abs/2211.17192.
 """

@@ -1,8 +1,7 @@
 """The experts of a mixture: MLPs, computed as grouped products over tokens that are sorted by expert.
 
 The N · K copies of the tokens are sorted as in `permutation`: copy k of token n is row j = slot[n, k], and e is its
-expert. A is one of the activations of `expert_act`. If A has no gate, gate and up are only up. Without biases, bgu = bd
-= 0::
+expert. A is one of the activations of `expert_act`. If A has no gate, u_j holds only up. Without biases, bgu = bd = 0::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
@@ -428,7 +427,7 @@ class MoESaved(NamedTuple):
 
 
 class MoEGradients(NamedTuple):
-    """The gradients of the op's inputs. In `MoENeeds`, bools say which gradients are needed."""
+    """The gradients of the op's inputs. `MoENeeds` has bools that say which gradients are needed."""
 
     x: Any = None
     weights: Any = None
@@ -645,7 +644,7 @@ def moe_mlp(
 ) -> Tensor:
     """Compute ``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)``.
 
-    Weights and biases are those of expert ``experts[n, k]``.
+    The weights and biases belong to expert ``experts[n, k]``.
 
     Args:
         x: [N, C], float32, float16 or bfloat16.

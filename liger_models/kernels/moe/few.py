@@ -13,8 +13,8 @@ earlier copy multiplies them. If there is only one token, all its copies have di
 multiplied separately, without matrix units, as in `row_linear`.
 
 If rows are sorted because there will be a backward, `few_product` multiplies them by frozen matrices in the same way.
-All these kernels read matrices in their stored form (dense, float8, or 4 bits), and only those of experts that have
-rows.
+All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of experts
+that have rows.
 """
 
 from typing import Any

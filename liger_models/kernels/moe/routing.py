@@ -66,7 +66,7 @@ class Routing(NamedTuple):
         group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest.
         scale: factor of the weights.
         epsilon: number added to the sum of sigmoids that ``normalize`` divides by.
-        tolerance: with "sparsemixer", how far a logit may be below the largest one, relative to itself.
+        tolerance: with "sparsemixer", how far a logit l may be below the largest logit m, relative to max(|l|, m).
     """
 
     top_k: int
@@ -246,7 +246,7 @@ def _route_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
-    # ``e`` has the scores; those of a softmax are divided by their sum only at the end.
+    # ``e`` has the scores. With softmax, they are divided by their sum only at the end.
     e = tl.sigmoid(logits) if SIGMOID else tl.exp(logits - tl.max(logits, 1)[:, None])
     # Without bias and groups, logits have the order of the scores, and no two of them become equal by rounding.
     choice = logits
@@ -254,8 +254,8 @@ def _route_kernel(
         choice = e if SIGMOID else e / tl.sum(e, 1)[:, None]
     if BIASED:
         choice += tl.load(bias_ptr + lanes, mask=lanes < X, other=0.0).to(tl.float32)[None, :]
-    # The keys of experts that were already chosen are below all others, so K different experts are chosen even if
-    # logits are −inf or NaN.
+    # The keys of experts that were already chosen are lower than all other keys, so K different experts are chosen
+    # even if logits are −inf or NaN.
     keys = tl.where(lanes[None, :] < X, _ordered(choice), -2147483647)
     if GROUPS > 1:
         best = _best_groups(choice, lanes, X, GROUPS, TOP_GROUPS, TOP2, BLOCK_G, BLOCK_X)

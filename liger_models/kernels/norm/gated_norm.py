@@ -166,7 +166,7 @@ def _groups(x: Tensor, weight: Tensor | None) -> int:
 
 
 def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the gradients; that of a missing weight is empty."""
+    """Allocate the gradients; the gradient of a missing weight is empty."""
     dw = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
     return x.new_empty(x.shape), gate.new_empty(gate.shape), dw
 

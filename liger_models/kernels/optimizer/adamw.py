@@ -141,7 +141,7 @@ def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
-    """Return random integers from 0 to 65535 for BLOCK elements, of which the first has the index ``start``."""
+    """Return random integers from 0 to 65535 for the BLOCK elements from index ``start`` on."""
     # One call generates 16 bits for each of 8 adjacent elements, which belong to one thread.
     eight = start // 8 + tl.arange(0, BLOCK // 8)
     low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
@@ -177,7 +177,7 @@ def _update(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update up to BLOCK of the ``remaining`` elements of a tensor, of which the first has the index ``start``."""
+    """Update up to BLOCK of the ``remaining`` elements of a tensor, from index ``start`` on."""
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
     g_ptr = _tensor_at(row + 5, G_DTYPE, ALIGNED) + at

@@ -476,7 +476,7 @@ def liger_rotary_pos_emb(
         position_ids: ignored, as in transformers, because the tables already belong to the positions.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
         rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables.
-            Needed only if the tables consist of the first half alone (GPT-OSS).
+            It is needed only if the tables consist of the first half alone (GPT-OSS).
 
     Returns:
         The rotated q and k, as new tensors of the same shapes and dtypes.
