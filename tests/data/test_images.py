@@ -15,6 +15,7 @@ from PIL import Image
 from liger_models import PackedDataset, PackedLoader
 from liger_models.base.images import read_image
 from liger_models.data import PromptDataset, preference_batch, tokens
+from liger_models.data.media import Medium
 
 from ..base.conftest import picture
 from .examples import Stream, write
@@ -188,6 +189,13 @@ def test_every_spelling_is_the_same_image(qwen, make, tmp_path, monkeypatch):
     for batch in batches:
         assert torch.equal(batch["pixel_values"], want["pixel_values"])
         assert torch.equal(batch["input_ids"], want["input_ids"][:, :48])
+
+
+def test_an_image_in_memory_may_change_before_its_row_is_made():
+    image = picture(40, 28)
+    medium = Medium.open("here", image)
+    image.paste(0, (0, 0, 40, 28))
+    assert medium.decode()[0].tobytes() == picture(40, 28).tobytes()
 
 
 def test_images_with_bounds_of_their_own(qwen, make, tmp_path):

@@ -94,7 +94,7 @@ class Gemma3Images(ImageConverter):
         """Return the image followed by its crops, [1 + crops, 3, image_size, image_size] fp32."""
         image = read_image(source)
         pieces = [image.crop(box) for box in self.crops(image.size)]
-        return self.normalize(torch.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)]))
+        return self.normalize.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)])
 
 
 class Gemma3Processor(ImageProcessor):
