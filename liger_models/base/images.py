@@ -9,13 +9,14 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from liger_models.common.json_files import parse_json
 
@@ -308,6 +309,43 @@ def slots_of_frame(number: int, frames: int, depth: int) -> range:
     return range(first, depth if number == frames - 1 else first + 1)
 
 
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along the first dimension, after padding their other dimensions with zeros to the largest.
+
+    The other dimensions differ only where images are padded: Llama 3.2 Vision has the images of a row in its second
+    dimension, LLaVA-NeXT has tiles there, and images of Pixtral and Mistral Small 3 keep their own height and width.
+    A single tensor is returned without a copy.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].dim() < 2:
+        return torch.cat([*tensors])
+    shape = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        # `pad` takes the widths before and after each dimension, from the last dimension to the second.
+        widths: list[int] = []
+        for most, length in zip(reversed(shape), reversed(tensor.shape[1:]), strict=True):
+            widths += 0, most - length
+        padded.append(pad(tensor, widths) if any(widths) else tensor)
+    return torch.cat(padded)
+
+
+def reuse_memory() -> None:
+    """Let Pillow keep the memory of images, up to 256 MB in this process, for later images.
+
+    Otherwise each image gets new pages from the system, which for large images takes as long as decoding. If the
+    environment variable PILLOW_BLOCKS_MAX is set, it decides.
+    """
+    from PIL import Image
+
+    core = cast(Any, Image).core
+    if not core.get_blocks_max() and "PILLOW_BLOCKS_MAX" not in os.environ:
+        core.set_blocks_max(BLOCKS)
+
+
+BLOCKS = 16
+"""The number of blocks of memory, by default of 16 MB, that `reuse_memory` lets Pillow keep."""
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Maps a number of bytes to the integers of this size."""
 PORTION = 1 << 17

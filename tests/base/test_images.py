@@ -16,6 +16,7 @@ from liger_models.base.images import (
     cut_patches,
     cut_tiles,
     image_size,
+    join,
     locate_image,
     one_list,
     open_image,
@@ -271,6 +272,15 @@ def test_every_level_is_normalized_alike_in_every_layout():
             cut, out = cut_patches(rows[None], side, 3 * side, merge)[:, 0], torch.empty(len(out), 3 * side**2)
             normalize.write(cut, out)
             assert torch.equal(out, rearrange(want, "c (h m y) (w k x) -> (h w m k) (y x c)", **order))
+
+
+def test_joined_tensors_are_padded_and_a_single_one_is_not_copied():
+    first, second = torch.ones(2, 3, 4), torch.full((1, 5, 2), 2.0)
+    want = torch.zeros(3, 5, 4)
+    want[:2, :3], want[2, :, :2] = 1.0, 2.0
+    assert torch.equal(join([first, second]), want)
+    assert torch.equal(join([torch.tensor([1]), torch.tensor([2, 3])]), torch.tensor([1, 2, 3]))
+    assert join([first]) is first
 
 
 def test_rows_have_the_pixels_of_planes():

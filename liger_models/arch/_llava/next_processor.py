@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from liger_models.arch._llava.processor import LlavaProcessor, side_of
 from liger_models.arch._towers.pixtral_processor import BICUBIC, CLIP_MEAN, CLIP_STD
@@ -20,6 +19,7 @@ from liger_models.base.images import (
     check_given,
     check_settings,
     cut_tiles,
+    join,
     read_image,
     settings_of,
     to_tensor,
@@ -113,6 +113,5 @@ class LlavaNextProcessor(LlavaProcessor):
         """
         if not converted:
             return {}
-        most = max(len(tiles) for tiles, _ in converted)
-        padded = [pad(tiles, (0, 0) * 3 + (0, most - len(tiles))) for tiles, _ in converted]
-        return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor([size for _, size in converted])}
+        pixels = join([tiles[None] for tiles, _ in converted])
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([size for _, size in converted])}

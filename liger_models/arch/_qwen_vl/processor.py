@@ -19,6 +19,7 @@ from liger_models.base.images import (
     check_settings,
     cut_patches,
     each_once,
+    join,
     one_list,
     read_image,
     settings_of,
@@ -474,7 +475,7 @@ class QwenVLProcessor(Processor):
             ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
         ):
             if pairs:
-                out[names] = torch.cat([patches for patches, _ in pairs])
+                out[names] = join([patches for patches, _ in pairs])
                 out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in pairs])
         if videos and self.times:
             out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64)

@@ -18,6 +18,7 @@ from liger_models.base.images import (
     check_given,
     check_settings,
     cut_patches,
+    join,
     read_image,
     settings_of,
     to_rows,
@@ -131,5 +132,5 @@ class Gemma4Processor(ImageProcessor):
         """See `ImageProcessor.joined`; returns ``pixel_values`` [n, P, 3 · patch²] and ``image_position_ids``."""
         if not converted:
             return {}
-        pixels, positions = (torch.stack(column) for column in zip(*converted, strict=True))
+        pixels, positions = (join([x[None] for x in column]) for column in zip(*converted, strict=True))
         return {"pixel_values": pixels, "image_position_ids": positions}

@@ -6,7 +6,6 @@ Source: transformers ``image_processing_pil_got_ocr2.py``, ``processing_internvl
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from liger_models.arch._tiles.grid import choose_grid
@@ -17,6 +16,7 @@ from liger_models.base.images import (
     check_given,
     check_settings,
     cut_tiles,
+    join,
     read_image,
     settings_of,
     to_tensor,
@@ -135,4 +135,4 @@ class InternVLProcessor(ImageProcessor):
 
     def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
         """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, side, side]."""
-        return {"pixel_values": torch.cat([*converted])} if converted else {}
+        return {"pixel_values": join(converted)} if converted else {}

@@ -22,6 +22,7 @@ from liger_models.base.images import (
     check_settings,
     cut_patches,
     cut_tiles,
+    join,
     read_image,
     settings_of,
     to_rows,
@@ -243,4 +244,4 @@ class Lfm2VlProcessor(ImageProcessor):
         """
         if not converted:
             return {}
-        return {name: torch.cat([image[name] for image in converted]) for name in converted[0]}
+        return {name: join([image[name] for image in converted]) for name in converted[0]}

@@ -17,6 +17,7 @@ from liger_models.base.images import (
     check_given,
     check_settings,
     cut_tiles,
+    join,
     read_image,
     settings_of,
     to_tensor,
@@ -162,4 +163,4 @@ class Llama4Processor(ImageProcessor):
 
     def joined(self, converted: Sequence[tuple[Tensor, tuple[int, int]]]) -> dict[str, Tensor]:
         """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, image_size, image_size] bf16."""
-        return {"pixel_values": torch.cat([tiles for tiles, _ in converted])} if converted else {}
+        return {"pixel_values": join([tiles for tiles, _ in converted])} if converted else {}

@@ -18,6 +18,7 @@ from liger_models.base.images import (
     check_settings,
     cut_tiles,
     each_once,
+    join,
     one_list,
     read_image,
     settings_of,
@@ -198,7 +199,7 @@ class MllamaProcessor(Processor):
         pairs = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {
-            "pixel_values": torch.cat([empty, *(tiles[None] for tiles, _ in pairs)])[None],
+            "pixel_values": join([tiles[None] for tiles, _ in pairs] or [empty])[None],
             "aspect_ratio_ids": torch.tensor([[ratio for _, ratio in pairs]], dtype=torch.int64),
         }
 

@@ -20,6 +20,7 @@ from liger_models.base.images import (
     check_settings,
     cut_patches,
     each_once,
+    join,
     one_list,
     read_image,
     settings_of,
@@ -286,7 +287,7 @@ class MuseGlimmerProcessor(Processor):
             ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
         ):
             if pairs:
-                out[name] = torch.cat([patches for patches, _ in pairs])
+                out[name] = join([patches for patches, _ in pairs])
                 out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in pairs])
         return out
 
