@@ -334,7 +334,7 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 def reuse_memory() -> None:
     """Let Pillow keep the memory of images, up to 256 MB in this process, for later images.
 
-    Otherwise each image gets new pages from the system, which for large images takes as long as decoding. If the
+    Otherwise each image gets new pages from the system, which takes time for large images. If the
     environment variable PILLOW_BLOCKS_MAX is set, it decides.
     """
     from PIL import Image
