@@ -9,12 +9,14 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
 import torch
+from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from liger_models.common.json_files import parse_json
 
@@ -112,7 +114,7 @@ def open_image(source: "Source") -> "Image":
             image: Image.Image = _open(io.BytesIO(content))
             _check_size(image, name)
             image.load()
-            image = ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)  # an upright image is not copied
     else:
         image = located
         _check_size(image, "an image")
@@ -212,7 +214,7 @@ def _naming(located: "Path | bytes") -> "Iterator[str]":
 def read_image(source: "Source") -> "Image":
     """Read an image as RGB; see `open_image`. Transparent images are composited onto white.
 
-    Images of 16 bits per pixel are scaled to 8 bits.
+    Images of 16 bits per pixel are scaled to 8 bits. A PIL image in RGB is returned as it is, without a copy.
 
     Raises:
         ImportError, OSError, TypeError: as for `open_image`.
@@ -232,7 +234,8 @@ def read_image(source: "Source") -> "Image":
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
-    return image.convert("RGB")
+    image.load()  # a PIL image may not be decoded yet
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 _LARGER = "Resize it, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it."
@@ -254,12 +257,99 @@ def _check_size(image: "Image", name: str) -> None:
 
 def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
     """Resize an RGB image to ``size`` (height, width) with a filter of Pillow, and return [3, height, width] uint8."""
-    height, width = size
-    if image.size != (width, height):
-        image = image.resize((width, height), resample)
-    # [height, width, 3], copied because Pillow's bytes are read-only.
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return pixels.view(height, width, 3).permute(2, 0, 1)
+    image = resize(image, size, resample)
+    # The planes are joined in a bytearray, because a tensor needs memory that can be written.
+    planes = bytearray().join(image.tobytes("raw", channel) for channel in "RGB")
+    return torch.frombuffer(planes, dtype=torch.uint8).view(3, *size)
+
+
+def to_rows(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
+    """Resize an RGB image like `to_tensor`, and return [height, width · 3], the channels of a pixel side by side."""
+    pixels = bytearray(resize(image, size, resample).tobytes())
+    return torch.frombuffer(pixels, dtype=torch.uint8).view(size[0], -1)
+
+
+def resize(image: "Image", size: tuple[int, int], resample: int) -> "Image":
+    """Resize an image to ``size`` (height, width) with a filter of Pillow. The image may already have this size."""
+    return image if image.size == size[::-1] else image.resize(size[::-1], resample)
+
+
+def cut_tiles(pixels: Tensor, rows: int, columns: int) -> list[Tensor]:
+    """Return the tiles of an image [3, rows · height, columns · width], row by row, without a copy."""
+    return [tile for row in pixels.chunk(rows, 1) for tile in row.chunk(columns, 2)]
+
+
+def cut_patches(pixels: Tensor, height: int, width: int, merge: int = 1) -> Tensor:
+    """Cut an image into patches, row by row.
+
+    Args:
+        pixels: [C, rows · height, columns · width] uint8, of which rows are contiguous.
+        height, width: height and width of a patch.
+        merge: number of rows, and of columns, of patches that are adjacent in the result.
+
+    Returns:
+        [patches, C, height · width] uint8.
+    """
+    # The rows of a patch are moved as the largest integers of which they consist.
+    size, dtype = next((size, dtype) for size, dtype in _INTEGERS.items() if width % size == 0)
+    pattern = "c (h m y) (w k x) -> (h w m k) c (y x)"
+    cut = rearrange(pixels.view(dtype), pattern, m=merge, k=merge, y=height, x=width // size)
+    return cut.view(torch.uint8)
+
+
+def slots_of_frame(number: int, frames: int, depth: int) -> range:
+    """Return the places of a frame in the patches that span it.
+
+    Args:
+        number: number of the frame.
+        frames: number of frames of the video, or 1 for an image. The last frame fills the rest of its patches.
+        depth: number of frames that a patch spans.
+    """
+    first = number % depth
+    return range(first, depth if number == frames - 1 else first + 1)
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along the first dimension, after padding their other dimensions with zeros to the largest.
+
+    The other dimensions differ only where images are padded: Llama 3.2 Vision has the images of a row in its second
+    dimension, LLaVA-NeXT has tiles there, and images of Pixtral and Mistral Small 3 keep their own height and width.
+    A single tensor is returned without a copy.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].dim() < 2:
+        return torch.cat([*tensors])
+    shape = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        # `pad` takes the widths before and after each dimension, from the last dimension to the second.
+        widths: list[int] = []
+        for most, length in zip(reversed(shape), reversed(tensor.shape[1:]), strict=True):
+            widths += 0, most - length
+        padded.append(pad(tensor, widths) if any(widths) else tensor)
+    return torch.cat(padded)
+
+
+def reuse_memory() -> None:
+    """Let Pillow keep the memory of images, up to 256 MB in this process, for later images.
+
+    Otherwise each image gets new pages from the system, which takes time for large images. If the
+    environment variable PILLOW_BLOCKS_MAX is set, it decides.
+    """
+    from PIL import Image
+
+    core = cast(Any, Image).core
+    if not core.get_blocks_max() and "PILLOW_BLOCKS_MAX" not in os.environ:
+        core.set_blocks_max(BLOCKS)
+
+
+BLOCKS = 16
+"""The number of blocks of memory, by default of 16 MB, that `reuse_memory` lets Pillow keep."""
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Maps a number of bytes to the integers of this size."""
+PORTION = 1 << 17
+"""The number of values that are normalized at a time, which fit into a cache as fp32."""
 
 
 class Normalize:
@@ -284,16 +374,41 @@ class Normalize:
         stds = _setting(settings, "image_std", std) if normalizes else [1.0] * 3
         numbers = _numbers("image_mean", means), _numbers("image_std", stds, positive=True)
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in numbers)
-        # transformers multiplies in fp64 and rounds to fp32 before it subtracts.
-        scaled = (torch.arange(256, dtype=torch.float64) * self.factor).float()
-        self.table = ((scaled - self.mean) / self.std).expand(3, 1, 256).flatten()  # [3 · 256]
+        # transformers multiplies in fp64 and rounds to fp32 before it subtracts. The quotient by 255 in fp32 is equal.
+        levels, divisor = torch.arange(256, dtype=torch.float64), 1 / self.factor
+        is_equal = torch.equal(levels.float() / divisor, (levels * self.factor).float())
+        self.divisor = divisor if is_equal else None
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Normalize pixels [..., 3, height, width] uint8; returns the same shape in fp32."""
-        # A pixel has one of 256 values, so the results are looked up; channel c begins at 256 · c of the table.
-        index = pixels.to(torch.int32, memory_format=torch.contiguous_format)
-        index = index + 256 * torch.arange(3, dtype=torch.int32).view(3, 1, 1)
-        return self.table.index_select(0, index.flatten()).view(pixels.shape)
+        """Normalize pixels [3, height, width] uint8; returns the same shape in fp32."""
+        return self.stack([pixels])[0]
+
+    def stack(self, images: Sequence[Tensor]) -> Tensor:
+        """Normalize images [3, height, width] uint8 of one size, and return [images, 3, height, width] fp32."""
+        out = torch.empty(len(images), *images[0].shape)
+        for image, target in zip(images, out, strict=True):
+            self.write(image.transpose(0, 1), target.transpose(0, 1))
+        return out
+
+    def write(self, pixels: Tensor, *outs: Tensor) -> None:
+        """Normalize pixels into one or more tensors, in portions that fit into a cache.
+
+        Args:
+            pixels: [n, 3, m] uint8, or [n, m · 3], in which the channels of a pixel are adjacent.
+            outs: fp32 in the shape of ``pixels``, with any strides.
+        """
+        mean, std = self.mean[:, 0], self.std[:, 0]  # [3 or 1, 1]
+        if pixels.dim() == 2:
+            mean, std = (x.expand(3, 1).flatten().repeat(pixels.shape[1] // 3) for x in (mean, std))  # [m · 3]
+        rows = max(PORTION // pixels[0].numel(), 1)
+        for source, target, *copies in zip(*(x.split(rows) for x in (pixels, *outs)), strict=True):
+            if self.divisor is None:
+                target.copy_(source.double() * self.factor)
+            else:
+                target.copy_(source).div_(self.divisor)
+            target.sub_(mean).div_(std)
+            for copy in copies:
+                copy.copy_(target)
 
 
 def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:

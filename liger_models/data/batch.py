@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from liger_models.base.images import join
 
 Batch = dict[str, Tensor]
 """Inputs of a model: ``input_ids`` [B, T] int64, ``labels`` [B, T] int64, ``cu_seqlens`` [n + 1] int32, and pixels."""
@@ -51,24 +52,5 @@ def collate(rows: Sequence[Batch]) -> Batch:
 def join_rows(rows: Sequence[Batch]) -> Batch:
     """Concatenate the tokens or the pixels of rows. Tensors without elements are left out."""
     names = dict.fromkeys(name for row in rows for name in row)
-    joined = {name: _join([row[name] for row in rows if name in row]) for name in names}
+    joined = {name: join([row[name] for row in rows if name in row]) for name in names}
     return {name: tensor for name, tensor in joined.items() if tensor.numel()}
-
-
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along the first dimension, after padding their other dimensions with zeros to the largest.
-
-    The other dimensions differ only where images are padded: Llama 3.2 Vision has the images of a row in its second
-    dimension, and images of Pixtral and Mistral Small 3 keep their own height and width.
-    """
-    if tensors[0].dim() < 2:
-        return torch.cat([*tensors])
-    shape = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    padded = []
-    for tensor in tensors:
-        # `pad` takes the widths before and after each dimension, from the last dimension to the second.
-        widths: list[int] = []
-        for most, length in zip(reversed(shape), reversed(tensor.shape[1:]), strict=True):
-            widths += 0, most - length
-        padded.append(pad(tensor, widths) if any(widths) else tensor)
-    return torch.cat(padded)

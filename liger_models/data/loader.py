@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from liger_models.base.images import reuse_memory
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 
@@ -33,7 +34,7 @@ class PackedLoader(DataLoader[Batch]):
             )
         self.data = data
         # Starting an epoch must not draw from the default generator, which decides dropout.
-        options = {"generator": torch.Generator(), "worker_init_fn": _leave_signals, **options}
+        options = {"generator": torch.Generator(), "worker_init_fn": _begin_worker, **options}
         super().__init__(_WithPosition(data), batch_size=None, **options)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -84,14 +85,17 @@ def _take(batches: Iterator[Any]) -> Any:
         raise type(error)(message.strip()) from error
 
 
-def _leave_signals(_: int) -> None:
+def _begin_worker(_: int) -> None:
     """Ignore Ctrl-C and SIGTERM in a worker, so that the main process alone handles these signals.
 
     The terminal, the command timeout, SLURM and systemd send these signals to all processes. Workers end when the main
-    process ends.
+    process ends. A worker that decodes images keeps their memory for later ones.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    worker: Any = get_worker_info()
+    if worker.dataset.data.has_images:
+        reuse_memory()
 
 
 class _WithPosition(IterableDataset[Any]):

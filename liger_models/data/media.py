@@ -134,7 +134,7 @@ class Medium:
         # The size determines the number of tokens. The pixels are decoded when a row is made.
         try:
             size = MediaSize(*image_size(file), **settings) if sampled is None else _video_size(file, settings, sampled)
-            return cls(where, file if isinstance(file, Path | bytes) else read_image(file), size)
+            return cls(where, file if isinstance(file, Path | bytes) else read_image(file).copy(), size)
         except (OSError, TypeError, ValueError) as error:
             noun = "an image" if sampled is None else "a video"
             raise BrokenMediaError(

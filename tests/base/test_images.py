@@ -6,17 +6,23 @@ from urllib.parse import quote
 
 import pytest
 import torch
+from einops import rearrange
 from PIL import Image
 
 from liger_models.base.images import (
+    PORTION,
     Normalize,
     check_settings,
+    cut_patches,
+    cut_tiles,
     image_size,
+    join,
     locate_image,
     one_list,
     open_image,
     read_image,
     settings_of,
+    to_rows,
     to_tensor,
 )
 from liger_models.base.processor import image_parts
@@ -231,12 +237,65 @@ def test_normalize_is_transformers():
         {"image_mean": mean, "image_std": std},
         {"image_mean": None, "rescale_factor": 0.01},
         {"image_mean": 0.4, "image_std": 0.3},
+        {"rescale_factor": 0.0039},  # the quotient by 1 / 0.0039 in fp32 differs
     ):
         got = Normalize(settings, mean, std)(pixels)
         scaled = rescale(pixels.numpy(), settings.get("rescale_factor", 1 / 255))
-        given = settings["image_mean"] or mean, settings.get("image_std", std)
+        given = settings.get("image_mean") or mean, settings.get("image_std", std)
         assert torch.equal(got, torch.from_numpy(normalize(scaled, *given, input_data_format="channels_first")))
     assert torch.equal(Normalize({"do_normalize": False, "do_rescale": False}, mean, std)(pixels), pixels.float())
+
+
+def test_every_level_is_normalized_alike_in_every_layout():
+    levels = torch.arange(256, dtype=torch.float64)
+    mean, std = torch.tensor([0.48, 0.45, 0.4]).view(3, 1), torch.tensor([0.26, 0.27, 0.28]).view(3, 1)
+    pixels = torch.randint(0, 256, (3, 300, 500), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    for factor in (1 / 255, 0.0039):
+        settings = {"image_mean": mean.flatten().tolist(), "image_std": std.flatten().tolist()}
+        normalize = Normalize(settings | {"rescale_factor": factor}, [0.0], [1.0])
+        table = ((levels * factor).float() - mean) / std  # [3, 256], with the roundings of transformers
+        want = torch.stack([row[plane.long()] for row, plane in zip(table, pixels, strict=True)])
+        # Whole images, tiles without a copy, and tensors of several portions, of which a part is left over.
+        assert pixels.numel() > 2 * PORTION
+        assert torch.equal(normalize(pixels), want)
+        tiles = cut_tiles(pixels, 3, 5)
+        assert all(tile.untyped_storage().data_ptr() == pixels.untyped_storage().data_ptr() for tile in tiles)
+        assert torch.equal(normalize.stack(tiles), rearrange(want, "c (r h) (k w) -> (r k) c h w", r=3, k=5))
+        # Patches, also with adjacent channels, and in two places at once.
+        for side, merge in ((4, 5), (10, 2), (25, 2), (20, 1)):
+            order = {"m": merge, "k": merge, "y": side, "x": side}
+            cut, out = cut_patches(pixels, side, side, merge), torch.full((150000 // side**2, 3, 3, side**2), 7.0)
+            normalize.write(cut, out[:, :, 0], out[:, :, 2])
+            patches = rearrange(want, "c (h m y) (w k x) -> (h w m k) c (y x)", **order)
+            assert torch.equal(out, torch.stack([patches, torch.full_like(patches, 7.0), patches], 2))
+            rows = rearrange(pixels, "c h w -> h (w c)")
+            cut, out = cut_patches(rows[None], side, 3 * side, merge)[:, 0], torch.empty(len(out), 3 * side**2)
+            normalize.write(cut, out)
+            assert torch.equal(out, rearrange(want, "c (h m y) (w k x) -> (h w m k) (y x c)", **order))
+
+
+def test_joined_tensors_are_padded_and_a_single_one_is_not_copied():
+    first, second = torch.ones(2, 3, 4), torch.full((1, 5, 2), 2.0)
+    want = torch.zeros(3, 5, 4)
+    want[:2, :3], want[2, :, :2] = 1.0, 2.0
+    assert torch.equal(join([first, second]), want)
+    assert torch.equal(join([torch.tensor([1]), torch.tensor([2, 3])]), torch.tensor([1, 2, 3]))
+    assert join([first]) is first
+
+
+def test_rows_have_the_pixels_of_planes():
+    image = picture(9, 8)
+    assert torch.equal(to_rows(image, (6, 4), 3), rearrange(to_tensor(image, (6, 4), 3), "c h w -> h (w c)"))
+
+
+def test_images_in_rgb_are_not_copied(monkeypatch):
+    image, content = picture(7, 5), encoded(picture(7, 5))
+    assert read_image(image) is image
+    copies = []
+    for method in ("copy", "convert"):
+        monkeypatch.setattr(Image.Image, method, lambda *_, method=method: copies.append(method))
+    assert read_image(content).tobytes() == image.tobytes()
+    assert not copies
 
 
 def test_settings_that_are_not_computed():

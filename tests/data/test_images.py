@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from liger_models import PackedDataset, PackedLoader
-from liger_models.base.images import read_image
+from liger_models.base.images import BLOCKS, read_image
 from liger_models.data import PromptDataset, preference_batch, tokens
+from liger_models.data.media import Medium
 
 from ..base.conftest import picture
 from .examples import Stream, write
@@ -188,6 +189,33 @@ def test_every_spelling_is_the_same_image(qwen, make, tmp_path, monkeypatch):
     for batch in batches:
         assert torch.equal(batch["pixel_values"], want["pixel_values"])
         assert torch.equal(batch["input_ids"], want["input_ids"][:, :48])
+
+
+def kept_memory(*_):
+    """In place of a processor's pixels, the number of blocks of memory that Pillow keeps in this process."""
+    return {"blocks": torch.tensor([Image.core.get_blocks_max()])}
+
+
+@pytest.mark.parametrize("chosen", [0, 3])
+def test_workers_keep_the_memory_of_images(qwen, make, tmp_path, monkeypatch, chosen):
+    """Unless the number of blocks was chosen before; the main process is left alone."""
+    picture(40, 28).save(tmp_path / "a.png")
+    data = make([{"messages": chat(tmp_path / "a.png")}], qwen)
+    monkeypatch.setattr(data.encoder.processor, "pixels", kept_memory)
+    before = Image.core.get_blocks_max()
+    Image.core.set_blocks_max(chosen)
+    try:
+        kept = [next(iter(PackedLoader(data, num_workers=number)))["blocks"].item() for number in (0, 1)]
+    finally:
+        Image.core.set_blocks_max(before)
+    assert kept == [chosen, chosen or BLOCKS]
+
+
+def test_an_image_in_memory_may_change_before_its_row_is_made():
+    image = picture(40, 28)
+    medium = Medium.open("here", image)
+    image.paste(0, (0, 0, 40, 28))
+    assert medium.decode()[0].tobytes() == picture(40, 28).tobytes()
 
 
 def test_images_with_bounds_of_their_own(qwen, make, tmp_path):

@@ -8,15 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
 
 from liger_models.arch._llava.processor import LlavaProcessor, side_of
 from liger_models.arch._towers.pixtral_processor import BICUBIC, CLIP_MEAN, CLIP_STD
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    cut_tiles,
+    join,
+    read_image,
+    settings_of,
+    to_tensor,
+)
 from liger_models.base.processor import MediaSize, image_tokens
 
 if TYPE_CHECKING:
@@ -67,8 +74,8 @@ class LlavaNextImages(ImageConverter):
         canvas = torch.zeros(3, tall, wide, dtype=torch.uint8)
         top, left = (tall - size[0]) // 2, (wide - size[1]) // 2
         canvas[:, top : top + size[0], left : left + size[1]] = to_tensor(image, size, BICUBIC)
-        cut = rearrange(canvas, "c (r h) (k w) -> (r k) c h w", h=side, w=side)
-        return self.normalize(torch.cat([to_tensor(image, (side, side), BICUBIC)[None], cut])), (height, width)
+        cut = cut_tiles(canvas, tiles.rows, tiles.columns)
+        return self.normalize.stack([to_tensor(image, (side, side), BICUBIC), *cut]), (height, width)
 
 
 class LlavaNextProcessor(LlavaProcessor):
@@ -106,6 +113,5 @@ class LlavaNextProcessor(LlavaProcessor):
         """
         if not converted:
             return {}
-        most = max(len(tiles) for tiles, _ in converted)
-        padded = [pad(tiles, (0, 0) * 3 + (0, most - len(tiles))) for tiles, _ in converted]
-        return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor([size for _, size in converted])}
+        pixels = join([tiles[None] for tiles, _ in converted])
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([size for _, size in converted])}

@@ -6,14 +6,13 @@ Source: transformers ``image_processing_pil_llava.py``, ``processing_llava.py``.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor
 
 from liger_models.arch._llava.config import PIXTRAL
 from liger_models.arch._towers.pixtral_processor import BICUBIC, CLIP_MEAN, CLIP_STD, PixtralProcessor
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import Normalize, check_given, check_settings, join, read_image, settings_of, to_tensor
 from liger_models.base.processor import MediaSize, image_tokens
 from liger_models.text.tokenizer import Tokenizer
 
@@ -120,4 +119,4 @@ class LlavaProcessor(ImageProcessor):
 
     def joined(self, converted: Sequence[Any]) -> dict[str, Tensor]:
         """See `ImageProcessor.joined`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
-        return {"pixel_values": torch.stack([*converted])} if converted else {}
+        return {"pixel_values": join([image[None] for image in converted])} if converted else {}

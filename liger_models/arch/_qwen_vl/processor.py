@@ -17,10 +17,13 @@ from liger_models.base.images import (
     Normalize,
     check_given,
     check_settings,
+    cut_patches,
     each_once,
+    join,
     one_list,
     read_image,
     settings_of,
+    slots_of_frame,
     to_tensor,
 )
 from liger_models.base.processor import MediaSize, Processor, TextOptions
@@ -161,9 +164,7 @@ class QwenVLImages:
             original = images[0].size[::-1]
             resized = torch.stack([to_tensor(image, original, BICUBIC) for image in images])
             resized = F.interpolate(resized, size, mode="bicubic", antialias=True)  # in uint8
-        pixels = self.normalize(resized)
-        pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
-        return self._patches(pixels)
+        return self._patches(resized)
 
     def resized(
         self,
@@ -252,16 +253,14 @@ class QwenVLImages:
         return max(min(self.max_pixels, int(budget * 0.9) * self.frames // count), least)
 
     def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut pixels [T, 3, height, width] into patches, ordered so that the patches of one token are adjacent."""
-        T, channels, height, width = pixels.shape
-        rows, columns, m, p = height // self.patch, width // self.patch, self.merge, self.patch
-        # Height and width are divided into blocks that become one token, and these into patches.
-        blocks = pixels.view(T // self.frames, self.frames, channels, rows // m, m, p, columns // m, m, p)
-        patches = blocks.permute(
-            0, 3, 6, 4, 7, 2, 1, 5, 8
-        )  # frame, block row, column, row, column, channel, depth, y, x
-        grid = torch.tensor([T // self.frames, rows, columns])
-        return patches.reshape(int(grid.prod()), -1), grid
+        """Cut frames [T, 3, height, width] uint8 into normalized patches. The patches of one token are adjacent."""
+        T, (rows, columns) = len(pixels), (length // self.patch for length in pixels.shape[2:])
+        out = torch.empty(-(-T // self.frames), rows * columns, 3, self.frames, self.patch**2)
+        for number, frame in enumerate(pixels):
+            cut = cut_patches(frame, self.patch, self.patch, self.merge)  # [rows · columns, 3, side · side]
+            slots = slots_of_frame(number, T, self.frames)
+            self.normalize.write(cut, *(out[number // self.frames, :, :, slot] for slot in slots))
+        return out.flatten(0, 1).flatten(1), torch.tensor([len(out), rows, columns])
 
 
 class QwenVLProcessor(Processor):
@@ -476,7 +475,7 @@ class QwenVLProcessor(Processor):
             ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
         ):
             if pairs:
-                out[names] = torch.cat([patches for patches, _ in pairs])
+                out[names] = join([patches for patches, _ in pairs])
                 out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in pairs])
         if videos and self.times:
             out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import Normalize, check_given, check_settings, join, read_image, settings_of, to_tensor
 from liger_models.base.processor import MediaSize
 from liger_models.common.json_files import parse_json
 from liger_models.text.tokenizer import Tokenizer
@@ -146,6 +145,4 @@ class PixtralProcessor(ImageProcessor):
         if not converted:
             return {}
         sizes = torch.tensor([image.shape[1:] for image in converted])
-        height, width = sizes.amax(0).tolist()
-        padded = [pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in converted]
-        return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+        return {"pixel_values": join([image[None] for image in converted]), "image_sizes": sizes}

@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import Normalize, check_given, check_settings, join, read_image, settings_of, to_tensor
 from liger_models.base.processor import MediaSize, image_tokens
 from liger_models.text.tokenizer import Tokenizer
 
@@ -94,7 +93,7 @@ class Gemma3Images(ImageConverter):
         """Return the image followed by its crops, [1 + crops, 3, image_size, image_size] fp32."""
         image = read_image(source)
         pieces = [image.crop(box) for box in self.crops(image.size)]
-        return self.normalize(torch.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)]))
+        return self.normalize.stack([to_tensor(picture, self.size, BILINEAR) for picture in (image, *pieces)])
 
 
 class Gemma3Processor(ImageProcessor):
@@ -144,4 +143,4 @@ class Gemma3Processor(ImageProcessor):
 
     def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
         """See `ImageProcessor.joined`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
-        return {"pixel_values": torch.cat([*converted])} if converted else {}
+        return {"pixel_values": join(converted)} if converted else {}

@@ -9,12 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    cut_patches,
+    join,
+    read_image,
+    settings_of,
+    to_rows,
+)
 from liger_models.base.processor import MediaSize, image_tokens
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
@@ -70,13 +78,15 @@ class Gemma4Images(ImageConverter):
         """Return patches [P, 3 · patch²] fp32, and columns and rows [P, 2] int64, both padded to the maximum number."""
         image = read_image(source)
         rows, columns = (count * self.pool for count in self.tokens(image.size))
-        pixels = self.normalize(to_tensor(image, (rows * self.patch, columns * self.patch), BICUBIC))
-        patches = rearrange(pixels, "c (h y) (w x) -> (h w) (y x c)", y=self.patch, x=self.patch)
+        pixels = to_rows(image, (rows * self.patch, columns * self.patch), BICUBIC)
+        cut = cut_patches(pixels[None], self.patch, 3 * self.patch)[:, 0]
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         # Padded at the end, so that all images have the same number of patches.
-        padding = (0, 0, 0, self.max_soft_tokens * self.pool**2 - rows * columns)
-        positions = torch.stack([column, row], -1).flatten(0, 1)
-        return torch.nn.functional.pad(patches, padding), torch.nn.functional.pad(positions, padding, value=-1)
+        most = self.max_soft_tokens * self.pool**2
+        patches, positions = torch.zeros(most, cut.shape[1]), torch.full((most, 2), -1)
+        self.normalize.write(cut, patches[: len(cut)])
+        positions[: len(cut)] = torch.stack([column, row], -1).flatten(0, 1)
+        return patches, positions
 
 
 class Gemma4Processor(ImageProcessor):
@@ -122,5 +132,5 @@ class Gemma4Processor(ImageProcessor):
         """See `ImageProcessor.joined`; returns ``pixel_values`` [n, P, 3 · patch²] and ``image_position_ids``."""
         if not converted:
             return {}
-        pixels, positions = (torch.stack(column) for column in zip(*converted, strict=True))
+        pixels, positions = (join([x[None] for x in column]) for column in zip(*converted, strict=True))
         return {"pixel_values": pixels, "image_position_ids": positions}

@@ -8,12 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    cut_tiles,
+    read_image,
+    resize,
+    settings_of,
+    to_tensor,
+)
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
 from liger_models.text.tokenizer import Tokenizer
 
@@ -103,15 +111,15 @@ class Idefics3Images(ImageConverter):
         image = read_image(source)
         columns, rows = self.grid(image.size)
         size = scaled(*image.size, self.longest_edge)
-        image = image if image.size == size else image.resize(size, LANCZOS)
+        image = resize(image, size[::-1], LANCZOS)
         whole = self.side, self.side
         if columns == 0:
-            return self.normalize(to_tensor(image, whole, LANCZOS)[None])
+            return self.normalize.stack([to_tensor(image, whole, LANCZOS)])
         # Each step of resizing rounds to bytes, and the tile of the whole image is made from the enlarged image.
-        size = columns * self.side, rows * self.side
-        image = image if image.size == size else image.resize(size, LANCZOS)
-        cut = rearrange(to_tensor(image, size[::-1], LANCZOS), "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
-        return self.normalize(torch.cat([cut, to_tensor(image, whole, LANCZOS)[None]]))
+        tall, wide = rows * self.side, columns * self.side
+        image = resize(image, (tall, wide), LANCZOS)
+        tiles = cut_tiles(to_tensor(image, (tall, wide), LANCZOS), rows, columns)
+        return self.normalize.stack([*tiles, to_tensor(image, whole, LANCZOS)])
 
 
 class Idefics3Processor(ImageProcessor):

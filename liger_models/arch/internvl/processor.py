@@ -6,14 +6,21 @@ Source: transformers ``image_processing_pil_got_ocr2.py``, ``processing_internvl
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from einops import rearrange
 from torch import Tensor
 
 from liger_models.arch._tiles.grid import choose_grid
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    cut_tiles,
+    join,
+    read_image,
+    settings_of,
+    to_tensor,
+)
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
 from liger_models.common.json_files import parse_json
 from liger_models.text.tokenizer import Tokenizer
@@ -73,11 +80,10 @@ class InternVLImages(ImageConverter):
         """Return the tiles of an image, row by row, and then the tile of the whole image, [tiles, 3, side, side]."""
         image = read_image(source)
         columns, rows = self.grid(image.size)
-        resized = to_tensor(image, (rows * self.side, columns * self.side), BICUBIC)
-        tiles = rearrange(resized, "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        tiles = cut_tiles(to_tensor(image, (rows * self.side, columns * self.side), BICUBIC), rows, columns)
         if len(tiles) > 1:
-            tiles = torch.cat([tiles, to_tensor(image, (self.side, self.side), BICUBIC)[None]])
-        return self.normalize(tiles)
+            tiles.append(to_tensor(image, (self.side, self.side), BICUBIC))
+        return self.normalize.stack(tiles)
 
 
 class InternVLProcessor(ImageProcessor):
@@ -129,4 +135,4 @@ class InternVLProcessor(ImageProcessor):
 
     def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
         """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, side, side]."""
-        return {"pixel_values": torch.cat([*converted])} if converted else {}
+        return {"pixel_values": join(converted)} if converted else {}

@@ -11,14 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
 
 from liger_models.arch._tiles.grid import choose_grid
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    cut_patches,
+    cut_tiles,
+    join,
+    read_image,
+    settings_of,
+    to_rows,
+)
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
 from liger_models.common.json_files import parse_json
 from liger_models.text.tokenizer import Tokenizer
@@ -154,27 +162,22 @@ class Lfm2VlImages(ImageConverter):
         """Return ``pixel_values``, ``pixel_attention_mask`` and ``spatial_shapes`` of the tiles of an image."""
         image = read_image(source)
         grid = self.grid(image.size)
-        whole = to_tensor(image, (grid.height, grid.width), BILINEAR)
-        tiles = [whole]
+        tiles: list[Tensor] = []
         if grid.columns * grid.rows > 1:
             size = grid.rows * self.tile, grid.columns * self.tile
-            cut = rearrange(
-                to_tensor(image, size, BILINEAR), "c (r h) (k w) -> (r k) c h w", r=grid.rows, k=grid.columns
-            )
-            tiles = [*cut, *([whole] if self.thumbnail else [])]
-        parts = [self._patches(tile) for tile in tiles]
-        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+            tiles = cut_tiles(to_rows(image, size, BILINEAR)[None], grid.rows, grid.columns)
+        if not tiles or self.thumbnail:
+            tiles.append(to_rows(image, (grid.height, grid.width), BILINEAR)[None])
 
-    def _patches(self, tile: Tensor) -> dict[str, Tensor]:
-        """Return the inputs for a tile [3, height, width] uint8."""
-        pattern = "c (h y) (w x) -> (h w) (y x c)"
-        patches = rearrange(self.normalize(tile), pattern, y=self.patch, x=self.patch)
-        count, most = len(patches), self.most_patches
-        return {
-            "pixel_values": pad(patches, (0, 0, 0, most - count)),
-            "pixel_attention_mask": (torch.arange(most) < count).int(),
-            "spatial_shapes": torch.tensor([length // self.patch for length in tile.shape[1:]]),
-        }
+        # All tiles are padded to the same number of patches.
+        shapes = [(tile.shape[1] // self.patch, tile.shape[2] // (3 * self.patch)) for tile in tiles]
+        out = torch.zeros(len(tiles), self.most_patches, 3 * self.patch**2)
+        for tile, target, shape in zip(tiles, out, shapes, strict=True):
+            patches = cut_patches(tile, self.patch, 3 * self.patch)[:, 0]
+            self.normalize.write(patches, target[: math.prod(shape)])
+        sizes = torch.tensor(shapes)
+        is_patch = torch.arange(self.most_patches) < sizes.prod(1)[:, None]  # [tiles, P]
+        return {"pixel_values": out, "pixel_attention_mask": is_patch.int(), "spatial_shapes": sizes}
 
 
 class Lfm2VlProcessor(ImageProcessor):
@@ -241,4 +244,4 @@ class Lfm2VlProcessor(ImageProcessor):
         """
         if not converted:
             return {}
-        return {name: torch.cat([image[name] for image in converted]) for name in converted[0]}
+        return {name: join([image[name] for image in converted]) for name in converted[0]}

@@ -8,12 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    cut_tiles,
+    join,
+    read_image,
+    settings_of,
+    to_tensor,
+)
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
 from liger_models.text.tokenizer import Tokenizer
 
@@ -108,9 +116,10 @@ class Llama4Images(ImageConverter):
         # The image is placed at the upper left of a black canvas, which is cut into tiles row by row.
         canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
         canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
-        tiles = rearrange(canvas, "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        cut = cut_tiles(canvas, rows, columns)
         if rows * columns > 1:
-            tiles = torch.cat([tiles, to_tensor(image, (self.side, self.side), BILINEAR)[None]])
+            cut.append(to_tensor(image, (self.side, self.side), BILINEAR))
+        tiles = torch.stack(cut)
         # In bf16, as in the code that the model was trained with.
         scaled = tiles.bfloat16() * self.normalize.factor
         return (scaled - self.normalize.mean.bfloat16()) / self.normalize.std.bfloat16(), (rows, columns)
@@ -155,4 +164,4 @@ class Llama4Processor(ImageProcessor):
 
     def joined(self, converted: Sequence[tuple[Tensor, tuple[int, int]]]) -> dict[str, Tensor]:
         """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, image_size, image_size] bf16."""
-        return {"pixel_values": torch.cat([tiles for tiles, _ in converted])} if converted else {}
+        return {"pixel_values": join([tiles for tiles, _ in converted])} if converted else {}

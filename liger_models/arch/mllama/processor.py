@@ -8,15 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import (
     Normalize,
     check_given,
     check_settings,
+    cut_tiles,
     each_once,
+    join,
     one_list,
     read_image,
     settings_of,
@@ -104,11 +106,9 @@ class MllamaImages:
         # The image is placed at the upper left of a black canvas, which is cut into tiles row by row.
         canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
         canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
-        tiles = rearrange(self.normalize(canvas), "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
         # Unused tiles are 0 after normalization.
-        out = tiles.new_zeros(self.max_tiles, *tiles.shape[1:])
-        out[: len(tiles)] = tiles
-        return out, ratio + 1
+        unused = (0, 0) * 3 + (0, self.max_tiles - rows * columns)
+        return pad(self.normalize.stack(cut_tiles(canvas, rows, columns)), unused), ratio + 1
 
 
 class MllamaProcessor(Processor):
@@ -199,7 +199,7 @@ class MllamaProcessor(Processor):
         pairs = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {
-            "pixel_values": torch.cat([empty, *(tiles[None] for tiles, _ in pairs)])[None],
+            "pixel_values": join([tiles[None] for tiles, _ in pairs] or [empty])[None],
             "aspect_ratio_ids": torch.tensor([[ratio for _, ratio in pairs]], dtype=torch.int64),
         }
 

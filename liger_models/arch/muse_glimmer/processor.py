@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
@@ -19,10 +18,13 @@ from liger_models.base.images import (
     Normalize,
     check_given,
     check_settings,
+    cut_patches,
     each_once,
+    join,
     one_list,
     read_image,
     settings_of,
+    slots_of_frame,
     to_tensor,
 )
 from liger_models.base.processor import MediaSize, Processor, TextOptions, check_tokens, image_tokens
@@ -123,12 +125,13 @@ class MuseGlimmerImages:
             )
         rows, columns = (count * self.merge for count in self.tokens(sizes[0]))
         size = (rows * self.patch, columns * self.patch)
-        pixels = self.normalize(torch.stack([to_tensor(image, size, LANCZOS) for image in images]))
-        pixels = torch.cat([pixels, pixels[-1:].expand(-len(images) % self.frames, -1, -1, -1)])
-        patches = rearrange(
-            pixels, "(t d) c (h y) (w x) -> (t h w) (d c y x)", d=self.frames, y=self.patch, x=self.patch
-        )
-        return patches, torch.tensor([len(pixels) // self.frames, rows, columns])
+        T = len(images)
+        out = torch.empty(-(-T // self.frames), rows * columns, self.frames, 3, self.patch**2)
+        for number, image in enumerate(images):
+            cut = cut_patches(to_tensor(image, size, LANCZOS), self.patch, self.patch)  # [rows · columns, 3, side²]
+            slots = slots_of_frame(number, T, self.frames)
+            self.normalize.write(cut, *(out[number // self.frames, :, slot] for slot in slots))
+        return out.flatten(0, 1).flatten(1), torch.tensor([len(out), rows, columns])
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
         """See `Processor.sampled`. Frames are evenly spaced from the first one to the last one."""
@@ -284,7 +287,7 @@ class MuseGlimmerProcessor(Processor):
             ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
         ):
             if pairs:
-                out[name] = torch.cat([patches for patches, _ in pairs])
+                out[name] = join([patches for patches, _ in pairs])
                 out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in pairs])
         return out
 
