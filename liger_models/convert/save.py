@@ -101,23 +101,23 @@ def save_pretrained(
 
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors).narrowed(model)
     stored = stored._replace(weights=named_as(stored.weights))
-    quantization: dict[str, Any] = {}
+    read, quantization = model.quantized, dict[str, Any]()
     extras: Mapping[str, Tensor] = {}
     if mxfp4 is not None:
         weights, quantization, encodings = read_mxfp4(type(model), stored.config, Path(mxfp4))
         stored = stored._replace(weights=weights, encodings=encodings)
     elif dtype is None and stored.kept:
-        quantized_map = format_of(type(model)).quantized_maps.get(model.quantization["quant_method"])
+        quantized_map = format_of(type(model)).quantized_maps.get(read.config["quant_method"])
         weights = stored.weights if quantized_map is None else named_as(quantized_map(stored.config))
-        if {theirs for name in stored.kept for theirs in weights.entries[name].names()} == model.encodings.keys():
-            quantization, extras = {"quantization_config": model.quantization}, model.quantized_extras
-            stored = stored._replace(weights=weights, encodings=model.encodings)
+        if {theirs for name in stored.kept for theirs in weights.entries[name].names()} == read.encodings.keys():
+            quantization, extras = {"quantization_config": read.config}, read.extras
+            stored = stored._replace(weights=weights, encodings=read.encodings)
 
     # Divide the tensors into files, which needs only shapes.
     kept_tensors = {**model.current_kept_tensors(), **extras}
     if quantization and mxfp4 is None:  # as they were read, unless they were trained
         trained = model.trained_tensors()
-        for name, tensors in model.quantized_kept.items():
+        for name, tensors in read.kept.items():
             if name not in trained:
                 del kept_tensors[name]
                 kept_tensors |= tensors
