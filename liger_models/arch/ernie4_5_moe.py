@@ -161,7 +161,7 @@ def _map(config: Ernie4_5MoeConfig, statics: str, *, fused: bool) -> WeightMap:
     head = {"lm_head.bias": "lm_head.bias"} if config.use_bias else {}
     return shared_moe_map(
         config, fused=fused, experts=config.moe_num_experts, shared=shared, correction=False,
-        qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias, also={ours: bias, **head},
+        qkv_bias=config.use_bias, o_bias=config.use_bias, also={ours: bias, **head},
         kept=["model.mtp"],
     )  # fmt: skip
 

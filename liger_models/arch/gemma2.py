@@ -76,8 +76,6 @@ class Gemma2Block(nn.Module):
             config,
             layer,
             kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             window=config.window(layer),
             softcap=config.attn_logit_softcapping,
@@ -122,8 +120,6 @@ def weight_map(config: Gemma2Config) -> WeightMap:
     """Maps the parameters of Gemma 2 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=(
             "input_layernorm",
             "post_attention_layernorm",

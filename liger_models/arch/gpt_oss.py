@@ -111,8 +111,6 @@ class GptOssBlock(PreNormBlock):
             config,
             layer,
             kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             window=config.window(layer),
         )
 
@@ -180,8 +178,6 @@ def _map(config: GptOssConfig, gate_up: Expression, down: Expression) -> WeightM
     mlp = "model.layers.{i}.mlp"
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         instead={
             "self_attn.sinks": "model.layers.{i}.self_attn.sinks",
             "mlp.gate_up_proj.weight": None,

@@ -47,8 +47,6 @@ class GraniteBlock(PreNormBlock):
             config,
             layer,
             kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             scale=config.attention_multiplier,
         )
 
@@ -80,7 +78,7 @@ class LigerGranite(CausalLM):
 
 def weight_map(config: GraniteConfig) -> WeightMap:
     """Maps the parameters of Granite to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return decoder_map(config)
 
 
 add_family(LigerGranite, model_type="granite", hf_class="GraniteForCausalLM", weight_map=weight_map)

@@ -86,8 +86,6 @@ class PhimoeBlock(PreNormBlock):
             config,
             layer,
             kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             window=config.sliding_window,
         )
 
@@ -144,8 +142,6 @@ def fused_map(config: PhimoeConfig) -> WeightMap:
 def _map(config: PhimoeConfig, router: str, gate_up: Expression | str, down: Expression | str) -> WeightMap:
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norm_bias=True,
         instead={
             "mlp.gate_up_proj.weight": None,

@@ -86,8 +86,6 @@ def weight_map(config: Qwen3MoeConfig, *, fused: bool = False) -> WeightMap:
     sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
         **sparse_mlps(sparse, config.num_hidden_layers, "model", *stacked),
     )

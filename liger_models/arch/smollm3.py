@@ -74,8 +74,6 @@ class SmolLM3Block(PreNormBlock):
             config,
             layer,
             kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             window=config.window(layer),
             rotary=rotary,
         )
@@ -93,7 +91,7 @@ IGNORED_KEYS = ("max_window_layers",)  # a key of Qwen2 that transformers does n
 
 def weight_map(config: SmolLM3Config) -> WeightMap:
     """Maps the parameters of SmolLM3 to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return decoder_map(config)
 
 
 add_family(

@@ -34,9 +34,8 @@ class PreNormBlock(nn.Module):
         return partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
 
     def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the attention of a layer. Its projections have biases if the config has ``attention_bias``."""
-        bias = getattr(config, "attention_bias", False)
-        return LigerAttention.from_config(config, layer, kernels, qkv_bias=bias, o_bias=bias)
+        """Create the attention of a layer."""
+        return LigerAttention.from_config(config, layer, kernels)
 
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
         """Create the MLP of a layer, which may be a mixture of experts."""
@@ -61,11 +60,8 @@ class QKNormBlock(PreNormBlock):
 
     def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
         """Create the attention of a layer."""
-        bias, norm = config.attention_bias, self.norm_factory(config, kernels)
-        options = self.attention_options(config, layer)
-        return self.attention_class.from_config(
-            config, layer, kernels, norm=norm, qkv_bias=bias, o_bias=bias, **options
-        )
+        norm, options = self.norm_factory(config, kernels), self.attention_options(config, layer)
+        return self.attention_class.from_config(config, layer, kernels, norm=norm, **options)
 
 
 class SharedExpertBlock(PreNormBlock):

@@ -11,7 +11,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from liger_models.convert.weight_map import Expression, Rearrange, qkv_rows
+from liger_models.arch._towers.clip import block_entries
+from liger_models.convert.weight_map import Expression, Rearrange
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import PLAIN_ACTIVATIONS, check_multiple, check_values
@@ -104,7 +105,6 @@ def siglip_entries(vision: Any, theirs: str) -> dict[str, Expression | str]:
         vision: sizes of the tower.
         theirs: the prefix of the tower's tensors in the checkpoint.
     """
-    kinds, heads = ("weight", "bias"), vision.num_attention_heads
     entries: dict[str, Expression | str] = {
         "visual.patch_embed.weight": Rearrange(
             "c p y x -> c (p y x)", f"{theirs}.embeddings.patch_embedding.weight",
@@ -112,19 +112,8 @@ def siglip_entries(vision: Any, theirs: str) -> dict[str, Expression | str]:
         ),
         "visual.patch_embed.bias": f"{theirs}.embeddings.patch_embedding.bias",
         "visual.pos_embed.weight": f"{theirs}.embeddings.position_embedding.weight",
-        **{f"visual.post_layernorm.{k}": f"{theirs}.post_layernorm.{k}" for k in kinds},
+        **{f"visual.post_layernorm.{k}": f"{theirs}.post_layernorm.{k}" for k in ("weight", "bias")},
     }  # fmt: skip
     for b in range(vision.num_hidden_layers):
-        ours, block = f"visual.blocks.{b}", f"{theirs}.encoder.layers.{b}"
-        for k in kinds:
-            entries |= {
-                # The tower has as many key heads as query heads.
-                f"{ours}.attn.qkv_proj.{k}": qkv_rows(
-                    *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
-                    heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
-                ),
-                f"{ours}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}",
-                **{f"{ours}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2)},
-                **{f"{ours}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2")},
-            }  # fmt: skip
+        entries |= block_entries(f"visual.blocks.{b}", f"{theirs}.encoder.layers.{b}", vision)
     return entries

@@ -87,8 +87,6 @@ class Gemma3Block(nn.Module):
             layer,
             kernels,
             norm=norm,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             window=config.sliding_window if layer_type == "sliding_attention" else None,
             rotary=layer_type,
@@ -156,8 +154,6 @@ def weight_map(config: Gemma3TextConfig) -> WeightMap:
     """Maps the parameters of Gemma 3 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=NORMS,
     )
 

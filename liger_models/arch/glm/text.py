@@ -52,7 +52,7 @@ class GLMBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def build_attention(self, config: GLMConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.attention_bias, interleaved=True)
+        return LigerAttention.from_config(config, layer, kernels, o_bias=False, interleaved=True)
 
 
 class LigerGLM(CausalLM):
@@ -111,7 +111,7 @@ def _map(config: GLMConfig, norms: tuple[str, ...], prefix: str = "model", **mor
     gate_up = fused_gate_up_rows(f"{prefix}.layers.{{i}}.mlp.gate_up_proj.weight")
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
+        o_bias=False,
         norms=norms,
         instead={"mlp.gate_up_proj.weight": gate_up},
         prefix=prefix,

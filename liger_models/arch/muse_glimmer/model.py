@@ -26,7 +26,7 @@ from liger_models.arch.muse_glimmer.tower import MuseGlimmerTower, MuseGlimmerVi
 from liger_models.arch.registry import add_family
 from liger_models.base.grid_images import GridImageModel
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import Cat, Expression, Rearrange, WeightMap, decoder_map, qkv_rows
+from liger_models.convert.weight_map import Cat, Expression, Rearrange, WeightMap, decoder_map, tower_rows
 from liger_models.kernels.norm.rms_norm import rms_norm, rms_norm_reference
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -244,11 +244,8 @@ def weight_map(config: MuseGlimmerConfig) -> WeightMap:
         parts = ("norm1", "norm2", "mlp.fc1", "mlp.fc2")
         tower |= {f"visual.blocks.{{b}}.{part}.{kind}": f"{block}.{part}.{kind}" for part in parts}
         tower[f"visual.blocks.{{b}}.attn.o_proj.{kind}"] = f"{block}.attn.proj.{kind}"
-        # The tower has as many key heads as query heads.
-        tower[f"visual.blocks.{{b}}.attn.qkv_proj.{kind}"] = qkv_rows(
-            *(f"{block}.attn.{part}_proj.{kind}" for part in "qkv"),
-            heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
-        )  # fmt: skip
+        rows = tower_rows(f"{block}.attn", kind, heads, vision.hidden_size)
+        tower[f"visual.blocks.{{b}}.attn.qkv_proj.{kind}"] = rows
     return decoder_map(
         config,
         norms=NORMS,

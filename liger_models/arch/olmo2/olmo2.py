@@ -46,8 +46,6 @@ class Olmo2Block(nn.Module):
             kernels,
             norm=norm,
             whole_projection=True,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             **self.attention_options(config, layer),
         )
         self.post_attention_layernorm = norm(config.hidden_size)
@@ -81,8 +79,6 @@ def weight_map(config: Olmo2Config) -> WeightMap:
     """Maps the parameters of OLMo 2 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm"),
     )
 
