@@ -69,8 +69,7 @@ class DeepseekV2Config(LatentDecoderConfig):
 class DeepseekV2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: DeepseekV2Config, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
-        return LigerLatentAttention.from_config(config, layer, kernels)
+    attention_class = LigerLatentAttention
 
     def build_mlp(
         self, config: DeepseekV2Config, layer: int, kernels: KernelOptions

@@ -21,7 +21,6 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Rearrange, WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
@@ -80,10 +79,8 @@ class Ernie4_5MoeConfig(RMSNormDecoderConfig):
 class Ernie4_5MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, interleaved=True
-        )
+    def attention_options(self, config: Ernie4_5MoeConfig, layer: int) -> dict[str, Any]:
+        return {"qkv_bias": config.use_bias, "o_bias": config.use_bias, "interleaved": True}
 
     def build_mlp(
         self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions

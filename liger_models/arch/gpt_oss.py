@@ -106,13 +106,10 @@ class GptOssBlock(PreNormBlock):
 
     norm_factory = staticmethod(fp32_norm)
 
-    def build_attention(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> GptOssAttention:
-        return GptOssAttention.from_config(
-            config,
-            layer,
-            kernels,
-            window=config.window(layer),
-        )
+    attention_class = GptOssAttention
+
+    def attention_options(self, config: GptOssConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.window(layer)}
 
     def build_mlp(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
         # Weights of the softmax over all experts, divided by their sum, are the softmax over the chosen experts.

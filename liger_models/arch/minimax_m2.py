@@ -51,10 +51,10 @@ class MiniMaxM2Config(RMSNormDecoderConfig):
 class MiniMaxM2Block(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
-        return LigerQKNormAttention.from_config(
-            config, layer, kernels, norm=self.norm_factory(config, kernels), whole_projection=True
-        )
+    attention_class = LigerQKNormAttention
+
+    def attention_options(self, config: MiniMaxM2Config, layer: int) -> dict[str, Any]:
+        return {"whole_projection": True}
 
     def build_mlp(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> LigerMoE:
         routing = Routing(config.num_experts_per_tok, normalize=True, score="sigmoid")

@@ -8,6 +8,7 @@ Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
@@ -15,7 +16,6 @@ from liger_models.convert.config_map import renaming
 from liger_models.convert.weight_map import WeightMap, decoder_map, stacked_experts
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
@@ -41,8 +41,8 @@ class MixtralConfig(RMSNormDecoderConfig):
 class MixtralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
+    def attention_options(self, config: MixtralConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.sliding_window}
 
     def build_mlp(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
         routing = Routing(config.num_experts_per_tok, normalize=True)

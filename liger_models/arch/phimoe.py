@@ -26,7 +26,6 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, expert_rows, fused_expert_rows
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
@@ -81,13 +80,8 @@ class PhimoeBlock(PreNormBlock):
     def norm_factory(self, config: PhimoeConfig, kernels: KernelOptions) -> partial[LigerLayerNorm]:
         return partial(LigerLayerNorm, eps=config.rms_norm_eps, kernel=kernels.layer_norm)
 
-    def build_attention(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config,
-            layer,
-            kernels,
-            window=config.sliding_window,
-        )
+    def attention_options(self, config: PhimoeConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.sliding_window}
 
     def build_mlp(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
         tolerance = 2 * config.router_jitter_noise

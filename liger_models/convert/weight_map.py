@@ -326,7 +326,7 @@ def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
-def attention_rows(theirs: str, parameter: str, config: DecoderConfig) -> Expression:
+def attention_rows(theirs: str, parameter: str, config: Any) -> Expression:
     """`qkv_rows` of a layer of a decoder from ``{theirs}.q_proj``, ``k_proj`` and ``v_proj``."""
     q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
     return qkv_rows(q, k, v, heads=config.num_attention_heads, kv_heads=config.kv_heads, head_dim=config.head_size)
@@ -517,7 +517,7 @@ def decoder_map(
     # A removed projection has no bias either, unless ``instead`` has one.
     changes = instead or {}
     removed = [name.removesuffix("weight") for name, expression in changes.items() if expression is None]
-    layer |= {f"{name}bias": None for name in removed} | changes
+    layer |= {**{f"{name}bias": None for name in removed}, **changes}
 
     # Combine the layers with the embedding, the last norm and the head.
     entries: dict[str, Expression | str] = {

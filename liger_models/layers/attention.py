@@ -242,7 +242,9 @@ class LigerAttention(BaseAttention):
         """
         bias = getattr(config, "attention_bias", False)
         sizes = config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size
-        defaults = {"qkv_bias": bias, "o_bias": bias, "dropout": config.attention_dropout, "rope_kernel": kernels.rope}
+        defaults: dict[str, Any] = {
+            "qkv_bias": bias, "o_bias": bias, "dropout": config.attention_dropout, "rope_kernel": kernels.rope,
+        }  # fmt: skip
         return cls(*sizes, layer=layer, **(defaults | options))
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:

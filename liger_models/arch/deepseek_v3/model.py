@@ -23,7 +23,6 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
 from liger_models.convert.format import deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import GroupedExperts, LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
@@ -58,8 +57,10 @@ class DeepseekV3Config(GroupedExperts, LatentDecoderConfig):
 class DeepseekV3Block(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: DeepseekV3Config, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
-        return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
+    attention_class = LigerLatentAttention
+
+    def attention_options(self, config: DeepseekV3Config, layer: int) -> dict[str, Any]:
+        return {"interleaved": config.rope_interleave}
 
 
 class LigerDeepseekV3(CausalLM):
