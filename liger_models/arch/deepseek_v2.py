@@ -18,6 +18,7 @@ from typing import Any
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
+from liger_models.convert.format import DEEPSEEK_IGNORED_KEYS
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -87,18 +88,8 @@ class LigerDeepseekV2(CausalLM):
     replays_routing = True
 
 
-# Keys of the router's training and of the released code, which the model in transformers does not read.
-IGNORED_KEYS = (
-    "aux_loss_alpha",
-    "ep_size",
-    "moe_layer_freq",
-    "norm_topk_prob",  # released files never renormalize
-    "num_nextn_predict_layers",
-    "output_router_logits",  # there is no load-balancing loss
-    "qk_head_dim",
-    "scoring_func",
-    "seq_aux",
-)
+# Released files never renormalize the weights of experts.
+IGNORED_KEYS = (*DEEPSEEK_IGNORED_KEYS, "norm_topk_prob", "num_nextn_predict_layers")
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

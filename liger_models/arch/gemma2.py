@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from liger_models.arch._gemma.base import CappedGemmaModel, GemmaSandwichBlock
+from liger_models.arch._gemma.base import SANDWICH_NORMS, WRITE_ACTIVATION, CappedGemmaModel, GemmaSandwichBlock
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.layers.config import RMSNormDecoderConfig, check_values, is_sliding
@@ -77,27 +77,13 @@ IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # the second is 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the activation from ``hidden_activation``, which overrides ``hidden_act`` as in transformers."""
-    return {key: value for key, value in hf.items() if key != "hidden_activation"} | {
-        "hidden_act": hf.get("hidden_activation")
-    }
-
-
-def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the field ``hidden_act`` as ``hidden_activation``."""
-    return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
+    flat = dict(hf)
+    return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
 
 def weight_map(config: Gemma2Config) -> WeightMap:
     """Maps the parameters of Gemma 2 to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(
-        config,
-        norms=(
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-    )
+    return decoder_map(config, norms=SANDWICH_NORMS)
 
 
 add_family(
@@ -106,6 +92,6 @@ add_family(
     hf_class="Gemma2ForCausalLM",
     weight_map=weight_map,
     from_json=from_json,
-    to_json=to_json,
+    to_json=WRITE_ACTIVATION,
     ignored_keys=IGNORED_KEYS,
 )

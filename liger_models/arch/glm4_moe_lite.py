@@ -19,7 +19,7 @@ from typing import Any
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
-from liger_models.convert.format import deepseek_mtp
+from liger_models.convert.format import DEEPSEEK_IGNORED_KEYS, deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import GroupedExperts, LatentDecoderConfig, check_layer_types, check_values
@@ -84,20 +84,10 @@ class LigerGlm4MoeLite(CausalLM):
     replays_routing = True
 
 
-# Keys of the released code and of the router's training, which the model in transformers does not read.
 IGNORED_KEYS = (
-    "aux_loss_alpha",
-    "ep_size",
+    *DEEPSEEK_IGNORED_KEYS, "num_nextn_predict_layers", "num_mtp_layers", "topk_method",
     "first_k_dense_replace",  # mlp_layer_types decides
-    "moe_layer_freq",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "output_router_logits",  # there is no load-balancing loss
-    "qk_head_dim",
-    "scoring_func",
-    "seq_aux",
-    "topk_method",
-)
+)  # fmt: skip
 
 
 def weight_map(config: Glm4MoeLiteConfig, *, fused: bool = False) -> WeightMap:

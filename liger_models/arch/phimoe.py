@@ -23,7 +23,14 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, expert_rows, fused_expert_rows
+from liger_models.convert.weight_map import (
+    Expression,
+    WeightMap,
+    decoder_map,
+    expert_mlps,
+    expert_rows,
+    fused_expert_rows,
+)
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
@@ -137,13 +144,7 @@ def _map(config: PhimoeConfig, router: str, gate_up: Expression | str, down: Exp
     return decoder_map(
         config,
         norm_bias=True,
-        instead={
-            "mlp.gate_up_proj.weight": None,
-            "mlp.down_proj.weight": None,
-            "mlp.gate.weight": f"model.layers.{{i}}.{router}.weight",
-            "mlp.gate_up_weight": gate_up,
-            "mlp.down_weight": down,
-        },
+        instead=expert_mlps(f"model.layers.{{i}}.{router}.weight", gate_up, down),
         also={"lm_head.bias": "lm_head.bias"} if config.lm_head_bias else None,
     )
 

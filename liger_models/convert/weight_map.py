@@ -427,6 +427,40 @@ def stacked_experts(
     return expert_rows(gate, up, down, count)
 
 
+def expert_mlps(router: str, gate_up: Expression | str, down: Expression | str) -> dict[str, Expression | str | None]:
+    """Return the argument ``instead`` of `decoder_map` for a model in which all MLPs are mixtures of experts.
+
+    Args:
+        router: name of the router's weight.
+        gate_up, down: the stacked weights of a layer's experts.
+    """
+    return {
+        "mlp.gate_up_proj.weight": None,
+        "mlp.down_proj.weight": None,
+        "mlp.gate.weight": router,
+        "mlp.gate_up_weight": gate_up,
+        "mlp.down_weight": down,
+    }
+
+
+def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression | str | None]:
+    """Return `expert_mlps` for checkpoints in which the layer is called ``name``, as in Mixtral.
+
+    Newer checkpoints have one tensor per projection for all experts (``fused``). Older ones have three matrices per
+    expert.
+    """
+    moe = f"model.layers.{{i}}.{name}"
+    stacked = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
+    return expert_mlps(f"{moe}.gate.weight", *stacked)
+
+
+MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
+"""``name`` and ``fused`` of `mixtral_mlps` in the checkpoints of transformers 5, in the order in which they are tried.
+
+The first layout has both changes, and the others have one of them.
+"""
+
+
 def sparse_mlps(
     sparse_layers: Sequence[int], num_layers: int, prefix: str, gate_up: Expression, down: Expression
 ) -> dict[str, Any]:

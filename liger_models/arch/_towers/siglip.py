@@ -23,12 +23,11 @@ from liger_models.layers.vision import VisionBlock
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiglipVisionConfig:
-    """Sizes of the vision tower, all of whose images have one size.
+class SiglipSizes:
+    """Sizes of a SigLIP tower, whose learned positions may be those of images of several sizes.
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads, the image size is not a multiple of the patch
-            size, or the activation is not supported.
+        ValueError: the width is not a multiple of the number of heads, or a setting is not supported.
     """
 
     hidden_size: int = 768
@@ -36,16 +35,31 @@ class SiglipVisionConfig:
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_channels: int = 3
-    image_size: int = 224
     patch_size: int = 16
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-6
     attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_multiple(self, hidden_size="num_attention_heads")
+        check_values(self, hidden_act=PLAIN_ACTIVATIONS, attention_dropout=(0.0,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiglipVisionConfig(SiglipSizes):
+    """Sizes of the vision tower, all of whose images have one size.
+
+    Raises:
+        ValueError: the image size is not a multiple of the patch size; otherwise as in `SiglipSizes`.
+    """
+
+    image_size: int = 224
     vision_use_head: bool = False
 
     def __post_init__(self) -> None:
-        check_multiple(self, hidden_size="num_attention_heads", image_size="patch_size")
-        check_values(self, hidden_act=PLAIN_ACTIVATIONS, attention_dropout=(0.0,), vision_use_head=(False,))
+        super().__post_init__()
+        check_multiple(self, image_size="patch_size")
+        check_values(self, vision_use_head=(False,))
 
     @property
     def patches_per_side(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
-from liger_models.convert.format import deepseek_mtp
+from liger_models.convert.format import DEEPSEEK_IGNORED_KEYS, deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import GroupedExperts, LatentDecoderConfig
@@ -71,17 +71,7 @@ class LigerDeepseekV3(CausalLM):
     replays_routing = True
 
 
-# Keys of the released code and of the router's training, which the model in transformers does not read.
-IGNORED_KEYS = (
-    "aux_loss_alpha",
-    "ep_size",
-    "moe_layer_freq",
-    "output_router_logits",  # there is no load-balancing loss
-    "qk_head_dim",
-    "scoring_func",
-    "seq_aux",
-    "topk_method",
-)
+IGNORED_KEYS = (*DEEPSEEK_IGNORED_KEYS, "topk_method")
 
 
 from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})

@@ -16,7 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from liger_models.arch._gemma.base import CappedGemmaModel, GemmaModel, GemmaSandwichBlock
+from liger_models.arch._gemma.base import (
+    SANDWICH_NORMS,
+    WRITE_ACTIVATION,
+    CappedGemmaModel,
+    GemmaModel,
+    GemmaSandwichBlock,
+)
 from liger_models.arch.registry import add_family
 from liger_models.convert.config_map import flat_rope
 from liger_models.convert.weight_map import WeightMap, decoder_map
@@ -108,14 +114,7 @@ IGNORED_KEYS = (
 )
 
 
-NORMS = (
-    "input_layernorm",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+NORMS = ("self_attn.q_norm", "self_attn.k_norm", *SANDWICH_NORMS)
 """Names of the norms of a block, which are the same here and in checkpoints."""
 
 
@@ -125,17 +124,12 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
 
-def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the field ``hidden_act`` as ``hidden_activation``."""
-    return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
+to_json = WRITE_ACTIVATION
 
 
 def weight_map(config: Gemma3TextConfig) -> WeightMap:
     """Maps the parameters of Gemma 3 to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(
-        config,
-        norms=NORMS,
-    )
+    return decoder_map(config, norms=NORMS)
 
 
 add_family(
