@@ -25,7 +25,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LatentDecoderConfig, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 
 
@@ -72,11 +71,7 @@ class DeepseekV2Block(PreNormBlock):
 
     attention_class = LigerLatentAttention
 
-    def build_mlp(
-        self, config: DeepseekV2Config, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: DeepseekV2Config, kernels: KernelOptions) -> LigerSharedExpertMoE:
         return LigerSharedExpertMoE.from_config(config, kernels, shared_bias=config.mlp_bias)
 
 

@@ -24,7 +24,6 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE, LigerSharedExpertMoE
 
 
@@ -82,11 +81,7 @@ class Ernie4_5MoeBlock(PreNormBlock):
     def attention_options(self, config: Ernie4_5MoeConfig, layer: int) -> dict[str, Any]:
         return {"qkv_bias": config.use_bias, "o_bias": config.use_bias, "interleaved": True}
 
-    def build_mlp(
-        self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions
-    ) -> LigerSwiGLUMLP | LigerMoE | LigerSharedExpertMoE:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: Ernie4_5MoeConfig, kernels: KernelOptions) -> LigerMoE | LigerSharedExpertMoE:
         width, shared = config.moe_intermediate_size, config.moe_num_shared_experts
         experts: Callable[..., LigerMoE | LigerSharedExpertMoE] = LigerMoE
         if shared:

@@ -20,7 +20,6 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 
 
@@ -69,11 +68,7 @@ class Qwen2MoeBlock(PreNormBlock):
     def attention_options(self, config: Qwen2MoeConfig, layer: int) -> dict[str, Any]:
         return {"qkv_bias": config.qkv_bias, "window": config.window(layer)}
 
-    def build_mlp(
-        self, config: Qwen2MoeConfig, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: Qwen2MoeConfig, kernels: KernelOptions) -> LigerSharedExpertMoE:
         routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
         return LigerSharedExpertMoE(
             config.hidden_size,

@@ -40,8 +40,14 @@ class Block(nn.Module):
         return self.attention_class.from_config(config, layer, kernels, **options)
 
     def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the MLP of a layer, which may be a mixture of experts."""
+        """Create the MLP of a layer, which is a mixture of experts if ``config.is_sparse(layer)`` is True."""
+        if config.is_sparse(layer):
+            return self.build_experts(config, kernels)
         return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def build_experts(self, config: Any, kernels: KernelOptions) -> Any:
+        """Create a mixture of experts."""
+        raise NotImplementedError
 
 
 class PreNormBlock(Block):
@@ -110,16 +116,11 @@ class SandwichNormBlock(Block):
 
 
 class SharedExpertBlock(PreNormBlock):
-    """A `PreNormBlock` with a mixture of experts and shared experts in the layers for which ``is_sparse`` is True.
-
-    ``is_sparse(layer)`` is a method of the config.
-    """
+    """A `PreNormBlock` with a mixture of experts and shared experts in sparse layers."""
 
     experts: ClassVar[Mapping[str, Any]] = {"correction_bias": True}
     """Arguments of `LigerSharedExpertMoE.from_config`."""
 
-    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the MLP or the mixture of experts of a layer."""
-        if not config.is_sparse(layer):
-            return super().build_mlp(config, layer, kernels)
+    def build_experts(self, config: Any, kernels: KernelOptions) -> Any:
+        """Create a mixture of experts with shared experts."""
         return LigerSharedExpertMoE.from_config(config, kernels, **self.experts)
