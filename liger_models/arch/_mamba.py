@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split, WeightMap, decoder_map, qkv_rows
+from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split, WeightMap, attention_rows, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.mamba2 import LigerMamba2, StateDecay
@@ -148,12 +148,7 @@ def hybrid_map(
     full, mamba = "model.layers.{full}.self_attn", "model.layers.{mamba}.mamba"
     also: dict[str, Expression | str] = {}
     for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
-        also["layers.{full}.self_attn.qkv_proj." + parameter] = qkv_rows(
-            *(f"{full}.{part}_proj.{parameter}" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        )
+        also["layers.{full}.self_attn.qkv_proj." + parameter] = attention_rows(full, parameter, config)
         also["layers.{full}.self_attn.o_proj." + parameter] = f"{full}.o_proj.{parameter}"
     also |= mixer_entries(
         "layers.{mamba}.mamba", mamba, config.mixer_sizes, bias=config.mamba_proj_bias, conv_bias=config.mamba_conv_bias

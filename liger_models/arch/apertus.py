@@ -57,9 +57,7 @@ class ApertusBlock(nn.Module):
         super().__init__()
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
         self.attention_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
-            config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-        )
+        self.self_attn = LigerQKNormAttention.from_config(config, layer, kernels, norm=norm)
         self.feedforward_layernorm = norm(config.hidden_size)
         self.mlp = LigerMLP(
             config.hidden_size, config.intermediate_size, act=config.hidden_act, bias=False, kernel=kernels.swiglu
@@ -98,8 +96,6 @@ def weight_map(config: ApertusConfig) -> WeightMap:
     act = "model.layers.{i}.mlp.act_fn"
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "feedforward_layernorm"),
         plain_mlp=("up_proj", "down_proj"),
         instead={

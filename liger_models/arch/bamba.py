@@ -66,9 +66,7 @@ class BambaBlock(nn.Module):
         self.input_layernorm = norm()
         self.has_attention = config.has_attention(layer)
         if self.has_attention:
-            self.self_attn = LigerAttention.from_config(
-                config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-            )
+            self.self_attn = LigerAttention.from_config(config, layer, kernels)
         else:
             self.mamba = build_mixer(config, layer, kernels)
         self.pre_ff_layernorm = norm()

@@ -70,8 +70,6 @@ class Cohere2Block(nn.Module):
             config,
             layer,
             kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             window=window,
             rotary=None if window is None else "default",
             interleaved=True,
@@ -120,7 +118,7 @@ IGNORED_KEYS = (
 
 def weight_map(config: Cohere2Config) -> WeightMap:
     """Maps the parameters of Cohere 2 to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, norms=["input_layernorm"])
+    return decoder_map(config, norms=["input_layernorm"])
 
 
 add_family(

@@ -18,13 +18,13 @@ from typing import Any
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
+from liger_models.convert.format import DEEPSEEK_IGNORED_KEYS
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LatentDecoderConfig, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 
 
@@ -69,14 +69,9 @@ class DeepseekV2Config(LatentDecoderConfig):
 class DeepseekV2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: DeepseekV2Config, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
-        return LigerLatentAttention.from_config(config, layer, kernels)
+    attention_class = LigerLatentAttention
 
-    def build_mlp(
-        self, config: DeepseekV2Config, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: DeepseekV2Config, kernels: KernelOptions) -> LigerSharedExpertMoE:
         return LigerSharedExpertMoE.from_config(config, kernels, shared_bias=config.mlp_bias)
 
 
@@ -88,18 +83,8 @@ class LigerDeepseekV2(CausalLM):
     replays_routing = True
 
 
-# Keys of the router's training and of the released code, which the model in transformers does not read.
-IGNORED_KEYS = (
-    "aux_loss_alpha",
-    "ep_size",
-    "moe_layer_freq",
-    "norm_topk_prob",  # released files never renormalize
-    "num_nextn_predict_layers",
-    "output_router_logits",  # there is no load-balancing loss
-    "qk_head_dim",
-    "scoring_func",
-    "seq_aux",
-)
+# Released files never renormalize the weights of experts.
+IGNORED_KEYS = (*DEEPSEEK_IGNORED_KEYS, "norm_topk_prob", "num_nextn_predict_layers")
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +95,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_map(config: DeepseekV2Config, *, fused: bool = False) -> WeightMap:
     """Maps the parameters of DeepSeek V2 to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
-    return shared_moe_map(config, fused=fused, correction=False, mlp_bias=config.mlp_bias)
+    return shared_moe_map(config, fused=fused, correction=False)
 
 
 add_family(

@@ -13,8 +13,6 @@ from typing import Any
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 
@@ -50,10 +48,8 @@ class Ernie4_5Config(RMSNormDecoderConfig):
 class Ernie4_5Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Ernie4_5Config, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, interleaved=True
-        )
+    def attention_options(self, config: Ernie4_5Config, layer: int) -> dict[str, Any]:
+        return {"qkv_bias": config.use_bias, "o_bias": config.use_bias, "interleaved": True}
 
 
 class LigerErnie4_5(CausalLM):

@@ -21,11 +21,9 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import Rearrange, WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE, LigerSharedExpertMoE
 
 
@@ -80,16 +78,10 @@ class Ernie4_5MoeConfig(RMSNormDecoderConfig):
 class Ernie4_5MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, interleaved=True
-        )
+    def attention_options(self, config: Ernie4_5MoeConfig, layer: int) -> dict[str, Any]:
+        return {"qkv_bias": config.use_bias, "o_bias": config.use_bias, "interleaved": True}
 
-    def build_mlp(
-        self, config: Ernie4_5MoeConfig, layer: int, kernels: KernelOptions
-    ) -> LigerSwiGLUMLP | LigerMoE | LigerSharedExpertMoE:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: Ernie4_5MoeConfig, kernels: KernelOptions) -> LigerMoE | LigerSharedExpertMoE:
         width, shared = config.moe_intermediate_size, config.moe_num_shared_experts
         experts: Callable[..., LigerMoE | LigerSharedExpertMoE] = LigerMoE
         if shared:
@@ -161,7 +153,7 @@ def _map(config: Ernie4_5MoeConfig, statics: str, *, fused: bool) -> WeightMap:
     head = {"lm_head.bias": "lm_head.bias"} if config.use_bias else {}
     return shared_moe_map(
         config, fused=fused, experts=config.moe_num_experts, shared=shared, correction=False,
-        qkv_bias=config.use_bias, o_bias=config.use_bias, mlp_bias=config.use_bias, also={ours: bias, **head},
+        qkv_bias=config.use_bias, o_bias=config.use_bias, also={ours: bias, **head},
         kept=["model.mtp"],
     )  # fmt: skip
 

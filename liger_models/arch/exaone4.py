@@ -10,19 +10,13 @@ Source: https://arxiv.org/abs/2507.11407, transformers ``models/exaone4``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-
-from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PostNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
@@ -66,32 +60,14 @@ class Exaone4Config(RMSNormDecoderConfig):
         return self.sliding_window is None or self.window(layer) is not None
 
 
-class Exaone4Block(nn.Module):
+class Exaone4Block(PostNormBlock):
     """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums h are saved for the backward."""
 
-    def __init__(self, config: Exaone4Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-        # If some layers have a window, the layers without a window have no position embedding.
-        self.self_attn = LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=norm,
-            window=config.window(layer),
-            rotary="default" if config.rotates(layer) else None,
-        )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        self.post_feedforward_layernorm = norm(config.hidden_size)
+    attention_class = LigerQKNormAttention
 
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        # There is no norm before a branch; the output of each branch is normalized.
-        x, residual = self.self_attn.add_norm(None, x, residual, layout)
-        x = self.post_attention_layernorm(x)
-        x, residual = self.mlp.add_norm(None, x, residual)
-        return self.post_feedforward_layernorm(x), residual
+    def attention_options(self, config: Exaone4Config, layer: int) -> dict[str, Any]:
+        # If some layers have a window, the layers without a window have no position embedding.
+        return {"window": config.window(layer), "rotary": "default" if config.rotates(layer) else None}
 
 
 class LigerExaone4(CausalLM):

@@ -117,8 +117,6 @@ class FalconH1Block(nn.Module):
             config,
             layer,
             kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
             scale=config.head_size**-0.5 * config.key_multiplier * input_scale**2,
         )
         self.pre_ff_layernorm = norm()
@@ -167,8 +165,6 @@ def weight_map(config: FalconH1Config) -> WeightMap:
     )  # fmt: skip
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("input_layernorm", "pre_ff_layernorm"),
         instead={"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
         also=also,

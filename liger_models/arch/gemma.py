@@ -68,7 +68,7 @@ class LigerGemma(GemmaModel):
 
 def weight_map(config: GemmaConfig) -> WeightMap:
     """Maps the parameters of Gemma to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+    return decoder_map(config)
 
 
 add_family(LigerGemma, model_type="gemma", hf_class="GemmaForCausalLM", weight_map=weight_map)

@@ -14,17 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
-from liger_models.arch._gemma.base import CappedGemmaModel
+from liger_models.arch._gemma.base import SANDWICH_NORMS, WRITE_ACTIVATION, CappedGemmaModel, GemmaSandwichBlock
 from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
-from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_values, is_sliding
-from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import zero_centered_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,37 +56,13 @@ class Gemma2Config(RMSNormDecoderConfig):
         return self.sliding_window if is_sliding(layer, self.layer_types, default=layer % 2 == 0) else None
 
 
-class Gemma2Block(nn.Module):
+class Gemma2Block(GemmaSandwichBlock):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
-    def __init__(self, config: Gemma2Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        # Each branch has a norm before it and another after it. Scores are capped, and they are scaled by
-        # query_pre_attn_scalar instead of the head dimension.
-        norm = zero_centered_norm(config, kernels)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerAttention.from_config(
-            config,
-            layer,
-            kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            scale=config.query_pre_attn_scalar**-0.5,
-            window=config.window(layer),
-            softcap=config.attn_logit_softcapping,
-        )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.pre_feedforward_layernorm = norm(config.hidden_size)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
-        self.post_feedforward_layernorm = norm(config.hidden_size)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        # The output of each branch, [B, T, C], is normalized before it is added to the residual stream.
-        x = self.post_attention_layernorm(x)
-        x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
-        return self.post_feedforward_layernorm(x), residual
+    def attention_options(self, config: Gemma2Config, layer: int) -> dict[str, Any]:
+        # Scores are capped, and scaled by query_pre_attn_scalar instead of the head dimension.
+        scale, softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        return {"scale": scale, "window": config.window(layer), "softcap": softcap}
 
 
 class LigerGemma2(CappedGemmaModel):
@@ -108,29 +77,13 @@ IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # the second is 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the activation from ``hidden_activation``, which overrides ``hidden_act`` as in transformers."""
-    return {key: value for key, value in hf.items() if key != "hidden_activation"} | {
-        "hidden_act": hf.get("hidden_activation")
-    }
-
-
-def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the field ``hidden_act`` as ``hidden_activation``."""
-    return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
+    flat = dict(hf)
+    return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
 
 def weight_map(config: Gemma2Config) -> WeightMap:
     """Maps the parameters of Gemma 2 to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(
-        config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        norms=(
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-    )
+    return decoder_map(config, norms=SANDWICH_NORMS)
 
 
 add_family(
@@ -139,6 +92,6 @@ add_family(
     hf_class="Gemma2ForCausalLM",
     weight_map=weight_map,
     from_json=from_json,
-    to_json=to_json,
+    to_json=WRITE_ACTIVATION,
     ignored_keys=IGNORED_KEYS,
 )

@@ -14,13 +14,13 @@ Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe_lite``.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
-from liger_models.convert.format import deepseek_mtp
+from liger_models.convert.format import DEEPSEEK_IGNORED_KEYS, deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import GroupedExperts, LatentDecoderConfig, check_layer_types, check_values
 from liger_models.layers.latent_attention import LigerLatentAttention
@@ -70,8 +70,10 @@ class Glm4MoeLiteConfig(GroupedExperts, LatentDecoderConfig):
 class Glm4MoeLiteBlock(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Glm4MoeLiteConfig, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
-        return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
+    attention_class = LigerLatentAttention
+
+    def attention_options(self, config: Glm4MoeLiteConfig, layer: int) -> dict[str, Any]:
+        return {"interleaved": config.rope_interleave}
 
 
 class LigerGlm4MoeLite(CausalLM):
@@ -82,20 +84,10 @@ class LigerGlm4MoeLite(CausalLM):
     replays_routing = True
 
 
-# Keys of the released code and of the router's training, which the model in transformers does not read.
 IGNORED_KEYS = (
-    "aux_loss_alpha",
-    "ep_size",
+    *DEEPSEEK_IGNORED_KEYS, "num_nextn_predict_layers", "num_mtp_layers", "topk_method",
     "first_k_dense_replace",  # mlp_layer_types decides
-    "moe_layer_freq",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "output_router_logits",  # there is no load-balancing loss
-    "qk_head_dim",
-    "scoring_func",
-    "seq_aux",
-    "topk_method",
-)
+)  # fmt: skip
 
 
 def weight_map(config: Glm4MoeLiteConfig, *, fused: bool = False) -> WeightMap:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import Expression, Name, Rearrange, WeightMap, decoder_map
+from liger_models.convert.weight_map import Expression, Name, Rearrange, WeightMap, decoder_map, expert_mlps
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -106,15 +106,10 @@ class GptOssBlock(PreNormBlock):
 
     norm_factory = staticmethod(fp32_norm)
 
-    def build_attention(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> GptOssAttention:
-        return GptOssAttention.from_config(
-            config,
-            layer,
-            kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            window=config.window(layer),
-        )
+    attention_class = GptOssAttention
+
+    def attention_options(self, config: GptOssConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.window(layer)}
 
     def build_mlp(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
         # Weights of the softmax over all experts, divided by their sum, are the softmax over the chosen experts.
@@ -180,17 +175,11 @@ def _map(config: GptOssConfig, gate_up: Expression, down: Expression) -> WeightM
     mlp = "model.layers.{i}.mlp"
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         instead={
             "self_attn.sinks": "model.layers.{i}.self_attn.sinks",
-            "mlp.gate_up_proj.weight": None,
-            "mlp.down_proj.weight": None,
-            "mlp.gate.weight": f"{mlp}.router.weight",
+            **expert_mlps(f"{mlp}.router.weight", gate_up, down),
             "mlp.gate.bias": f"{mlp}.router.bias",
-            "mlp.gate_up_weight": gate_up,
             "mlp.gate_up_bias": f"{mlp}.experts.gate_up_proj_bias",
-            "mlp.down_weight": down,
             "mlp.down_bias": f"{mlp}.experts.down_proj_bias",
         },
     )

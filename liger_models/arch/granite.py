@@ -9,6 +9,7 @@ Source: https://arxiv.org/abs/2408.13359, transformers ``models/granite``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
@@ -42,15 +42,8 @@ class GraniteBlock(PreNormBlock):
         super().__init__(config, layer, kernels)
         self.residual_multiplier = config.residual_multiplier
 
-    def build_attention(self, config: GraniteConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config,
-            layer,
-            kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            scale=config.attention_multiplier,
-        )
+    def attention_options(self, config: GraniteConfig, layer: int) -> dict[str, Any]:
+        return {"scale": config.attention_multiplier}
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
@@ -80,7 +73,7 @@ class LigerGranite(CausalLM):
 
 def weight_map(config: GraniteConfig) -> WeightMap:
     """Maps the parameters of Granite to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return decoder_map(config)
 
 
 add_family(LigerGranite, model_type="granite", hf_class="GraniteForCausalLM", weight_map=weight_map)

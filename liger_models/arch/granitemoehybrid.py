@@ -79,8 +79,6 @@ class GraniteMoeHybridBlock(nn.Module):
                 config,
                 layer,
                 kernels,
-                qkv_bias=config.attention_bias,
-                o_bias=config.attention_bias,
                 scale=config.attention_multiplier,
                 rotary="default" if config.position_embedding_type == "rope" else None,
             )

@@ -38,9 +38,6 @@ def weight_map(config: LlamaConfig) -> WeightMap:
     """Maps the parameters of Llama to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         # Llama 2 checkpoints also store the rotary frequencies, which can be computed from the config.
         skip=["model.layers.{i}.self_attn.rotary_emb.inv_freq"],
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import WeightMap, decoder_map, stacked_experts
+from liger_models.convert.weight_map import MIXTRAL_LAYOUTS, WeightMap, decoder_map, mixtral_mlps
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import PreNormBlock
@@ -51,10 +51,10 @@ class MiniMaxM2Config(RMSNormDecoderConfig):
 class MiniMaxM2Block(PreNormBlock):
     """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> LigerQKNormAttention:
-        return LigerQKNormAttention.from_config(
-            config, layer, kernels, norm=self.norm_factory(config, kernels), whole_projection=True
-        )
+    attention_class = LigerQKNormAttention
+
+    def attention_options(self, config: MiniMaxM2Config, layer: int) -> dict[str, Any]:
+        return {"whole_projection": True}
 
     def build_mlp(self, config: MiniMaxM2Config, layer: int, kernels: KernelOptions) -> LigerMoE:
         routing = Routing(config.num_experts_per_tok, normalize=True, score="sigmoid")
@@ -99,34 +99,13 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def weight_map(config: MiniMaxM2Config) -> WeightMap:
-    """Maps the parameters of MiniMax M2 to the tensors of a Hugging Face checkpoint."""
-    return _map(config, "block_sparse_moe", fused=False)
-
-
-def other_maps(config: MiniMaxM2Config) -> list[WeightMap]:
-    """The layouts of transformers 5, in which the layer is called ``mlp``, or the experts are fused, or both."""
-    return [
-        _map(config, "mlp", fused=True),
-        _map(config, "mlp", fused=False),
-        _map(config, "block_sparse_moe", fused=True),
-    ]
-
-
-def _map(config: MiniMaxM2Config, name: str, *, fused: bool) -> WeightMap:
-    moe = f"model.layers.{{i}}.{name}"
-    gate_up, down = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
+def weight_map(config: MiniMaxM2Config, name: str = "block_sparse_moe", *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of MiniMax M2 to the tensors of a checkpoint; ``name`` and ``fused``: see `mixtral_mlps`."""
+    bias = {"mlp.correction.bias": f"model.layers.{{i}}.{name}.e_score_correction_bias"}
     return decoder_map(
         config,
         norms=["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"],
-        instead={
-            "mlp.gate_up_proj.weight": None,
-            "mlp.down_proj.weight": None,
-            "mlp.gate.weight": f"{moe}.gate.weight",
-            "mlp.correction.bias": f"{moe}.e_score_correction_bias",
-            "mlp.gate_up_weight": gate_up,
-            "mlp.down_weight": down,
-        },
+        instead=mixtral_mlps(config, name, fused=fused) | bias,
     )
 
 
@@ -135,7 +114,7 @@ add_family(
     model_type="minimax_m2",
     hf_class="MiniMaxM2ForCausalLM",
     weight_map=weight_map,
-    other_maps=other_maps,
+    other_maps=lambda config: [weight_map(config, name, fused=fused) for name, fused in MIXTRAL_LAYOUTS],
     from_json=from_json,
     ignored_keys=IGNORED_KEYS,
 )

@@ -19,7 +19,6 @@ from torch import Tensor
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.block import PreNormBlock
@@ -77,11 +76,11 @@ class Ministral3Attention(LigerAttention):
 class Ministral3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Ministral3Config, layer: int, kernels: KernelOptions) -> Ministral3Attention:
+    attention_class = Ministral3Attention
+
+    def attention_options(self, config: Ministral3Config, layer: int) -> dict[str, Any]:
         length = config.rope_scaling.original_max_position_embeddings
-        return Ministral3Attention.from_config(
-            config, layer, kernels, beta=config.llama_4_scaling_beta, length=length, window=config.sliding_window
-        )
+        return {"beta": config.llama_4_scaling_beta, "length": length, "window": config.sliding_window}
 
 
 class LigerMinistral3(CausalLM):

@@ -30,7 +30,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
-from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import LatentDecoderConfig
@@ -119,11 +118,11 @@ class Mistral4Block(SharedExpertBlock):
 
     experts: ClassVar[Mapping[str, Any]] = {"fp32_router": False}
 
-    def build_attention(self, config: Mistral4Config, layer: int, kernels: KernelOptions) -> Mistral4Attention:
+    attention_class = Mistral4Attention
+
+    def attention_options(self, config: Mistral4Config, layer: int) -> dict[str, Any]:
         length = config.rope_scaling.original_max_position_embeddings
-        return Mistral4Attention.from_config(
-            config, layer, kernels, interleaved=config.rope_interleave, beta=config.llama_4_scaling_beta, length=length
-        )
+        return {"interleaved": config.rope_interleave, "beta": config.llama_4_scaling_beta, "length": length}
 
 
 class LigerMistral4(CausalLM):

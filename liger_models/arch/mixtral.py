@@ -8,14 +8,14 @@ Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
-from liger_models.convert.weight_map import WeightMap, decoder_map, stacked_experts
+from liger_models.convert.weight_map import MIXTRAL_LAYOUTS, WeightMap, decoder_map, mixtral_mlps
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.moe import LigerMoE
@@ -41,8 +41,8 @@ class MixtralConfig(RMSNormDecoderConfig):
 class MixtralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
+    def attention_options(self, config: MixtralConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.sliding_window}
 
     def build_mlp(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
         routing = Routing(config.num_experts_per_tok, normalize=True)
@@ -64,35 +64,9 @@ class LigerMixtral(CausalLM):
     replays_routing = True
 
 
-def weight_map(config: MixtralConfig) -> WeightMap:
-    """Maps the parameters of Mixtral to the tensors of a Hugging Face checkpoint."""
-    return _map(config, "block_sparse_moe", fused=False)
-
-
-def other_maps(config: MixtralConfig) -> list[WeightMap]:
-    """The layouts of transformers 5, in which the layer is called ``mlp``, or the experts are fused, or both."""
-    return [
-        _map(config, "mlp", fused=True),
-        _map(config, "mlp", fused=False),
-        _map(config, "block_sparse_moe", fused=True),
-    ]
-
-
-def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
-    moe = f"model.layers.{{i}}.{name}"
-    # Newer checkpoints have one tensor per projection for all experts. Older ones have three matrices per expert.
-    gate_up, down = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
-    # None removes an entry of `decoder_map`, here the matrices of the dense MLP.
-    return decoder_map(
-        config,
-        instead={
-            "mlp.gate_up_proj.weight": None,
-            "mlp.down_proj.weight": None,
-            "mlp.gate.weight": f"{moe}.gate.weight",
-            "mlp.gate_up_weight": gate_up,
-            "mlp.down_weight": down,
-        },
-    )
+def weight_map(config: MixtralConfig, name: str = "block_sparse_moe", *, fused: bool = False) -> WeightMap:
+    """Maps the parameters of Mixtral to the tensors of a checkpoint; ``name`` and ``fused``: see `mixtral_mlps`."""
+    return decoder_map(config, instead=mixtral_mlps(config, name, fused=fused))
 
 
 add_family(
@@ -100,6 +74,6 @@ add_family(
     model_type="mixtral",
     hf_class="MixtralForCausalLM",
     weight_map=weight_map,
-    other_maps=other_maps,
+    other_maps=lambda config: [weight_map(config, name, fused=fused) for name, fused in MIXTRAL_LAYOUTS],
     from_json=renaming({"num_experts": "num_local_experts"}),
 )

@@ -79,9 +79,6 @@ def weight_map(config: NemotronConfig) -> WeightMap:
     """Maps the parameters of Nemotron to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         norm_bias=True,
         plain_mlp=("up_proj", "down_proj"),
     )

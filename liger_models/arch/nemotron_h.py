@@ -21,7 +21,7 @@ from liger_models.arch._mamba import limits_of, mixer_entries, read_limits
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import MTPFormat
-from liger_models.convert.weight_map import Expression, Stack, WeightMap, qkv_rows
+from liger_models.convert.weight_map import Expression, Stack, WeightMap, attention_rows
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
@@ -321,12 +321,7 @@ def nemotron_map(config: NemotronHConfig, prefix: str, *, fused: bool) -> Weight
             "layers.{mamba}.mixer", f"{theirs('mamba')}.mixer", config.mixer_sizes, bias=config.use_bias,
             conv_bias=config.use_conv_bias,
         ),
-        "layers.{full}.mixer.qkv_proj.weight": qkv_rows(
-            *(f"{theirs('full')}.mixer.{part}_proj.weight" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        ),
+        "layers.{full}.mixer.qkv_proj.weight": attention_rows(f"{theirs('full')}.mixer", "weight", config),
         "layers.{full}.mixer.o_proj.weight": f"{theirs('full')}.mixer.o_proj.weight",
     }  # fmt: skip
     for parameter in ("weight", "bias") if config.mlp_bias else ("weight",):

@@ -77,8 +77,6 @@ def weight_map(config: OlmoeConfig, *, fused: bool = False) -> WeightMap:
     layers = range(config.num_hidden_layers)
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
         **sparse_mlps(layers, len(layers), "model", *stacked),
     )

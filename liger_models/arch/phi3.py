@@ -12,13 +12,11 @@ transformers ``models/phi3``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows, fused_qkv_rows
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.rope import LongRopeScaling
@@ -63,8 +61,8 @@ class Phi3Config(RMSNormDecoderConfig):
 class Phi3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Phi3Config, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, window=config.sliding_window)
+    def attention_options(self, config: Phi3Config, layer: int) -> dict[str, Any]:
+        return {"window": config.sliding_window}
 
 
 class LigerPhi3(CausalLM):

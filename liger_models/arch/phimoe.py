@@ -23,10 +23,16 @@ from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, expert_rows, fused_expert_rows
+from liger_models.convert.weight_map import (
+    Expression,
+    WeightMap,
+    decoder_map,
+    expert_mlps,
+    expert_rows,
+    fused_expert_rows,
+)
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig, check_values
 from liger_models.layers.lm_head import LigerLMHead
@@ -81,15 +87,8 @@ class PhimoeBlock(PreNormBlock):
     def norm_factory(self, config: PhimoeConfig, kernels: KernelOptions) -> partial[LigerLayerNorm]:
         return partial(LigerLayerNorm, eps=config.rms_norm_eps, kernel=kernels.layer_norm)
 
-    def build_attention(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config,
-            layer,
-            kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            window=config.sliding_window,
-        )
+    def attention_options(self, config: PhimoeConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.sliding_window}
 
     def build_mlp(self, config: PhimoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
         tolerance = 2 * config.router_jitter_noise
@@ -144,16 +143,8 @@ def fused_map(config: PhimoeConfig) -> WeightMap:
 def _map(config: PhimoeConfig, router: str, gate_up: Expression | str, down: Expression | str) -> WeightMap:
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norm_bias=True,
-        instead={
-            "mlp.gate_up_proj.weight": None,
-            "mlp.down_proj.weight": None,
-            "mlp.gate.weight": f"model.layers.{{i}}.{router}.weight",
-            "mlp.gate_up_weight": gate_up,
-            "mlp.down_weight": down,
-        },
+        instead=expert_mlps(f"model.layers.{{i}}.{router}.weight", gate_up, down),
         also={"lm_head.bias": "lm_head.bias"} if config.lm_head_bias else None,
     )
 

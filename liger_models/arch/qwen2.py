@@ -8,12 +8,11 @@ Source: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115, tran
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LateWindowDecoderConfig
 
@@ -32,8 +31,8 @@ class Qwen2Config(LateWindowDecoderConfig):
 class Qwen2Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Qwen2Config, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
+    def attention_options(self, config: Qwen2Config, layer: int) -> dict[str, Any]:
+        return {"qkv_bias": True, "window": config.window(layer)}
 
 
 class LigerQwen2(CausalLM):

@@ -18,10 +18,8 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerSharedExpertMoE
 
 
@@ -67,14 +65,10 @@ class Qwen2MoeConfig(RMSNormDecoderConfig):
 class Qwen2MoeBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Qwen2MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.qkv_bias, window=config.window(layer))
+    def attention_options(self, config: Qwen2MoeConfig, layer: int) -> dict[str, Any]:
+        return {"qkv_bias": config.qkv_bias, "window": config.window(layer)}
 
-    def build_mlp(
-        self, config: Qwen2MoeConfig, layer: int, kernels: KernelOptions
-    ) -> LigerSharedExpertMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: Qwen2MoeConfig, kernels: KernelOptions) -> LigerSharedExpertMoE:
         routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
         return LigerSharedExpertMoE(
             config.hidden_size,

@@ -49,8 +49,6 @@ def weight_map(config: Qwen3Config) -> WeightMap:
     """Maps the parameters of Qwen3 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
     )
 

@@ -18,7 +18,6 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import QKNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 
 
@@ -58,10 +57,7 @@ class Qwen3MoeBlock(QKNormBlock):
     def attention_options(self, config: Qwen3MoeConfig, layer: int) -> dict[str, Any]:
         return {"window": config.sliding_window if config.use_sliding_window else None}
 
-    def build_mlp(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
-        # Some layers can have a dense MLP instead of experts.
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: Qwen3MoeConfig, kernels: KernelOptions) -> LigerMoE:
         routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
         return LigerMoE(
             config.hidden_size, config.moe_intermediate_size, config.num_experts, routing, kernel=kernels.swiglu
@@ -86,8 +82,6 @@ def weight_map(config: Qwen3MoeConfig, *, fused: bool = False) -> WeightMap:
     sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
         **sparse_mlps(sparse, config.num_hidden_layers, "model", *stacked),
     )

@@ -8,6 +8,7 @@ Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct, transformer
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
@@ -48,10 +48,8 @@ class SeedOssBlock(PreNormBlock):
         super().__init__(config, layer, kernels)
         self.dropout = nn.Dropout(config.residual_dropout)
 
-    def build_attention(self, config: SeedOssConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_out_bias
-        )
+    def attention_options(self, config: SeedOssConfig, layer: int) -> dict[str, Any]:
+        return {"o_bias": config.attention_out_bias}
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
@@ -69,9 +67,7 @@ class LigerSeedOss(CausalLM):
 
 def weight_map(config: SeedOssConfig) -> WeightMap:
     """Maps the parameters of Seed-OSS to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(
-        config, qkv_bias=config.attention_bias, o_bias=config.attention_out_bias, mlp_bias=config.mlp_bias
-    )
+    return decoder_map(config, o_bias=config.attention_out_bias)
 
 
 add_family(LigerSeedOss, model_type="seed_oss", hf_class="SeedOssForCausalLM", weight_map=weight_map)

@@ -10,12 +10,11 @@ Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (l
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 
@@ -67,18 +66,10 @@ class SmolLM3Config(RMSNormDecoderConfig):
 class SmolLM3Block(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: SmolLM3Config, layer: int, kernels: KernelOptions) -> LigerAttention:
+    def attention_options(self, config: SmolLM3Config, layer: int) -> dict[str, Any]:
         # By default every fourth layer has no position embedding.
         rotary = "default" if config.rotates(layer) else None
-        return LigerAttention.from_config(
-            config,
-            layer,
-            kernels,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            window=config.window(layer),
-            rotary=rotary,
-        )
+        return {"window": config.window(layer), "rotary": rotary}
 
 
 class LigerSmolLM3(CausalLM):
@@ -93,7 +84,7 @@ IGNORED_KEYS = ("max_window_layers",)  # a key of Qwen2 that transformers does n
 
 def weight_map(config: SmolLM3Config) -> WeightMap:
     """Maps the parameters of SmolLM3 to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return decoder_map(config)
 
 
 add_family(

@@ -9,6 +9,7 @@ Source: https://arxiv.org/abs/2402.19173, transformers ``models/starcoder2``.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,7 +18,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import DecoderConfig
@@ -60,10 +60,8 @@ class Starcoder2Block(PreNormBlock):
     def norm_factory(self, config: Starcoder2Config, kernels: KernelOptions) -> partial[LigerLayerNorm]:
         return partial(LigerLayerNorm, eps=config.norm_epsilon, kernel=kernels.layer_norm)
 
-    def build_attention(self, config: Starcoder2Config, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.use_bias, o_bias=config.use_bias, window=config.sliding_window
-        )
+    def attention_options(self, config: Starcoder2Config, layer: int) -> dict[str, Any]:
+        return {"qkv_bias": config.use_bias, "o_bias": config.use_bias, "window": config.sliding_window}
 
     def build_mlp(self, config: Starcoder2Config, layer: int, kernels: KernelOptions) -> LigerMLP:
         # The MLP is a matrix, an activation and another matrix, without a gate.

@@ -143,7 +143,7 @@ class GridImageModel(VisionLanguageModel):
             )
         # The tower sees the images of all tokens; each rank keeps its share of the DeepStack features.
         embeds, levels = self._insert(input_ids, images, videos, cu_seqlens, skip=decoding)
-        levels = [self.groups.token_share(level) for level in levels]
+        levels = [self.groups.local_tokens(level) for level in levels]
         shape = embeds.shape[0], embeds.shape[1]
         layout = self.layout(shape, embeds, position_ids=position_ids, deepstack=levels, **masks)
         return embeds, layout

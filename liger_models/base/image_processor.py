@@ -1,13 +1,12 @@
 """The base classes of processors for models that take images but no videos, and of their converters of images."""
 
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor
 
-from liger_models.base.images import each_once, one_list, read_image
+from liger_models.base.images import each_once, join, one_list, read_image
 from liger_models.base.processor import MediaSize, Processor, TextOptions
 from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
@@ -43,6 +42,7 @@ class ImageProcessor(Processor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; its attributes are the settings that users may change.
         image: the token that represents a part of an image.
+        tokens: number of tokens per image, or per tile of an image, where all have the same number.
     """
 
     adds_special_tokens: ClassVar[bool] = True
@@ -50,9 +50,9 @@ class ImageProcessor(Processor):
     video: str | None = None
     """The placeholder of a video, which is refused in a text."""
 
-    def __init__(self, tokenizer: Tokenizer, images: Any, *, image: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, images: Any, *, image: str, tokens: int = 0) -> None:
         super().__init__(tokenizer)
-        self.images, self.image = images, image
+        self.images, self.image, self.tokens = images, image, tokens
 
     @property
     def placeholder_token(self) -> str:
@@ -112,9 +112,13 @@ class ImageProcessor(Processor):
         """See `Processor.pixels`; returns the tensors of `joined`."""
         return self.joined([self.images(image) for image in images])
 
-    @abstractmethod
     def joined(self, converted: Sequence[Any]) -> dict[str, Tensor]:
-        """Join the results of ``self.images`` for several images to inputs of ``forward``; {} without images."""
+        """Join the results of ``self.images`` for several images to inputs of ``forward``; {} without images.
+
+        By default, a result is an image's tiles [tiles, 3, side, side], and ``pixel_values`` has the tiles of all
+        images.
+        """
+        return {"pixel_values": join(converted)} if converted else {}
 
     def batched(self, texts: Sequence[str], converted: Sequence[Any]) -> dict[str, Tensor]:
         """Return the inputs of ``forward`` for the images of a batch of texts with placeholders."""

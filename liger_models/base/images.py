@@ -454,13 +454,19 @@ _COMMON_FILE = "processor_config.json"
 _OWN_FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
 
 
-def check_given(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint has no image settings, because default means and sizes could be wrong."""
+def image_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the image settings in a checkpoint's files.
+
+    Raises:
+        ValueError: there are none. Default means and sizes could be wrong.
+    """
+    settings = settings_of(assets, "image_processor")
     if not settings:
         raise ValueError(
             "preprocessor_config.json: must be among the checkpoint's files, got none. Save it next to the model: "
             "AutoProcessor.from_pretrained(...).save_pretrained(folder)."
         )
+    return settings
 
 
 def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list[Source]":

@@ -26,6 +26,13 @@ class MTPFormat:
     copies: Mapping[str, str] = field(default_factory=dict)
 
 
+DEEPSEEK_IGNORED_KEYS = (
+    "aux_loss_alpha", "ep_size", "moe_layer_freq", "qk_head_dim", "scoring_func", "seq_aux",
+    "output_router_logits",  # there is no load-balancing loss
+)  # fmt: skip
+"""Keys of the released code and of the router's training, which no DeepSeek model in transformers reads."""
+
+
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
     """Return the format of DeepSeek V3 and its relatives, in which the block is one more layer.
 

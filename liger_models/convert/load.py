@@ -139,7 +139,7 @@ def load_pretrained(
             _check_head(weights, stored, hf_config)
         if keep_quantized:
             _keep_quantized(model, weights, stored, target)
-            model.quantization = dict(read_quantization(folder))
+            model.quantized.config = dict(read_quantization(folder))
 
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
@@ -156,9 +156,9 @@ def load_pretrained(
             encoding = stored[name].encoding
             if keep_quantized and encoding is not None:
                 parts = (*encoding.parts.values(), *encoding.extras)
-                model.quantized_kept[name] = {part.name: read_tensor(part.file, part.name) for part in parts}
-        for encoding in model.encodings.values():
-            model.quantized_extras |= {extra.name: read_tensor(extra.file, extra.name) for extra in encoding.extras}
+                model.quantized.kept[name] = {part.name: read_tensor(part.file, part.name) for part in parts}
+        for encoding in model.quantized.encodings.values():
+            model.quantized.extras |= {extra.name: read_tensor(extra.file, extra.name) for extra in encoding.extras}
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
 
@@ -354,7 +354,7 @@ def _keep_quantized(
             "checkpoint, got a checkpoint without any. Leave it out."
         )
     of_parameters = {name for expression in weights.entries.values() for name in expression.names()}
-    model.encodings = {
+    model.quantized.encodings = {
         name: stored[name].encoding for name in stored if name in of_parameters and stored[name].encoding
     }
 

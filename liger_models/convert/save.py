@@ -29,7 +29,7 @@ from liger_models.convert.files import (
 )
 from liger_models.convert.folder import write_folder
 from liger_models.convert.format import format_of
-from liger_models.convert.tensors import as_stored
+from liger_models.convert.tensors import CheckpointTensors, as_stored
 from liger_models.convert.weight_map import WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks, rank, run_on_rank_zero, world_size
 from liger_models.layers.decoder import Decoder
@@ -101,23 +101,23 @@ def save_pretrained(
 
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors).narrowed(model)
     stored = stored._replace(weights=named_as(stored.weights))
-    quantization: dict[str, Any] = {}
+    read, quantization = model.quantized, dict[str, Any]()
     extras: Mapping[str, Tensor] = {}
     if mxfp4 is not None:
         weights, quantization, encodings = read_mxfp4(type(model), stored.config, Path(mxfp4))
         stored = stored._replace(weights=weights, encodings=encodings)
     elif dtype is None and stored.kept:
-        quantized_map = format_of(type(model)).quantized_maps.get(model.quantization["quant_method"])
+        quantized_map = format_of(type(model)).quantized_maps.get(read.config["quant_method"])
         weights = stored.weights if quantized_map is None else named_as(quantized_map(stored.config))
-        if {theirs for name in stored.kept for theirs in weights.entries[name].names()} == model.encodings.keys():
-            quantization, extras = {"quantization_config": model.quantization}, model.quantized_extras
-            stored = stored._replace(weights=weights, encodings=model.encodings)
+        if {theirs for name in stored.kept for theirs in weights.entries[name].names()} == read.encodings.keys():
+            quantization, extras = {"quantization_config": read.config}, read.extras
+            stored = stored._replace(weights=weights, encodings=read.encodings)
 
     # Divide the tensors into files, which needs only shapes.
     kept_tensors = {**model.current_kept_tensors(), **extras}
     if quantization and mxfp4 is None:  # as they were read, unless they were trained
         trained = model.trained_tensors()
-        for name, tensors in model.quantized_kept.items():
+        for name, tensors in read.kept.items():
             if name not in trained:
                 del kept_tensors[name]
                 kept_tensors |= tensors
@@ -131,15 +131,7 @@ def save_pretrained(
     # Prepare the other files.
     assets = model.current_assets()
     if hf_config is None:
-        hf_config = write_config(
-            stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype
-        )
-        if model.bidirectional:
-            hf_config = {**hf_config, "is_causal": False}
-        elif hf_config.get("is_causal") is False:
-            hf_config = {name: value for name, value in hf_config.items() if name != "is_causal"}
-        if not model.has_head and model.hf_config:  # the config of the model says that the head is the embedding
-            hf_config["tie_word_embeddings"] = model.hf_config.get("tie_word_embeddings", False)
+        hf_config = _config_json(model, stored, dtype)
     if quantization and "quantization_config" in (model.hf_config.get("text_config") or {}):  # Kimi K2.5
         hf_config = {**hf_config, "text_config": {**hf_config["text_config"], **quantization}}
     else:
@@ -202,6 +194,18 @@ def save_pretrained(
             if rank() == 0 and order[0] is None:  # rank 0 failed before it could send the folder
                 dist.broadcast_object_list(order, 0)
             raise
+
+
+def _config_json(model: Decoder, stored: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the content of config.json for a model."""
+    hf_config = write_config(stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype)
+    if model.bidirectional:
+        hf_config = {**hf_config, "is_causal": False}
+    elif hf_config.get("is_causal") is False:
+        hf_config = {name: value for name, value in hf_config.items() if name != "is_causal"}
+    if not model.has_head and model.hf_config:  # the config of the model says that the head is the embedding
+        hf_config["tie_word_embeddings"] = model.hf_config.get("tie_word_embeddings", False)
+    return hf_config
 
 
 def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict[str, int]:

@@ -326,6 +326,18 @@ def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
+def attention_rows(theirs: str, parameter: str, config: Any) -> Expression:
+    """`qkv_rows` of a layer of a decoder from ``{theirs}.q_proj``, ``k_proj`` and ``v_proj``."""
+    q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
+    return qkv_rows(q, k, v, heads=config.num_attention_heads, kv_heads=config.kv_heads, head_dim=config.head_size)
+
+
+def tower_rows(theirs: str, parameter: str, heads: int, width: int) -> Expression:
+    """`attention_rows` of a layer of a vision tower, which has as many key heads as query heads."""
+    q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
+    return qkv_rows(q, k, v, heads=heads, kv_heads=heads, head_dim=width // heads)
+
+
 def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
     """Return a fused projection like `qkv_rows`, but without the rows of the values."""
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k)]
@@ -415,6 +427,40 @@ def stacked_experts(
     return expert_rows(gate, up, down, count)
 
 
+def expert_mlps(router: str, gate_up: Expression | str, down: Expression | str) -> dict[str, Expression | str | None]:
+    """Return the argument ``instead`` of `decoder_map` for a model in which all MLPs are mixtures of experts.
+
+    Args:
+        router: name of the router's weight.
+        gate_up, down: the stacked weights of a layer's experts.
+    """
+    return {
+        "mlp.gate_up_proj.weight": None,
+        "mlp.down_proj.weight": None,
+        "mlp.gate.weight": router,
+        "mlp.gate_up_weight": gate_up,
+        "mlp.down_weight": down,
+    }
+
+
+def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression | str | None]:
+    """Return `expert_mlps` for checkpoints in which the layer is called ``name``, as in Mixtral.
+
+    Newer checkpoints have one tensor per projection for all experts (``fused``). Older ones have three matrices per
+    expert.
+    """
+    moe = f"model.layers.{{i}}.{name}"
+    stacked = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
+    return expert_mlps(f"{moe}.gate.weight", *stacked)
+
+
+MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
+"""``name`` and ``fused`` of `mixtral_mlps` in the checkpoints of transformers 5, in the order in which they are tried.
+
+The first layout has both changes, and the others have one of them.
+"""
+
+
 def sparse_mlps(
     sparse_layers: Sequence[int], num_layers: int, prefix: str, gate_up: Expression, down: Expression
 ) -> dict[str, Any]:
@@ -449,9 +495,9 @@ def sparse_mlps(
 def decoder_map(
     config: DecoderConfig,
     *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
+    qkv_bias: bool | None = None,
+    o_bias: bool | None = None,
+    mlp_bias: bool | None = None,
     norm_bias: bool = False,
     norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm"),
     plain_mlp: tuple[str, str] | None = None,
@@ -468,11 +514,13 @@ def decoder_map(
 
     Args:
         config: config of the model.
-        qkv_bias, o_bias, mlp_bias, norm_bias: whether these projections have biases, and whether all norms have biases.
+        qkv_bias, o_bias, mlp_bias: whether these projections have biases. None for the config's ``attention_bias`` or
+            ``mlp_bias``, or False if the config has no such field.
+        norm_bias: whether all norms have biases.
         norms: names of the norms of a block, which are the same in the model and in the checkpoint.
         plain_mlp: the names, in the checkpoint, of the two layers of a `LigerMLP`; None for a gated MLP.
         instead: entries of a layer that differ from those of Llama. Keys are our names within the layer. Values are
-            expressions over full names, such as ``model.layers.{i}. ...``, or None to remove an entry.
+            expressions over full names, such as ``model.layers.{i}. ...``, or None to remove an entry and its bias.
         also: additional entries with full names.
         over: the index sets that ``also`` uses, except that of ``i``.
         skip, kept, dropped: as in `WeightMap`.
@@ -480,22 +528,18 @@ def decoder_map(
         head: name of the head's weight in the checkpoint.
     """
     # Add the norms and the attention of a layer.
+    attention_bias = getattr(config, "attention_bias", False)
     theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {
         f"{norm}.{parameter}": f"{theirs}.{norm}.{parameter}" for norm in norms for parameter in _parameters(norm_bias)
     }
-    for parameter in _parameters(qkv_bias):
-        layer[f"self_attn.qkv_proj.{parameter}"] = qkv_rows(
-            *(f"{theirs}.self_attn.{part}_proj.{parameter}" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        )
-    for parameter in _parameters(o_bias):
+    for parameter in _parameters(attention_bias if qkv_bias is None else qkv_bias):
+        layer[f"self_attn.qkv_proj.{parameter}"] = attention_rows(f"{theirs}.self_attn", parameter, config)
+    for parameter in _parameters(attention_bias if o_bias is None else o_bias):
         layer[f"self_attn.o_proj.{parameter}"] = f"{theirs}.self_attn.o_proj.{parameter}"
 
     # Add the MLP of a layer, which is plain or gated.
-    for parameter in _parameters(mlp_bias):
+    for parameter in _parameters(getattr(config, "mlp_bias", False) if mlp_bias is None else mlp_bias):
         if plain_mlp is not None:
             layer |= {
                 f"mlp.fc{i}.{parameter}": f"{theirs}.mlp.{name}.{parameter}" for i, name in enumerate(plain_mlp, 1)
@@ -504,7 +548,10 @@ def decoder_map(
         gate, up, down = (f"{theirs}.mlp.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
         layer[f"mlp.gate_up_proj.{parameter}"] = gate_up_rows(gate, up)
         layer[f"mlp.down_proj.{parameter}"] = down
-    layer |= instead or {}
+    # A removed projection has no bias either, unless ``instead`` has one.
+    changes = instead or {}
+    removed = [name.removesuffix("weight") for name, expression in changes.items() if expression is None]
+    layer |= {**{f"{name}bias": None for name in removed}, **changes}
 
     # Combine the layers with the embedding, the last norm and the head.
     entries: dict[str, Expression | str] = {
@@ -530,7 +577,6 @@ def shared_moe_map(
     shared: str | None = "shared_experts",
     gated: bool = False,
     correction: bool = True,
-    mlp_bias: bool = False,
     prefix: str = "model",
     instead: Mapping[str, Expression | str | None] | None = None,
     also: Mapping[str, Expression | str] | None = None,
@@ -541,13 +587,12 @@ def shared_moe_map(
 
     Args:
         config: a config with a method ``is_sparse(layer)``. With a `LatentDecoderConfig`, attention is
-            `LigerLatentAttention`.
+            `LigerLatentAttention`. If ``mlp_bias`` is set, dense MLPs and shared experts have biases.
         fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
         experts: number of routed experts; None for ``config.n_routed_experts``.
         shared: name of the shared experts; None if there are none, and the layers are `LigerMoE`.
         gated: whether the shared experts have a gate.
         correction: whether routers have a bias for the choice of experts.
-        mlp_bias: whether dense MLPs and shared experts have biases.
         prefix: prefix of all names in the checkpoint except that of the head.
         instead, over: as in `decoder_map`.
         also: further entries, which may replace those of the experts; ``{sparse}`` is a layer with experts.
@@ -567,11 +612,12 @@ def shared_moe_map(
     if gated:
         entries[f"{ours}.shared_expert_gate.weight"] = f"{theirs}.{shared}_gate.weight"
     dense = f"{prefix}.layers.{{dense}}.mlp"
-    for mlp, names, parameters in (
-        (f"{ours}.shared_expert", f"{theirs}.{shared}", () if shared is None else _parameters(mlp_bias)),
-        ("layers.{dense}.mlp", dense, _parameters(mlp_bias)[1:]),
+    parameters = _parameters(getattr(config, "mlp_bias", False))
+    for mlp, names, kinds in (
+        (f"{ours}.shared_expert", f"{theirs}.{shared}", () if shared is None else parameters),
+        ("layers.{dense}.mlp", dense, parameters[1:]),
     ):
-        for parameter in parameters:
+        for parameter in kinds:
             gate, up, down = (f"{names}.{part}_proj.{parameter}" for part in ("gate", "up", "down"))
             entries |= {f"{mlp}.gate_up_proj.{parameter}": gate_up_rows(gate, up), f"{mlp}.down_proj.{parameter}": down}
     entries |= also or {}

@@ -58,16 +58,16 @@ class ParallelGroups:
                 "use apply_cp."
             )
 
-    def context_share(self, x: Tensor) -> Tensor:
+    def local_along_context(self, x: Tensor) -> Tensor:
         """Under context parallelism, return this rank's share [B, T / R, ...] of x [B, T, ...]; otherwise return x."""
         return x if self.context is None else x[:, self.context.local_slice(x.shape[1])]
 
-    def token_share(self, x: Tensor) -> Tensor:
+    def local_tokens(self, x: Tensor) -> Tensor:
         """Return the part [B, T / R, C] of x [B, T, C] that this rank holds between the layers.
 
         The tokens are divided under context and sequence parallelism; otherwise x is returned.
         """
-        x = self.context_share(x)
+        x = self.local_along_context(x)
         return local_tokens(x, self.tensor) if self.tensor is not None and self.tensor.sequence_parallel else x
 
     def share_targets(self, target: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
@@ -77,7 +77,7 @@ class ParallelGroups:
         """
         if self.context is not None and num_items is None:
             num_items = (target != -100).sum()
-        return self.context_share(target), num_items
+        return self.local_along_context(target), num_items
 
     def share_of_step(self, target: Tensor, num_items: Tensor | float) -> Tensor:
         """Return the fraction of an optimizer step's targets that are in this batch.

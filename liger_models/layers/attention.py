@@ -234,19 +234,18 @@ class LigerAttention(BaseAttention):
         """Build the attention of a layer with the sizes and the dropout of a config.
 
         Args:
-            config: sizes and constants.
+            config: sizes and constants. If it has ``attention_bias``, this is the default of ``qkv_bias`` and
+                ``o_bias``.
             layer: index of the layer, which is also its slot in the decode cache.
             kernels: which parts run on fused kernels.
             options: further arguments of the class.
         """
-        return cls(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.kv_heads,
-            config.head_size,
-            layer=layer,
-            **{"dropout": config.attention_dropout, "rope_kernel": kernels.rope, **options},
-        )
+        bias = getattr(config, "attention_bias", False)
+        sizes = config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size
+        defaults: dict[str, Any] = {
+            "qkv_bias": bias, "o_bias": bias, "dropout": config.attention_dropout, "rope_kernel": kernels.rope,
+        }  # fmt: skip
+        return cls(*sizes, layer=layer, **(defaults | options))
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
         """Map x [B, T, C] to [B, T, C]."""

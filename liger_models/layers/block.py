@@ -1,4 +1,4 @@
-"""The block of most decoders: attention and an MLP, each with a norm before it."""
+"""The blocks of most decoders: attention and an MLP, with norms before them, after them, or both."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,11 +15,43 @@ from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
-class PreNormBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
+class Block(nn.Module):
+    """The methods that create the layers of a block. The layers are those of Llama.
 
-    The layers are those of Llama. A derived class overrides the methods that create the layers in which it differs.
+    A derived class overrides the methods, or the constants, for the layers in which it differs.
     """
+
+    attention_class: ClassVar[Any] = LigerAttention
+    """A class with `LigerAttention.from_config`."""
+
+    def norm_factory(self, config: Any, kernels: KernelOptions) -> Callable[[int], nn.Module]:
+        """Return a function that creates a norm of a given width."""
+        return partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+
+    def attention_options(self, config: Any, layer: int) -> dict[str, Any]:
+        """Return further arguments of ``attention_class.from_config`` for a layer."""
+        return {}
+
+    def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
+        """Create the attention of a layer."""
+        options = self.attention_options(config, layer)
+        if issubclass(self.attention_class, LigerQKNormAttention):
+            options = {"norm": self.norm_factory(config, kernels), **options}
+        return self.attention_class.from_config(config, layer, kernels, **options)
+
+    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
+        """Create the MLP of a layer, which is a mixture of experts if ``config.is_sparse(layer)`` is True."""
+        if config.is_sparse(layer):
+            return self.build_experts(config, kernels)
+        return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def build_experts(self, config: Any, kernels: KernelOptions) -> Any:
+        """Create a mixture of experts."""
+        raise NotImplementedError
+
+
+class PreNormBlock(Block):
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Any, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -28,19 +60,6 @@ class PreNormBlock(nn.Module):
         self.self_attn = self.build_attention(config, layer, kernels)
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = self.build_mlp(config, layer, kernels)
-
-    def norm_factory(self, config: Any, kernels: KernelOptions) -> Callable[[int], nn.Module]:
-        """Return a function that creates a norm of a given width."""
-        return partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
-
-    def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the attention of a layer. Its projections have biases if the config has ``attention_bias``."""
-        bias = getattr(config, "attention_bias", False)
-        return LigerAttention.from_config(config, layer, kernels, qkv_bias=bias, o_bias=bias)
-
-    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the MLP of a layer, which may be a mixture of experts."""
-        return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
@@ -53,32 +72,55 @@ class PreNormBlock(nn.Module):
 class QKNormBlock(PreNormBlock):
     """A `PreNormBlock` whose attention normalizes queries and keys."""
 
-    attention_class: ClassVar[type[LigerQKNormAttention]] = LigerQKNormAttention
+    attention_class = LigerQKNormAttention
 
-    def attention_options(self, config: Any, layer: int) -> dict[str, Any]:
-        """Return further arguments of ``attention_class.from_config`` for a layer."""
-        return {}
 
-    def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the attention of a layer."""
-        bias, norm = config.attention_bias, self.norm_factory(config, kernels)
-        options = self.attention_options(config, layer)
-        return self.attention_class.from_config(
-            config, layer, kernels, norm=norm, qkv_bias=bias, o_bias=bias, **options
-        )
+class PostNormBlock(Block):
+    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums h are saved for the backward."""
+
+    def __init__(self, config: Any, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = self.norm_factory(config, kernels)
+        self.self_attn = self.build_attention(config, layer, kernels)
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = self.build_mlp(config, layer, kernels)
+        self.post_feedforward_layernorm = norm(config.hidden_size)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        x, residual = self.self_attn.add_norm(None, x, residual, layout)
+        x, residual = self.mlp.add_norm(None, self.post_attention_layernorm(x), residual)
+        return self.post_feedforward_layernorm(x), residual
+
+
+class SandwichNormBlock(Block):
+    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
+
+    def __init__(self, config: Any, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = self.norm_factory(config, kernels)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = self.build_attention(config, layer, kernels)
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.pre_feedforward_layernorm = norm(config.hidden_size)
+        self.mlp = self.build_mlp(config, layer, kernels)
+        self.post_feedforward_layernorm = norm(config.hidden_size)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        # The output of each branch, [B, T, C], is normalized before it is added to the residual stream.
+        x = self.post_attention_layernorm(x)
+        x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
+        return self.post_feedforward_layernorm(x), residual
 
 
 class SharedExpertBlock(PreNormBlock):
-    """A `PreNormBlock` with a mixture of experts and shared experts in the layers for which ``is_sparse`` is True.
-
-    ``is_sparse(layer)`` is a method of the config.
-    """
+    """A `PreNormBlock` with a mixture of experts and shared experts in sparse layers."""
 
     experts: ClassVar[Mapping[str, Any]] = {"correction_bias": True}
     """Arguments of `LigerSharedExpertMoE.from_config`."""
 
-    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
-        """Create the MLP or the mixture of experts of a layer."""
-        if not config.is_sparse(layer):
-            return super().build_mlp(config, layer, kernels)
+    def build_experts(self, config: Any, kernels: KernelOptions) -> Any:
+        """Create a mixture of experts with shared experts."""
         return LigerSharedExpertMoE.from_config(config, kernels, **self.experts)

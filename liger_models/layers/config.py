@@ -164,6 +164,10 @@ class DecoderConfig(BaseConfig):
             )
         check_layer_types(name, getattr(self, "layer_types", None), self.num_hidden_layers, self.layer_kinds)
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return False
+
     @property
     def kv_heads(self) -> int:
         """Number of KV heads, by default the number of query heads."""

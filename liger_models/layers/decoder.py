@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -40,6 +40,24 @@ from liger_models.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+@dataclass
+class QuantizedCheckpoint:
+    """What a model that was loaded with ``keep_quantized`` saves with its weights; empty for other models.
+
+    Attributes:
+        config: the ``quantization_config`` of the checkpoint.
+        encodings: how the quantized tensors of the checkpoint are stored, by name.
+        extras: tensors that do not change a weight, such as scales of activations. Rank 0 has them.
+        kept: maps those of `Decoder.kept_tensors` that are quantized in the checkpoint to their tensors in the files,
+            by name. Rank 0 has them.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    encodings: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 class CausalLMOutput(NamedTuple):
@@ -178,16 +196,7 @@ class Decoder(nn.Module):
         """Function that returns the current values of those `kept_tensors` that a separate module trains."""
         self.read_dtypes: dict[str, torch.dtype] = {}
         """The dtypes that the parameters of `Layer.wide` have in the checkpoint that the model was loaded from."""
-        self.encodings: dict[str, Any] = {}
-        """How the quantized tensors of the checkpoint are stored, by name, for a model that was loaded with
-        ``keep_quantized``."""
-        self.quantized_extras: dict[str, Tensor] = {}
-        """Tensors of such a checkpoint that do not change a weight, such as scales of activations. Rank 0 has them."""
-        self.quantized_kept: dict[str, dict[str, Tensor]] = {}
-        """Maps those `kept_tensors` of such a checkpoint that are quantized in it to their tensors in the files, by
-        name. Rank 0 has them."""
-        self.quantization: dict[str, Any] = {}
-        """The ``quantization_config`` of such a checkpoint."""
+        self.quantized = QuantizedCheckpoint()
         if self.block_class is not None:
             self.build(config)
             self.post_init()
@@ -600,7 +609,7 @@ class Decoder(nn.Module):
             raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         B, T = input_ids.shape
         self.groups.check_tokens(T, whole=False)
-        return self.embed_tokens(self.groups.context_share(input_ids)), (B, T)
+        return self.embed_tokens(self.groups.local_along_context(input_ids)), (B, T)
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
         """Return the additional fields of ``layout_class`` for rows of T tokens; ``embeds`` has this rank's tokens."""
@@ -672,7 +681,7 @@ class Decoder(nn.Module):
             experts = self._share_experts(request.routed_experts.to(embeds.device), embeds.shape[0], T)
             layout = replace(layout, experts=experts)
         if embeds.shape[1] == T:
-            embeds = groups.token_share(embeds)  # [B, T / R, C]
+            embeds = groups.local_tokens(embeds)  # [B, T / R, C]
         targets = None if request.labels is None else LossTargets.of(request, layout, groups, embeds)
 
         # Run the blocks and the norm.
@@ -725,7 +734,7 @@ class Decoder(nn.Module):
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
         """Return `auxiliary_loss` times the fraction of the step's targets that are in this batch."""
-        mask = None if layout.attention_mask is None else self.groups.context_share(layout.attention_mask)
+        mask = None if layout.attention_mask is None else self.groups.local_along_context(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask)
         if aux_loss is None or targets is None or request.num_items_in_batch is None:
             return aux_loss
@@ -757,7 +766,7 @@ class Decoder(nn.Module):
                 f"forward: routed_experts must be {shape} (rows, tokens, layers with experts, experts of a token), got "
                 f"{list(experts.shape)}."
             )
-        share = self.groups.token_share(experts.flatten(2))
+        share = self.groups.local_tokens(experts.flatten(2))
         parts: tuple[Tensor, ...] = share.unflatten(2, shape[2:]).unbind(2)
         return parts
 

@@ -173,7 +173,7 @@ class GatedMLP(Layer):
             )  # fmt: skip
         if repeats():
             # If nothing is saved after this call, recomputation stops inside it. Otherwise the following layers need y.
-            y, residual = mlp(result=False)
+            y, residual = mlp(need_y=False)
             with torch.no_grad():
                 y.data.copy_(mlp()[0])  # autograd forbids in-place writes to one of several results
         else:

@@ -118,7 +118,6 @@ def apply_fsdp(
     _annotate_for_profilers_alone()
 
     # Frozen weights in fewer bits become parameters of bytes, which are dequantized to the dtype of the computation.
-    mixtures = [layer for layer in layers_of(model) if isinstance(layer, LigerMoE)]
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
             adapted.freeze_weight()
@@ -155,20 +154,8 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
 
-    # Parameters that stay as they are: frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed, and
-    # experts that one rank holds alone.
-    ignored = {
-        parameter
-        for layer in mixtures
-        for name, weight in frozen_parts(layer).items()
-        if weight.sharded is not None
-        for parameter in (getattr(layer, name), *weight.parameters())
-    }
-    if experts_mesh is not None and experts_mesh.size() == 1 and not cpu_offload:
-        # FSDP2 would only copy them, unless it has to cast them.
-        for layer in layers_of(model):
-            if layer.groups.expert:
-                ignored |= {x for x in layer.parameters() if is_sharded(x) and x.dtype == (param_dtype or x.dtype)}
+    alone = experts_mesh is not None and experts_mesh.size() == 1 and not cpu_offload
+    ignored = _parameters_that_stay(model, param_dtype, alone=alone)
     dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
     passes, options = BackwardPasses(), _options(mesh, reshard_after_forward, ignored, **dtypes)
     # A number in reshard_after_forward counts ranks of the whole mesh, not of the experts' mesh.
@@ -176,8 +163,49 @@ def apply_fsdp(
     if experts_mesh is not None:
         experts_options = _options(experts_mesh, bool(reshard_after_forward), ignored, **dtypes)
 
-    # One group after the other, from the inside to the outside: a group has what no group inside it has.
     tied = model.lm_head.weight is model.embed_tokens.weight
+    _shard_groups(model, passes, options, experts_options, ignored, tied=tied)
+    # The final norm belongs to the model's own group. It can't be a group, because the model calls its method `add`,
+    # and FSDP2's hooks run only for `forward`.
+    fully_shard(model, **{**options, "reshard_after_forward": False})
+    if param_dtype is not None:
+        model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
+    if float8_gather and isinstance(reshard_after_forward, bool) and not cpu_offload:
+        gather = Float8Gather(model, mesh, param_dtype)
+        # This hook must run before FSDP2's: after that, FSDP2's stream no longer waits for the maxima.
+        model.register_forward_pre_hook(gather, prepend=True)
+    check_first_forward(model, samples, averaged=averaged, replicas=uncovered)
+
+    _set_prefetch(model, prefetch, tied=tied)
+    return model
+
+
+def _parameters_that_stay(model: Decoder, param_dtype: torch.dtype | None, *, alone: bool) -> set[Any]:
+    """Return the parameters that FSDP2 must leave as they are.
+
+    These are frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed. If each rank holds its experts
+    ``alone``, FSDP2 would only copy them, unless it has to cast them, so they stay, too.
+    """
+    ignored = {
+        parameter
+        for layer in layers_of(model)
+        if isinstance(layer, LigerMoE)
+        for name, weight in frozen_parts(layer).items()
+        if weight.sharded is not None
+        for parameter in (getattr(layer, name), *weight.parameters())
+    }
+    if alone:
+        for layer in layers_of(model):
+            if layer.groups.expert:
+                ignored |= {x for x in layer.parameters() if is_sharded(x) and x.dtype == (param_dtype or x.dtype)}
+    return ignored
+
+
+def _shard_groups(
+    model: Decoder, passes: BackwardPasses, options: dict[str, Any], experts_options: dict[str, Any] | None,
+    ignored: set[Any], *, tied: bool,
+) -> None:  # fmt: skip
+    """Shard one group after the other, from the inside to the outside: a group has what no group inside it has."""
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, **{**options, "reshard_after_forward": False})
     else:
@@ -201,25 +229,16 @@ def apply_fsdp(
         _shard(block, passes, **options)
     if not tied:
         _shard(model.lm_head, passes, **{**options, "reshard_after_forward": False})
-    # The final norm belongs to the model's own group. It can't be a group, because the model calls its method `add`,
-    # and FSDP2's hooks run only for `forward`.
-    fully_shard(model, **{**options, "reshard_after_forward": False})
-    if param_dtype is not None:
-        model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
-    if float8_gather and isinstance(reshard_after_forward, bool) and not cpu_offload:
-        gather = Float8Gather(model, mesh, param_dtype)
-        # This hook must run before FSDP2's: after that, FSDP2's stream no longer waits for the maxima.
-        model.register_forward_pre_hook(gather, prepend=True)
-    check_first_forward(model, samples, averaged=averaged, replicas=uncovered)
 
-    # What each group gathers ahead of its own use.
+
+def _set_prefetch(model: Decoder, prefetch: int, *, tied: bool) -> None:
+    """Set what each group gathers ahead of its own use."""
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])
         # Without a list for the backward, PyTorch gathers one group ahead, in the reverse order of the last forward.
         if prefetch > 1:
             module.set_modules_to_backward_prefetch(order[max(index - prefetch, 0) : index][::-1])
-    return model
 
 
 def _make_frozen_parameters() -> None:

@@ -231,47 +231,66 @@ def auto_class(arch: str):
 
 
 def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
+    """Load transformers' model from a folder, with the patches of its family."""
     arch = json.loads((folder / "config.json").read_text())["model_type"]
     model = auto_class(arch).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         # In transformers 5.17 a model with images doesn't read it from its config.
         model.forward = functools.partial(model.forward, output_router_logits=True)
-    if arch.startswith("llama4"):
-        scale_queries_by_position(model)
-    if arch == "llama4_text":
-        model.base_model_prefix = "model"  # the class has the name that its body has in the model with images
     for mixer in model.modules():
         if hasattr(mixer, "in_proj") and (hasattr(mixer, "A_log") or hasattr(mixer, "conv")):
             # The bias of the projection would enter the state at padding.
             mixer.register_forward_pre_hook(keep_mask, with_kwargs=True)
             mixer.in_proj.register_forward_hook(functools.partial(without_padding, mixer))
-        if arch == "nemotron_h" and hasattr(mixer, "time_step_limit"):
+    PATCHES.get(arch, lambda model: None)(model)
+    return model
+
+
+def patch_llama4_text(model) -> None:
+    scale_queries_by_position(model)
+    model.base_model_prefix = "model"  # the class has the name that its body has in the model with images
+
+
+def patch_nemotron_h(model) -> None:
+    for mixer in model.modules():
+        if hasattr(mixer, "time_step_limit"):
             # Transformers 5.23 limits step sizes to (time_step_min, infinity), but not in decoding.
             mixer.time_step_limit = tuple(model.config.time_step_limit)
-    if arch == "gemma3n_text":
-        for block in model.model.layers:
-            block.altup.correct_output_scale.requires_grad_(model.config.altup_correct_scale)
-            # In training, it would clip the weight of a layer and leave out the layer's adapter.
-            vars(block.altup)["train"] = lambda mode=True: None
-        forward = functools.partial(with_per_layer_inputs, model, model.forward)
-        model.forward = functools.update_wrapper(forward, model.forward)
-    if arch == "paligemma":
-        for name, with_types in (("forward", with_prefix_of_labels), ("generate", with_prefix_of_prompts)):
-            method = functools.partial(with_types, getattr(model, name))
-            setattr(model, name, functools.update_wrapper(method, getattr(model, name)))
-    if arch.startswith("glm4v"):
-        model.model.get_placeholder_mask = functools.partial(placeholders_of_glm4v, model.config)
-        # That of other families repeats the images of a row for beams as a group; transformers 5.23 has each by itself.
-        expand = functools.partial(transformers.GenerationMixin._expand_multimodal_outputs, model)
-        model._expand_multimodal_outputs = expand
-    if arch == "phimoe":
-        pass_the_length(model.model.rotary_emb)
-        for layer in model.model.layers:
-            layer.mlp.router.train = lambda mode=True: None  # in training, transformers draws the experts at random
-    if arch == "gemma4_unified":
-        forward = functools.partial(with_masks_of_generation, model, model.forward)
-        model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
-    return model
+
+
+def patch_gemma3n_text(model) -> None:
+    for block in model.model.layers:
+        block.altup.correct_output_scale.requires_grad_(model.config.altup_correct_scale)
+        # In training, it would clip the weight of a layer and leave out the layer's adapter.
+        vars(block.altup)["train"] = lambda mode=True: None
+    wrap_method(model, "forward", functools.partial(with_per_layer_inputs, model))
+
+
+def patch_paligemma(model) -> None:
+    wrap_method(model, "forward", with_prefix_of_labels)
+    wrap_method(model, "generate", with_prefix_of_prompts)
+
+
+def patch_glm4v(model) -> None:
+    model.model.get_placeholder_mask = functools.partial(placeholders_of_glm4v, model.config)
+    # That of other families repeats the images of a row for beams as a group; transformers 5.23 has each by itself.
+    model._expand_multimodal_outputs = functools.partial(transformers.GenerationMixin._expand_multimodal_outputs, model)
+
+
+def patch_phimoe(model) -> None:
+    pass_the_length(model.model.rotary_emb)
+    for layer in model.model.layers:
+        layer.mlp.router.train = lambda mode=True: None  # in training, transformers draws the experts at random
+
+
+def patch_gemma4_unified(model) -> None:
+    wrap_method(model, "forward", functools.partial(with_masks_of_generation, model))
+
+
+def wrap_method(model, name: str, wrapper) -> None:
+    """Replace a method by ``wrapper(method, ...)``. ``generate`` reads the signature of the forward, which stays."""
+    method = getattr(model, name)
+    setattr(model, name, functools.update_wrapper(functools.partial(wrapper, method), method))
 
 
 def placeholders_of_glm4v(config, input_ids, inputs_embeds, image_features=None, video_features=None):
@@ -379,6 +398,20 @@ def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None
             model.config, shape, attention_mask, inputs.get("past_key_values"), places, mm_token_type_ids
         )
     return forward(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+
+PATCHES = {
+    "gemma3n_text": patch_gemma3n_text,
+    "gemma4_unified": patch_gemma4_unified,
+    "glm4v": patch_glm4v,
+    "glm4v_moe": patch_glm4v,
+    "llama4": scale_queries_by_position,
+    "llama4_text": patch_llama4_text,
+    "nemotron_h": patch_nemotron_h,
+    "paligemma": patch_paligemma,
+    "phimoe": patch_phimoe,
+}
+"""What `hf_model` changes in transformers' models of a family, to make them comparable."""
 
 
 def hf_gradients(model) -> dict[str, Tensor]:

@@ -7,9 +7,31 @@ from `CappedGemmaModel`.
 from typing import Any
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import renaming
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.block import SandwichNormBlock
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
+
+SANDWICH_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+"""Names of the norms of a block, which are the same here and in checkpoints."""
+
+WRITE_ACTIVATION = renaming({"hidden_act": "hidden_activation"})
+"""Writes the field ``hidden_act`` as ``hidden_activation``."""
+
+
+class GemmaSandwichBlock(SandwichNormBlock):
+    """The block of Gemma 2 and 3."""
+
+    norm_factory = staticmethod(zero_centered_norm)
+
+    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> GatedMLP:
+        """A gated MLP with the tanh approximation of GELU."""
+        return GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
 
 
 class GemmaModel(CausalLM):

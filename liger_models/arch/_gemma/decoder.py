@@ -56,10 +56,10 @@ class GemmaDecoder(CappedGemmaModel):
             input_ids = find_ids(embeds, self.embed_tokens)
         # Tokens beyond the second vocabulary, such as those of images, have the second embedding of token 0.
         beyond = input_ids >= self.config.vocab_size_per_layer_input
-        ids = self.groups.context_share(input_ids.masked_fill(beyond, 0))
+        ids = self.groups.local_along_context(input_ids.masked_fill(beyond, 0))
         tokens = self.per_layer.embed_tokens(ids)  # [B, T, L · P]
         # Embeddings of all T tokens are cut to this rank's share. Embeddings that already are this share do not change.
-        embeds, tokens = (self.groups.token_share(x) if x.shape[1] == T else x for x in (embeds, tokens))
+        embeds, tokens = (self.groups.local_tokens(x) if x.shape[1] == T else x for x in (embeds, tokens))
         return {"per_layer": self.per_layer(embeds, tokens)}
 
     @property

@@ -200,9 +200,6 @@ def llava_map(
     linears, bias = (f"{projector}.linear_1", f"{projector}.linear_2"), config.multimodal_projector_bias
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         prefix=names.text,
         head=names.head,
         also={

@@ -1,6 +1,6 @@
 """The names that checkpoints of these families have in common: keys of config.json and prefixes of tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from liger_models.convert.config_map import of_text
@@ -39,12 +39,7 @@ MODULES = Prefixes("model.language_model", "model.vision_tower", "model.", "lm_h
 """The names of transformers' modules since 4.52, which some versions also wrote to checkpoints."""
 
 
-def read_llava(
-    config_class: type[Any],
-    hf: Mapping[str, Any],
-    top: tuple[str, ...],
-    read_text: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
-) -> dict[str, Any]:
+def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ...]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and rope settings of the tower into ``vision_config``.
 
     ``image_token_id`` is also accepted for ``image_token_index``. If ``tie_word_embeddings`` is missing at the top
@@ -54,14 +49,13 @@ def read_llava(
         config_class: the config class of the model.
         hf: the content of config.json.
         top: the keys that do not belong to the language model.
-        read_text: the ``from_json`` of the language model.
 
     Raises:
         ValueError: the rope settings of the tower are not supported.
     """
     hf = {"image_token_index" if key == "image_token_id" else key: value for key, value in hf.items()}
     text = hf.get("text_config") or {}
-    flat = of_text(config_class, hf, read_text(text), top)
+    flat = of_text(config_class, hf, text, top)
     flat.setdefault("tie_word_embeddings", bool(text.get("tie_word_embeddings")))
     vision = dict(hf.get("vision_config") or {})
     vision.pop("tie_word_embeddings", None)  # a tower has no head
@@ -74,13 +68,7 @@ def read_llava(
     return flat | {"vision_config": vision | rope}
 
 
-def write_llava(
-    keys: Mapping[str, Any],
-    top: tuple[str, ...],
-    text_type: str,
-    vision_type: str,
-    write_text: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
-) -> dict[str, Any]:
+def write_llava(keys: Mapping[str, Any], top: tuple[str, ...], text_type: str, vision_type: str) -> dict[str, Any]:
     """Invert `read_llava`, with the ``model_type`` of the language model and of the tower in their own parts."""
     vision = {**keys["vision_config"], "model_type": vision_type}
     theta = vision.pop("rope_theta", None)
@@ -88,7 +76,7 @@ def write_llava(
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": theta}
     text = {key: value for key, value in keys.items() if key not in top}
     others = {key: keys[key] for key in top if key in keys and key != "vision_config"}
-    return others | {"vision_config": vision, "text_config": {**write_text(text), "model_type": text_type}}
+    return others | {"vision_config": vision, "text_config": {**text, "model_type": text_type}}
 
 
 def mlp_entries(ours: str, theirs: tuple[str, str], *, bias: bool) -> dict[str, Expression | str]:

@@ -16,12 +16,11 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_tiles,
+    image_settings,
     join,
     read_image,
-    settings_of,
     to_tensor,
 )
 from liger_models.base.processor import MediaSize, image_tokens
@@ -94,9 +93,8 @@ class LlavaNextProcessor(LlavaProcessor):
     def of(cls, model: CausalLM) -> "LlavaNextProcessor":
         """Build the processor of a model from the settings in its checkpoint; see `LlavaProcessor.of`."""
         config, tower = model.config, cast(Any, model.visual)
-        settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens(cls.__name__, model.tokenizer, [config.image_token_index])
-        check_given(settings)
+        settings = image_settings(model.assets)
         return cls(model.tokenizer, LlavaNextImages(settings, config), image=image, tokens=tower.tokens)
 
     def written(self, size: MediaSize) -> tuple[str, int]:

@@ -12,9 +12,15 @@ from liger_models.arch._llava.config import PIXTRAL
 from liger_models.arch._towers.pixtral_processor import BICUBIC, CLIP_MEAN, CLIP_STD, PixtralProcessor
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, join, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_settings,
+    image_settings,
+    join,
+    read_image,
+    to_tensor,
+)
 from liger_models.base.processor import MediaSize, image_tokens
-from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -90,10 +96,6 @@ class LlavaProcessor(ImageProcessor):
         tokens: number of tokens per image.
     """
 
-    def __init__(self, tokenizer: Tokenizer, images: Any, *, image: str, tokens: int) -> None:
-        super().__init__(tokenizer, images, image=image)
-        self.tokens = tokens
-
     @classmethod
     def of(cls, model: CausalLM) -> Any:
         """Build the processor of a model from the settings in its checkpoint: a `PixtralProcessor` for its tower.
@@ -107,9 +109,8 @@ class LlavaProcessor(ImageProcessor):
         config, tower = model.config, cast(Any, model.visual)
         if config.vision_config.model_type == PIXTRAL:
             return PixtralProcessor.of(model)
-        settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens(cls.__name__, model.tokenizer, [config.image_token_index])
-        check_given(settings)
+        settings = image_settings(model.assets)
         images = LlavaImages(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, image=image, tokens=tower.tokens)
 

@@ -1,9 +1,8 @@
 """The language models of the families with a Pixtral or CLIP tower: Mistral and Llama."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
 
@@ -24,8 +23,5 @@ class LlavaBlock(PreNormBlock):
     Like a Llama configuration, the configuration may have ``attention_bias`` and ``mlp_bias``.
     """
 
-    def build_attention(self, config: MistralTextConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        bias = getattr(config, "attention_bias", False)
-        return LigerAttention.from_config(
-            config, layer, kernels, window=config.sliding_window, qkv_bias=bias, o_bias=bias
-        )
+    def attention_options(self, config: MistralTextConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.sliding_window}

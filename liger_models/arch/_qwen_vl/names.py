@@ -127,8 +127,6 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
     tower, over = qwen3_vl_tower(config.vision_config, visual)
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
         prefix=text,
         instead=mlp.get("instead"),

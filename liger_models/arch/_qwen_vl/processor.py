@@ -15,10 +15,10 @@ from torch import Tensor
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_patches,
     each_once,
+    image_settings,
     join,
     one_list,
     read_image,
@@ -296,8 +296,16 @@ class QwenVLProcessor(Processor):
     @classmethod
     def of(cls, model: CausalLM) -> "QwenVLProcessor":
         """See `Processor.of`."""
-        images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
         vision, config = model.config.vision_config, model.config
+        # The texts of the placeholders.
+        ids = config.image_token_id, config.video_token_id
+        image, video = (model.tokenizer.backend.id_to_token(token) or "" for token in ids)
+        if image == "" or video == "":
+            raise ValueError(
+                f"{cls.__name__}: the tokenizer must have the placeholders' ids {ids[0]} and {ids[1]}, got "
+                f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint."
+            )
+        images, videos = image_settings(model.assets), settings_of(model.assets, "video_processor")
         sizes = {
             "patch_size": vision.patch_size,
             "merge_size": vision.spatial_merge_size,
@@ -309,17 +317,6 @@ class QwenVLProcessor(Processor):
                 raise ValueError(
                     f"{name}: must have the model's {sizes}, got {wrong}. Take the files of one checkpoint."
                 )
-
-        # The texts of the placeholders.
-        image, video = (
-            model.tokenizer.backend.id_to_token(token) or "" for token in (config.image_token_id, config.video_token_id)
-        )
-        if image == "" or video == "":
-            raise ValueError(
-                f"{cls.__name__}: the tokenizer must have the placeholders' ids {config.image_token_id} and "
-                f"{config.video_token_id}, got {len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint."
-            )
-        check_given(images)
 
         apart: bool = cast(Any, model).frames_apart
         return cls(

@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import LateWindowDecoderConfig
 
@@ -36,5 +34,5 @@ class Qwen2VLTextConfig(LateWindowDecoderConfig):
 class Qwen2VLBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: Qwen2VLTextConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, qkv_bias=True, window=config.window(layer))
+    def attention_options(self, config: Qwen2VLTextConfig, layer: int) -> dict[str, Any]:
+        return {"qkv_bias": True, "window": config.window(layer)}

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from liger_models.convert.weight_map import Expression, Rearrange, qkv_rows
+from liger_models.convert.weight_map import Expression, Rearrange, tower_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.linear import local
@@ -67,7 +67,7 @@ def clip_entries(vision: Any, layers: int, theirs: str) -> dict[str, Expression 
         layers: number of blocks that the tower runs.
         theirs: the prefix of the tower's tensors in the checkpoint.
     """
-    kinds, heads, count = ("weight", "bias"), vision.num_attention_heads, vision.num_hidden_layers
+    kinds, count = ("weight", "bias"), vision.num_hidden_layers
     entries: dict[str, Expression | str] = {
         "visual.patch_embed.weight": Rearrange(
             "c p y x -> c (p y x)", f"{theirs}.embeddings.patch_embedding.weight",
@@ -80,15 +80,19 @@ def clip_entries(vision: Any, layers: int, theirs: str) -> dict[str, Expression 
     }  # fmt: skip
     for b in range(count):
         ours = f"visual.blocks.{b}" if b < layers else f"visual.unread.{b - layers}"
-        block = f"{theirs}.encoder.layers.{b}"
-        for k in kinds:
-            entries |= {
-                f"{ours}.attn.qkv_proj.{k}": qkv_rows(
-                    *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
-                    heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
-                ),
-                f"{ours}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}",
-                **{f"{ours}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2)},
-                **{f"{ours}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2")},
-            }  # fmt: skip
+        entries |= block_entries(ours, f"{theirs}.encoder.layers.{b}", vision)
+    return entries
+
+
+def block_entries(ours: str, theirs: str, vision: Any) -> dict[str, Expression | str]:
+    """Return the entries of a block of CLIP or SigLIP with the sizes ``vision`` and the given prefixes of names."""
+    entries: dict[str, Expression | str] = {}
+    for k in ("weight", "bias"):
+        rows = tower_rows(f"{theirs}.self_attn", k, vision.num_attention_heads, vision.hidden_size)
+        entries |= {
+            f"{ours}.attn.qkv_proj.{k}": rows,
+            f"{ours}.attn.o_proj.{k}": f"{theirs}.self_attn.out_proj.{k}",
+            **{f"{ours}.norm{n}.{k}": f"{theirs}.layer_norm{n}.{k}" for n in (1, 2)},
+            **{f"{ours}.mlp.{fc}.{k}": f"{theirs}.mlp.{fc}.{k}" for fc in ("fc1", "fc2")},
+        }
     return entries

@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from liger_models.convert.weight_map import Expression, Rearrange, gate_up_rows, qkv_rows
+from liger_models.convert.weight_map import Expression, Rearrange, gate_up_rows, tower_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import check_multiple, check_values
@@ -170,10 +170,7 @@ def pixtral_entries(vision: PixtralVisionConfig, layers: int, theirs: str) -> di
         block = f"{theirs}.transformer.layers.{b}"
         entries |= {
             f"{ours}.norm1.weight": f"{block}.attention_norm.weight",
-            f"{ours}.attn.qkv_proj.weight": qkv_rows(
-                *(f"{block}.attention.{part}_proj.weight" for part in "qkv"),
-                heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
-            ),
+            f"{ours}.attn.qkv_proj.weight": tower_rows(f"{block}.attention", "weight", heads, vision.hidden_size),
             f"{ours}.attn.o_proj.weight": f"{block}.attention.o_proj.weight",
             f"{ours}.norm2.weight": f"{block}.ffn_norm.weight",
             f"{ours}.mlp.gate_up_proj.weight": gate_up_rows(

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, join, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_settings,
+    image_settings,
+    join,
+    read_image,
+    to_tensor,
+)
 from liger_models.base.processor import MediaSize
 from liger_models.common.json_files import parse_json
 from liger_models.text.tokenizer import Tokenizer
@@ -105,7 +112,6 @@ class PixtralProcessor(ImageProcessor):
                 settings are not implemented.
         """
         tower: Any = model.visual
-        settings = settings_of(model.assets, "image_processor")
         common = parse_json(model.assets.get(FILE, b"{}"), FILE)
         names = [
             common.get(key) or word
@@ -120,7 +126,7 @@ class PixtralProcessor(ImageProcessor):
                 f"{model.config.image_token_index} (image_token_index), got the ids {ids}. Use the tokenizer of the "
                 "checkpoint."
             )
-        check_given(settings)
+        settings = image_settings(model.assets)
         images = PixtralImages(settings, tower.patch * tower.merge)
         return cls(model.tokenizer, images, image=names[0], row_end=names[1], end=names[2])
 

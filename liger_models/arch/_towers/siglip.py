@@ -11,7 +11,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from liger_models.convert.weight_map import Expression, Rearrange, qkv_rows
+from liger_models.arch._towers.clip import block_entries
+from liger_models.convert.weight_map import Expression, Rearrange
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import PLAIN_ACTIVATIONS, check_multiple, check_values
@@ -22,12 +23,11 @@ from liger_models.layers.vision import VisionBlock
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiglipVisionConfig:
-    """Sizes of the vision tower, all of whose images have one size.
+class SiglipSizes:
+    """Sizes of a SigLIP tower, whose learned positions may be those of images of several sizes.
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads, the image size is not a multiple of the patch
-            size, or the activation is not supported.
+        ValueError: the width is not a multiple of the number of heads, or a setting is not supported.
     """
 
     hidden_size: int = 768
@@ -35,16 +35,31 @@ class SiglipVisionConfig:
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_channels: int = 3
-    image_size: int = 224
     patch_size: int = 16
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-6
     attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_multiple(self, hidden_size="num_attention_heads")
+        check_values(self, hidden_act=PLAIN_ACTIVATIONS, attention_dropout=(0.0,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiglipVisionConfig(SiglipSizes):
+    """Sizes of the vision tower, all of whose images have one size.
+
+    Raises:
+        ValueError: the image size is not a multiple of the patch size; otherwise as in `SiglipSizes`.
+    """
+
+    image_size: int = 224
     vision_use_head: bool = False
 
     def __post_init__(self) -> None:
-        check_multiple(self, hidden_size="num_attention_heads", image_size="patch_size")
-        check_values(self, hidden_act=PLAIN_ACTIVATIONS, attention_dropout=(0.0,), vision_use_head=(False,))
+        super().__post_init__()
+        check_multiple(self, image_size="patch_size")
+        check_values(self, vision_use_head=(False,))
 
     @property
     def patches_per_side(self) -> int:
@@ -104,7 +119,6 @@ def siglip_entries(vision: Any, theirs: str) -> dict[str, Expression | str]:
         vision: sizes of the tower.
         theirs: the prefix of the tower's tensors in the checkpoint.
     """
-    kinds, heads = ("weight", "bias"), vision.num_attention_heads
     entries: dict[str, Expression | str] = {
         "visual.patch_embed.weight": Rearrange(
             "c p y x -> c (p y x)", f"{theirs}.embeddings.patch_embedding.weight",
@@ -112,19 +126,8 @@ def siglip_entries(vision: Any, theirs: str) -> dict[str, Expression | str]:
         ),
         "visual.patch_embed.bias": f"{theirs}.embeddings.patch_embedding.bias",
         "visual.pos_embed.weight": f"{theirs}.embeddings.position_embedding.weight",
-        **{f"visual.post_layernorm.{k}": f"{theirs}.post_layernorm.{k}" for k in kinds},
+        **{f"visual.post_layernorm.{k}": f"{theirs}.post_layernorm.{k}" for k in ("weight", "bias")},
     }  # fmt: skip
     for b in range(vision.num_hidden_layers):
-        ours, block = f"visual.blocks.{b}", f"{theirs}.encoder.layers.{b}"
-        for k in kinds:
-            entries |= {
-                # The tower has as many key heads as query heads.
-                f"{ours}.attn.qkv_proj.{k}": qkv_rows(
-                    *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
-                    heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
-                ),
-                f"{ours}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}",
-                **{f"{ours}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2)},
-                **{f"{ours}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2")},
-            }  # fmt: skip
+        entries |= block_entries(f"visual.blocks.{b}", f"{theirs}.encoder.layers.{b}", vision)
     return entries

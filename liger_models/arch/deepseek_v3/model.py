@@ -21,9 +21,8 @@ from typing import Any
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import renaming
-from liger_models.convert.format import deepseek_mtp
+from liger_models.convert.format import DEEPSEEK_IGNORED_KEYS, deepseek_mtp
 from liger_models.convert.weight_map import WeightMap, shared_moe_map
-from liger_models.kernels.options import KernelOptions
 from liger_models.layers.block import SharedExpertBlock
 from liger_models.layers.config import GroupedExperts, LatentDecoderConfig
 from liger_models.layers.latent_attention import LigerLatentAttention
@@ -58,8 +57,10 @@ class DeepseekV3Config(GroupedExperts, LatentDecoderConfig):
 class DeepseekV3Block(SharedExpertBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: DeepseekV3Config, layer: int, kernels: KernelOptions) -> LigerLatentAttention:
-        return LigerLatentAttention.from_config(config, layer, kernels, interleaved=config.rope_interleave)
+    attention_class = LigerLatentAttention
+
+    def attention_options(self, config: DeepseekV3Config, layer: int) -> dict[str, Any]:
+        return {"interleaved": config.rope_interleave}
 
 
 class LigerDeepseekV3(CausalLM):
@@ -70,17 +71,7 @@ class LigerDeepseekV3(CausalLM):
     replays_routing = True
 
 
-# Keys of the released code and of the router's training, which the model in transformers does not read.
-IGNORED_KEYS = (
-    "aux_loss_alpha",
-    "ep_size",
-    "moe_layer_freq",
-    "output_router_logits",  # there is no load-balancing loss
-    "qk_head_dim",
-    "scoring_func",
-    "seq_aux",
-    "topk_method",
-)
+IGNORED_KEYS = (*DEEPSEEK_IGNORED_KEYS, "topk_method")
 
 
 from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})

@@ -96,8 +96,6 @@ def other_maps(config: Gemma3Config) -> list[WeightMap]:
 def _map(config: Gemma3Config, prefix: str, visual: str, projector: str, head: str) -> WeightMap:
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=text.NORMS,
         prefix=prefix,
         head=head,

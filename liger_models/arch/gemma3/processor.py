@@ -4,14 +4,20 @@ Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py`
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
-from liger_models.base.images import Normalize, check_given, check_settings, join, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_settings,
+    image_settings,
+    read_image,
+    to_tensor,
+)
 from liger_models.base.processor import MediaSize, image_tokens
 from liger_models.text.tokenizer import Tokenizer
 
@@ -110,8 +116,8 @@ class Gemma3Processor(ImageProcessor):
     def __init__(
         self, tokenizer: Tokenizer, images: Gemma3Images, *, begin: str, image: str, end: str, tokens: int
     ) -> None:
-        super().__init__(tokenizer, images, image=image)
-        self.begin, self.tokens = begin, tokens
+        super().__init__(tokenizer, images, image=image, tokens=tokens)
+        self.begin = begin
         self.expanded = f"\n\n{begin}{image * tokens}{end}\n\n"
 
     @classmethod
@@ -119,10 +125,9 @@ class Gemma3Processor(ImageProcessor):
         """See `Processor.of`."""
         config = model.config
         # The model's configuration has the ids of the placeholders; the processor's files have the image settings.
-        settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_index, config.image_token_index, config.eoi_token_index
         begin, image, end = image_tokens("Gemma3Processor", model.tokenizer, ids)
-        check_given(settings)
+        settings = image_settings(model.assets)
         images = Gemma3Images(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, begin=begin, image=image, end=end, tokens=config.mm_tokens_per_image)
 
@@ -140,7 +145,3 @@ class Gemma3Processor(ImageProcessor):
         crops = " ".join([self.expanded] * pieces)
         text = f"Here is the original image {self.expanded} and here are some crops to help you see better {crops}"
         return text, (1 + pieces) * self.tokens
-
-    def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
-        """See `ImageProcessor.joined`; returns ``pixel_values`` [n, 3, image_size, image_size]."""
-        return {"pixel_values": join(converted)} if converted else {}

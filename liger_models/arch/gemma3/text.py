@@ -14,17 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from liger_models.arch._gemma.base import CappedGemmaModel, GemmaModel
+from liger_models.arch._gemma.base import (
+    SANDWICH_NORMS,
+    WRITE_ACTIVATION,
+    CappedGemmaModel,
+    GemmaModel,
+    GemmaSandwichBlock,
+)
 from liger_models.arch.registry import add_family
 from liger_models.convert.config_map import flat_rope
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
-from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import zero_centered_norm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 from liger_models.layers.rope import RotaryEmbedding
 
@@ -73,37 +75,19 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
         return "sliding_attention" if (layer + 1) % self.sliding_window_pattern else "full_attention"
 
 
-class Gemma3Block(nn.Module):
+class Gemma3Block(GemmaSandwichBlock):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
-    def __init__(self, config: Gemma3TextConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = zero_centered_norm(config, kernels)
+    attention_class = LigerQKNormAttention
+
+    def attention_options(self, config: Gemma3TextConfig, layer: int) -> dict[str, Any]:
         # The type of a layer determines its window and the frequencies of its rotary embedding.
         layer_type = config.layer_type(layer)
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=norm,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            scale=config.query_pre_attn_scalar**-0.5,
-            window=config.sliding_window if layer_type == "sliding_attention" else None,
-            rotary=layer_type,
-        )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.pre_feedforward_layernorm = norm(config.hidden_size)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
-        self.post_feedforward_layernorm = norm(config.hidden_size)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        x = self.post_attention_layernorm(x)
-        x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
-        return self.post_feedforward_layernorm(x), residual
+        return {
+            "scale": config.query_pre_attn_scalar**-0.5,
+            "window": config.sliding_window if layer_type == "sliding_attention" else None,
+            "rotary": layer_type,
+        }
 
 
 class Gemma3Decoder(GemmaModel):
@@ -130,14 +114,7 @@ IGNORED_KEYS = (
 )
 
 
-NORMS = (
-    "input_layernorm",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+NORMS = ("self_attn.q_norm", "self_attn.k_norm", *SANDWICH_NORMS)
 """Names of the norms of a block, which are the same here and in checkpoints."""
 
 
@@ -147,19 +124,12 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
 
-def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the field ``hidden_act`` as ``hidden_activation``."""
-    return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
+to_json = WRITE_ACTIVATION
 
 
 def weight_map(config: Gemma3TextConfig) -> WeightMap:
     """Maps the parameters of Gemma 3 to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(
-        config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        norms=NORMS,
-    )
+    return decoder_map(config, norms=NORMS)
 
 
 add_family(

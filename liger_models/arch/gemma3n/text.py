@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.arch._gemma.attention import GemmaAttention, GemmaLayout
+from liger_models.arch._gemma.base import SANDWICH_NORMS, WRITE_ACTIVATION
 from liger_models.arch._gemma.decoder import GemmaDecoder
 from liger_models.arch._gemma.names import PER_LAYER, attention_entries
 from liger_models.arch._gemma.per_layer import PerLayerBranch
@@ -271,13 +272,7 @@ class LigerGemma3nText(Gemma3nDecoder):
 
 IGNORED_KEYS = ("cache_implementation", "query_pre_attn_scalar")  # a generation setting, and a key of Gemma 3
 
-NORMS = (
-    "input_layernorm",
-    "self_attn.q_norm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+NORMS = ("self_attn.q_norm", *SANDWICH_NORMS)
 """Names of the norms of a block, which are the same here and in checkpoints."""
 
 BLOCK = {
@@ -299,9 +294,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
 
-def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the field ``hidden_act`` as ``hidden_activation``."""
-    return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
+to_json = WRITE_ACTIVATION
 
 
 def text_map(config: Gemma3nTextConfig, prefix: str = "model", kept: tuple[str, ...] = ()) -> WeightMap:

@@ -15,12 +15,11 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_patches,
+    image_settings,
     join,
     read_image,
-    settings_of,
     to_rows,
 )
 from liger_models.base.processor import MediaSize, image_tokens
@@ -106,10 +105,9 @@ class Gemma4Processor(ImageProcessor):
     def of(cls, model: CausalLM) -> "Gemma4Processor":
         """See `Processor.of`."""
         config = model.config
-        settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_id, config.image_token_id, config.eoi_token_id
         begin, image, end = image_tokens("Gemma4Processor", model.tokenizer, ids)
-        check_given(settings)
+        settings = image_settings(model.assets)
         vision = config.vision_config
         merge = vision.pooled < vision.pooling_kernel_size
         images = Gemma4Images(settings, vision.patch_size, vision.pooling_kernel_size, merge)

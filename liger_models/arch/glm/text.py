@@ -18,7 +18,6 @@ from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
@@ -51,8 +50,8 @@ class GLMConfig(RMSNormDecoderConfig):
 class GLMBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: GLMConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.attention_bias, interleaved=True)
+    def attention_options(self, config: GLMConfig, layer: int) -> dict[str, Any]:
+        return {"o_bias": False, "interleaved": True}
 
 
 class LigerGLM(CausalLM):
@@ -111,7 +110,7 @@ def _map(config: GLMConfig, norms: tuple[str, ...], prefix: str = "model", **mor
     gate_up = fused_gate_up_rows(f"{prefix}.layers.{{i}}.mlp.gate_up_proj.weight")
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
+        o_bias=False,
         norms=norms,
         instead={"mlp.gate_up_proj.weight": gate_up},
         prefix=prefix,

@@ -64,9 +64,9 @@ class Glm4MoeBlock(SharedExpertBlock):
 
     def build_attention(self, config: Glm4MoeConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
         if not config.use_qk_norm:
-            return LigerAttention.from_config(config, layer, kernels, qkv_bias=config.attention_bias)
+            return LigerAttention.from_config(config, layer, kernels, o_bias=False)
         norm = self.norm_factory(config, kernels)
-        return LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, qkv_bias=config.attention_bias)
+        return LigerQKNormAttention.from_config(config, layer, kernels, norm=norm, o_bias=False)
 
 
 class LigerGlm4Moe(CausalLM):
@@ -102,9 +102,7 @@ def weight_map(config: Glm4MoeConfig, *, fused: bool = False, prefix: str = "mod
     norms += ["self_attn.q_norm", "self_attn.k_norm"] if config.use_qk_norm else []
     layers = config.num_hidden_layers
     later = [f"{prefix}.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
-    return shared_moe_map(
-        config, fused=fused, qkv_bias=config.attention_bias, norms=norms, kept=later, prefix=prefix, **more
-    )
+    return shared_moe_map(config, fused=fused, o_bias=False, norms=norms, kept=later, prefix=prefix, **more)
 
 
 add_family(

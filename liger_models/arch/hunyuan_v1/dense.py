@@ -95,7 +95,7 @@ HEAD_NORMS = {
 
 def weight_map(config: HunYuanDenseV1Config) -> WeightMap:
     """Maps the parameters of Hunyuan to the tensors of a Hugging Face checkpoint."""
-    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, instead=HEAD_NORMS)
+    return decoder_map(config, instead=HEAD_NORMS)
 
 
 add_family(

@@ -133,7 +133,7 @@ def weight_map(config: HunYuanMoEV1Config, *, fused: bool = False) -> WeightMap:
     mlp = "layers.{sparse}.mlp"
     return shared_moe_map(
         config, fused=fused, experts=config.num_experts, shared="shared_mlp", correction=False,
-        qkv_bias=config.attention_bias, o_bias=config.attention_bias, instead=HEAD_NORMS,
+        instead=HEAD_NORMS,
         also={f"{mlp}.experts.gate.weight": f"model.{mlp}.gate.wg.weight"},
     )  # fmt: skip
 

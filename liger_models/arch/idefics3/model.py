@@ -165,9 +165,6 @@ def weight_map(config: Idefics3Config) -> WeightMap:
     tower["visual.projection.weight"] = "model.connector.modality_projection.proj.weight"
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         prefix="model.text_model",
         also=tower,
     )

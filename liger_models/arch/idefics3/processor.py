@@ -14,16 +14,14 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_tiles,
+    image_settings,
     read_image,
     resize,
-    settings_of,
     to_tensor,
 )
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
-from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from liger_models.base.images import Source
@@ -135,17 +133,12 @@ class Idefics3Processor(ImageProcessor):
 
     video = VIDEO
 
-    def __init__(self, tokenizer: Tokenizer, images: Idefics3Images, *, image: str, tokens: int) -> None:
-        super().__init__(tokenizer, images, image=image)
-        self.tokens = tokens
-
     @classmethod
     def of(cls, model: CausalLM) -> "Idefics3Processor":
         """See `Processor.of`."""
         config = model.config
-        settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("Idefics3Processor", model.tokenizer, [config.image_token_id])
-        check_given(settings)
+        settings = image_settings(model.assets)
         check_tokens("Idefics3Processor", model.tokenizer, [AROUND])
         images = Idefics3Images(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, image=image, tokens=config.tokens_per_tile)
@@ -160,10 +153,6 @@ class Idefics3Processor(ImageProcessor):
         )
         text = (f"{cut}\n" if cut else "") + f"{AROUND}{GLOBAL}{tile}{AROUND}"
         return text, (columns * rows + 1) * self.tokens
-
-    def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
-        """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, side, side]."""
-        return {"pixel_values": torch.cat([*converted])} if converted else {}
 
     def batched(self, texts: Sequence[str], converted: Sequence[Tensor]) -> dict[str, Tensor]:
         """See `ImageProcessor.batched`.

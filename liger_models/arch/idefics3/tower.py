@@ -6,35 +6,21 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from liger_models.arch._towers.siglip import SiglipTower
+from liger_models.arch._towers.siglip import SiglipSizes, SiglipTower
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.config import PLAIN_ACTIVATIONS, RMSNormDecoderConfig, check_multiple, check_values
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.linear import local
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3VisionConfig:
-    """Sizes of the vision tower.
-
-    Raises:
-        ValueError: the width is not a multiple of the number of heads, or a setting is not supported.
-    """
+class Idefics3VisionConfig(SiglipSizes):
+    """Sizes of the vision tower."""
 
     hidden_size: int = 1152
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
     num_attention_heads: int = 16
-    num_channels: int = 3
     image_size: int = 224
     patch_size: int = 32
-    hidden_act: str = "gelu_pytorch_tanh"
-    layer_norm_eps: float = 1e-6
-    attention_dropout: float = 0.0
     initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        check_multiple(self, hidden_size="num_attention_heads")
-        check_values(self, hidden_act=PLAIN_ACTIVATIONS, attention_dropout=(0.0,))
 
     @property
     def side(self) -> int:

@@ -21,7 +21,6 @@ from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
@@ -39,9 +38,7 @@ class InternVLBlock(PreNormBlock):
             config, layer, kernels, norm=self.norm_factory(config, kernels), **options
         )
 
-    def build_mlp(self, config: InternVLConfig, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: InternVLConfig, kernels: KernelOptions) -> LigerMoE:
         routing = Routing(config.num_experts_per_tok, config.norm_topk_prob, round_weights=True)
         return LigerMoE(
             config.hidden_size, config.moe_intermediate_size, config.num_experts, routing, kernel=kernels.swiglu

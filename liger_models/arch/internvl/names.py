@@ -10,9 +10,9 @@ from liger_models.convert.weight_map import (
     Rearrange,
     WeightMap,
     decoder_map,
-    qkv_rows,
     sparse_mlps,
     stacked_experts,
+    tower_rows,
 )
 
 IGNORED_KEYS = (
@@ -95,14 +95,8 @@ def _map(config: InternVLConfig, text: str, prefix: str, head: str, *, fused: bo
         "visual.patch_embed.bias": f"{visual}.embeddings.patch_embeddings.projection.bias",
         "visual.class_embed": f"{visual}.embeddings.cls_token",
         "visual.pos_embed": f"{visual}.embeddings.position_embeddings",
-        # The tower has as many key heads as query heads.
         **{
-            f"{ours}.attn.qkv_proj.{k}": qkv_rows(
-                *(f"{attention}.{part}_proj.{k}" for part in "qkv"),
-                heads=heads,
-                kv_heads=heads,
-                head_dim=vision.hidden_size // heads,
-            )
+            f"{ours}.attn.qkv_proj.{k}": tower_rows(attention, k, heads, vision.hidden_size)
             for k in (kinds if vision.attention_bias else ("weight",))
         },
         **{f"{ours}.attn.o_proj.{k}": f"{attention}.projection_layer.{k}" for k in kinds},

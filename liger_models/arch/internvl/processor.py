@@ -3,7 +3,7 @@
 Source: transformers ``image_processing_pil_got_ocr2.py``, ``processing_internvl.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,12 +13,10 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_tiles,
-    join,
+    image_settings,
     read_image,
-    settings_of,
     to_tensor,
 )
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
@@ -103,16 +101,15 @@ class InternVLProcessor(ImageProcessor):
     def __init__(
         self, tokenizer: Tokenizer, images: InternVLImages, *, image: str, begin: str, end: str, tokens: int, video: str
     ) -> None:
-        super().__init__(tokenizer, images, image=image)
-        self.begin, self.end, self.tokens, self.video = begin, end, tokens, video
+        super().__init__(tokenizer, images, image=image, tokens=tokens)
+        self.begin, self.end, self.video = begin, end, video
 
     @classmethod
     def of(cls, model: CausalLM) -> "InternVLProcessor":
         """See `Processor.of`."""
         config = model.config
-        settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("InternVLProcessor", model.tokenizer, [config.image_token_id])
-        check_given(settings)
+        settings = image_settings(model.assets)
         # Other tokens have a name in the tokenizer's file, at its top or among the special tokens.
         file = parse_json(model.assets.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
         special = file.get("extra_special_tokens")
@@ -132,7 +129,3 @@ class InternVLProcessor(ImageProcessor):
         """See `Processor.written`."""
         tokens = self.images.tiles((size.width, size.height)) * self.tokens
         return f"{self.begin}{self.image * tokens}{self.end}", tokens
-
-    def joined(self, converted: Sequence[Tensor]) -> dict[str, Tensor]:
-        """See `ImageProcessor.joined`; returns ``pixel_values`` [tiles, 3, side, side]."""
-        return {"pixel_values": join(converted)} if converted else {}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.weight_map import Expression, Rearrange, Split, Stack, WeightMap, qkv_rows
+from liger_models.convert.weight_map import Expression, Rearrange, Split, Stack, WeightMap, attention_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import DecoderConfig
@@ -114,12 +114,7 @@ def lfm2_map(
     entries: dict[str, Expression | str] = {
         "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}.weight": f"{layer}.{name}.weight" for name in ("operator_norm", "ffn_norm")},
-        "layers.{full}.self_attn.qkv_proj.weight": qkv_rows(
-            *(f"{full}.self_attn.{part}_proj.weight" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        ),
+        "layers.{full}.self_attn.qkv_proj.weight": attention_rows(f"{full}.self_attn", "weight", config),
         "layers.{full}.self_attn.o_proj.weight": f"{full}.self_attn.out_proj.weight",
         **{
             f"layers.{{full}}.self_attn.{part}_norm.weight": f"{full}.self_attn.{part}_layernorm.weight"

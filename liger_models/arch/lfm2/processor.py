@@ -18,13 +18,12 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_patches,
     cut_tiles,
+    image_settings,
     join,
     read_image,
-    settings_of,
     to_rows,
 )
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
@@ -211,9 +210,8 @@ class Lfm2VlProcessor(ImageProcessor):
     def of(cls, model: CausalLM) -> "Lfm2VlProcessor":
         """See `Processor.of`."""
         config = model.config
-        settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("Lfm2VlProcessor", model.tokenizer, [config.image_token_id])
-        check_given(settings)
+        settings = image_settings(model.assets)
         images = Lfm2VlImages(settings, config.vision_config.patch_size, config.downsample_factor)
         marks = parse_json(model.assets.get(FILE, b"{}"), FILE).get("use_image_special_tokens") is not False
         names = {"begin": "<|image_start|>", "thumbnail": "<|img_thumbnail|>", "end": "<|image_end|>"}

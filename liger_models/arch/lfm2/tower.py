@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from liger_models.arch._towers.siglip import SiglipTower
+from liger_models.arch._towers.siglip import SiglipSizes, SiglipTower
 from liger_models.arch.lfm2.dense import Lfm2Config
 from liger_models.common.errors import is_traced
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import PLAIN_ACTIVATIONS, check_multiple, check_values
+from liger_models.layers.config import PLAIN_ACTIVATIONS, check_values
 from liger_models.layers.linear import local
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
@@ -24,29 +24,18 @@ PROJECTOR_EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lfm2VisionConfig:
+class Lfm2VisionConfig(SiglipSizes):
     """Sizes of the vision tower, with ``num_patches`` learned positions.
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads, ``num_patches`` is not a square, or a setting is
-            not supported.
+        ValueError: ``num_patches`` is not a square; otherwise as in `SiglipSizes`.
     """
 
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    num_channels: int = 3
     num_patches: int = 256
-    patch_size: int = 16
-    hidden_act: str = "gelu_pytorch_tanh"
-    layer_norm_eps: float = 1e-6
-    attention_dropout: float = 0.0
     vision_use_head: bool = True
 
     def __post_init__(self) -> None:
-        check_multiple(self, hidden_size="num_attention_heads")
-        check_values(self, hidden_act=PLAIN_ACTIVATIONS, attention_dropout=(0.0,))
+        super().__post_init__()
         if self.patches_per_side**2 != self.num_patches:
             raise ValueError(
                 f"{type(self).__name__}: num_patches must be the square of a number of rows, got {self.num_patches}. "

@@ -22,7 +22,7 @@ from liger_models.arch.llama4.tower import Llama4Config, Llama4Tower
 from liger_models.arch.registry import add_family
 from liger_models.base.image_tokens import EqualImageModel
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import WeightMap, decoder_map, qkv_rows
+from liger_models.convert.weight_map import WeightMap, decoder_map, tower_rows
 
 
 class LigerLlama4(EqualImageModel, Llama4Decoder):
@@ -93,14 +93,8 @@ def weight_map(config: Llama4Config) -> WeightMap:
         "visual.class_embed": f"{visual}.class_embedding",
         "visual.pos_embed.weight": f"{visual}.positional_embedding_vlm",
         **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
-        # The tower has as many key heads as query heads.
         **{
-            f"visual.blocks.{{b}}.attn.qkv_proj.{k}": qkv_rows(
-                *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
-                heads=heads,
-                kv_heads=heads,
-                head_dim=vision.hidden_size // heads,
-            )
+            f"visual.blocks.{{b}}.attn.qkv_proj.{k}": tower_rows(f"{block}.self_attn", k, heads, vision.hidden_size)
             for k in kinds
         },
         **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.self_attn.o_proj.{k}" for k in kinds},

@@ -14,16 +14,14 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter, ImageProcessor
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_tiles,
+    image_settings,
     join,
     read_image,
-    settings_of,
     to_tensor,
 )
 from liger_models.base.processor import MediaSize, check_tokens, image_tokens
-from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from liger_models.base.images import Source
@@ -137,18 +135,13 @@ class Llama4Processor(ImageProcessor):
 
     placeholder_token = PLACEHOLDER
 
-    def __init__(self, tokenizer: Tokenizer, images: Llama4Images, *, image: str, tokens: int) -> None:
-        super().__init__(tokenizer, images, image=image)
-        self.tokens = tokens
-
     @classmethod
     def of(cls, model: CausalLM) -> "Llama4Processor":
         """See `Processor.of`."""
         config, vision = model.config, model.config.vision_config
-        settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens("Llama4Processor", model.tokenizer, [config.image_token_index])
         check_tokens("Llama4Processor", model.tokenizer, (PLACEHOLDER, BEGIN, END, BETWEEN_COLUMNS, AFTER_ROW))
-        check_given(settings)
+        settings = image_settings(model.assets)
         images = Llama4Images(settings, vision.image_size)
         return cls(model.tokenizer, images, image=image, tokens=vision.tokens_per_tile)
 

@@ -11,12 +11,11 @@ Source: https://arxiv.org/abs/2310.06825, https://mistral.ai/news/ministraux, tr
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.attention import LigerAttention
 from liger_models.layers.block import PreNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig, is_sliding
 
@@ -39,8 +38,8 @@ class MistralConfig(RMSNormDecoderConfig):
 class MistralBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
-    def build_attention(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        return LigerAttention.from_config(config, layer, kernels, window=config.window(layer))
+    def attention_options(self, config: MistralConfig, layer: int) -> dict[str, Any]:
+        return {"window": config.window(layer)}
 
 
 class LigerMistral(CausalLM):

@@ -77,7 +77,7 @@ class ImageStates:
             # One region for all layers, so that the gradients of the image tokens are all-reduced once.
             tokens = copy_to_region(tokens, replace(groups.tensor, sequence_parallel=False))
         layout = BatchLayout(places, {}, cache=cache, masks={None: mask}, causal=False)
-        return cls(tokens, layout, groups.token_share(reached), groups.token_share(sees))
+        return cls(tokens, layout, groups.local_tokens(reached), groups.local_tokens(sees))
 
 
 @dataclass(frozen=True, eq=False)

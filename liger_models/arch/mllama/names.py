@@ -5,7 +5,16 @@ from typing import Any
 
 from liger_models.arch.mllama.config import MllamaConfig
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import Cat, Expression, Rearrange, Split, WeightMap, decoder_map, qkv_rows
+from liger_models.convert.weight_map import (
+    Cat,
+    Expression,
+    Rearrange,
+    Split,
+    WeightMap,
+    attention_rows,
+    decoder_map,
+    tower_rows,
+)
 
 IGNORED_KEYS = ("tie_word_embeddings",)  # in vision_config
 TOP = ("image_token_index", "vision_config")
@@ -75,12 +84,7 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
         prefix=text,
         head=head,
         also={
-            "layers.{own}.self_attn.qkv_proj.weight": qkv_rows(
-                *(f"{own}.self_attn.{part}_proj.weight" for part in "qkv"),
-                heads=config.num_attention_heads,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_size,
-            ),
+            "layers.{own}.self_attn.qkv_proj.weight": attention_rows(f"{own}.self_attn", "weight", config),
             "layers.{own}.self_attn.o_proj.weight": f"{own}.self_attn.o_proj.weight",
             **{
                 f"layers.{{cross}}.cross_attn.{part}.weight": f"{cross}.cross_attn.{part}.weight"
@@ -102,10 +106,7 @@ def _tower_block(config: MllamaConfig, number: int, theirs: str) -> dict[str, Ex
     block, kinds = f"visual.blocks.{number}", ("weight", "bias")
     norms = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
     return {
-        f"{block}.attn.qkv_proj.weight": qkv_rows(
-            *(f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv"),
-            heads=heads, kv_heads=heads, head_dim=width // heads,
-        ),
+        f"{block}.attn.qkv_proj.weight": tower_rows(f"{theirs}.self_attn", "weight", heads, width),
         f"{block}.attn.o_proj.weight": f"{theirs}.self_attn.o_proj.weight",
         **{f"{block}.{norm}.{k}": f"{theirs}.{name}.{k}" for norm, name in norms.items() for k in kinds},
         **{f"{block}.mlp.{fc}.{k}": f"{theirs}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},

@@ -14,14 +14,13 @@ from torch.nn.functional import pad
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_tiles,
     each_once,
+    image_settings,
     join,
     one_list,
     read_image,
-    settings_of,
     to_tensor,
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
@@ -129,7 +128,6 @@ class MllamaProcessor(Processor):
     def of(cls, model: CausalLM) -> "MllamaProcessor":
         """See `Processor.of`."""
         config, vision = model.config, model.config.vision_config
-        settings = settings_of(model.assets, "image_processor")
         ids = config.image_token_index, config.bos_token_id
         image, bos = ((token is not None and model.tokenizer.backend.id_to_token(token)) or "" for token in ids)
         if "" in (image, bos):
@@ -137,7 +135,7 @@ class MllamaProcessor(Processor):
                 f"MllamaProcessor: the tokenizer must have the ids {ids[0]} (image) and {ids[1]} (bos_token_id), got "
                 f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint."
             )
-        check_given(settings)
+        settings = image_settings(model.assets)
         images = MllamaImages(settings, vision.image_size, vision.max_num_tiles, vision.supported_aspect_ratios)
         return cls(model.tokenizer, images, image=image, bos=bos)
 

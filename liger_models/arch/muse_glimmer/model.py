@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.arch.muse_glimmer.processor import MuseGlimmerProcessor
 from liger_models.arch.muse_glimmer.tower import MuseGlimmerTower, MuseGlimmerVisionConfig
 from liger_models.arch.registry import add_family
 from liger_models.base.grid_images import GridImageModel
 from liger_models.convert.config_map import of_text
-from liger_models.convert.weight_map import Cat, Expression, Rearrange, WeightMap, decoder_map, qkv_rows
+from liger_models.convert.weight_map import Cat, Expression, Rearrange, WeightMap, decoder_map, tower_rows
 from liger_models.kernels.norm.rms_norm import rms_norm, rms_norm_reference
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import SandwichNormBlock
 from liger_models.layers.config import (
     PLAIN_ACTIVATIONS,
     RMSNormDecoderConfig,
@@ -38,7 +38,6 @@ from liger_models.layers.config import (
 )
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm, fp32_norm, zero_centered_norm
 from liger_models.layers.qk_norm_attention import LigerGatedAttention
 
@@ -130,14 +129,20 @@ class MuseGlimmerEmbedding(LigerEmbedding):
         return (rms_norm if self.kernel else rms_norm_reference)(x, x.new_ones(self.embedding_dim), self.eps)
 
 
-class MuseGlimmerBlock(nn.Module):
+class MuseGlimmerBlock(SandwichNormBlock):
     """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
+    norm_factory = staticmethod(zero_centered_norm)
+    post_attention_layernorm: LigerRMSNorm
+    post_feedforward_layernorm: LigerRMSNorm
+
     def __init__(self, config: MuseGlimmerConfig, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = partial(zero_centered_norm(config, kernels), config.hidden_size)
-        self.input_layernorm = norm()
-        self.self_attn = LigerGatedAttention.from_config(
+        super().__init__(config, layer, kernels)
+        # The norms after the branches have an eps of their own.
+        self.post_attention_layernorm.eps = self.post_feedforward_layernorm.eps = config.post_norm_eps
+
+    def build_attention(self, config: MuseGlimmerConfig, layer: int, kernels: KernelOptions) -> LigerGatedAttention:
+        return LigerGatedAttention.from_config(
             config,
             layer,
             kernels,
@@ -146,17 +151,6 @@ class MuseGlimmerBlock(nn.Module):
             window=config.window(layer),
             rotary="default" if config.rotates(layer) else None,
         )
-        self.post_attention_layernorm = norm(eps=config.post_norm_eps)
-        self.pre_feedforward_layernorm = norm()
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        self.post_feedforward_layernorm = norm(eps=config.post_norm_eps)
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        x = self.post_attention_layernorm(x)
-        x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
-        return self.post_feedforward_layernorm(x), residual
 
 
 class LigerMuseGlimmer(GridImageModel):
@@ -244,11 +238,8 @@ def weight_map(config: MuseGlimmerConfig) -> WeightMap:
         parts = ("norm1", "norm2", "mlp.fc1", "mlp.fc2")
         tower |= {f"visual.blocks.{{b}}.{part}.{kind}": f"{block}.{part}.{kind}" for part in parts}
         tower[f"visual.blocks.{{b}}.attn.o_proj.{kind}"] = f"{block}.attn.proj.{kind}"
-        # The tower has as many key heads as query heads.
-        tower[f"visual.blocks.{{b}}.attn.qkv_proj.{kind}"] = qkv_rows(
-            *(f"{block}.attn.{part}_proj.{kind}" for part in "qkv"),
-            heads=heads, kv_heads=heads, head_dim=vision.hidden_size // heads,
-        )  # fmt: skip
+        rows = tower_rows(f"{block}.attn", kind, heads, vision.hidden_size)
+        tower[f"visual.blocks.{{b}}.attn.qkv_proj.{kind}"] = rows
     return decoder_map(
         config,
         norms=NORMS,

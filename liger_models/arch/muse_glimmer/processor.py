@@ -16,10 +16,10 @@ from torch import Tensor
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     cut_patches,
     each_once,
+    image_settings,
     join,
     one_list,
     read_image,
@@ -168,11 +168,11 @@ class MuseGlimmerProcessor(Processor):
     def of(cls, model: CausalLM) -> "MuseGlimmerProcessor":
         """See `Processor.of`."""
         config, vision = model.config, model.config.vision_config
-        images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
+        videos = settings_of(model.assets, "video_processor")
         image, video = image_tokens(
             "MuseGlimmerProcessor", model.tokenizer, (config.image_token_id, config.video_token_id)
         )
-        check_given(images)
+        images = image_settings(model.assets)
         sizes = {
             "patch_size": vision.patch_size,
             "merge_size": vision.merge_size,

@@ -9,15 +9,11 @@ Source: https://arxiv.org/abs/2501.00656, transformers ``models/olmo2``.
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
 from liger_models.arch.registry import add_family
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.weight_map import WeightMap, decoder_map
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.batch import BatchLayout
+from liger_models.layers.block import PostNormBlock
 from liger_models.layers.config import RMSNormDecoderConfig
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
@@ -34,36 +30,14 @@ class Olmo2Config(RMSNormDecoderConfig):
     pad_token_id: int | None = 1
 
 
-class Olmo2Block(nn.Module):
+class Olmo2Block(PostNormBlock):
     """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums h are saved for the backward."""
 
-    def __init__(self, config: Olmo2Config, layer: int, kernels: KernelOptions) -> None:
-        super().__init__()
-        norm = fp32_norm(config, kernels)
-        self.self_attn = LigerQKNormAttention.from_config(
-            config,
-            layer,
-            kernels,
-            norm=norm,
-            whole_projection=True,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            **self.attention_options(config, layer),
-        )
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
-        self.post_feedforward_layernorm = norm(config.hidden_size)
+    norm_factory = staticmethod(fp32_norm)
+    attention_class = LigerQKNormAttention
 
     def attention_options(self, config: Any, layer: int) -> dict[str, Any]:
-        """Return further arguments of the attention; OLMo 3 has a window in most layers."""
-        return {}
-
-    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
-        x, residual = self.self_attn.add_norm(None, x, residual, layout)
-        x = self.post_attention_layernorm(x)
-        x, residual = self.mlp.add_norm(None, x, residual)
-        return self.post_feedforward_layernorm(x), residual
+        return {"whole_projection": True}
 
 
 class LigerOlmo2(CausalLM):
@@ -81,8 +55,6 @@ def weight_map(config: Olmo2Config) -> WeightMap:
     """Maps the parameters of OLMo 2 to the tensors of a Hugging Face checkpoint."""
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=("self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm"),
     )
 

@@ -44,7 +44,8 @@ class Olmo3Block(Olmo2Block):
     def attention_options(self, config: Olmo3Config, layer: int) -> dict[str, Any]:
         """Return the window of a layer and the name of its rotary embedding."""
         layer_type = config.layer_type(layer)
-        return {"window": config.sliding_window if layer_type == "sliding_attention" else None, "rotary": layer_type}
+        window = config.sliding_window if layer_type == "sliding_attention" else None
+        return {**super().attention_options(config, layer), "window": window, "rotary": layer_type}
 
 
 class LigerOlmo3(LigerOlmo2):

@@ -46,7 +46,7 @@ class PaliGemmaBlock(nn.Module):
         scalar = config.query_pre_attn_scalar if config.has_four_norms else config.head_size
         self.input_layernorm = norm(C)
         self.self_attn = LigerAttention.from_config(
-            config, layer, kernels, qkv_bias=config.attention_bias, o_bias=config.attention_bias,
+            config, layer, kernels,
             scale=scalar**-0.5, window=config.window(layer), softcap=config.attn_logit_softcapping,
         )  # fmt: skip
         # In PaliGemma 2 this norm follows the attention, and in PaliGemma it precedes the MLP.
@@ -225,8 +225,6 @@ def _map(config: PaliGemmaConfig, names: Prefixes, level: str) -> WeightMap:
     projector = f"{names.top}multi_modal_projector.linear"
     return decoder_map(
         config,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
         norms=norms,
         prefix=names.text,
         head=names.head,

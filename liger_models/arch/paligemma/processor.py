@@ -16,12 +16,11 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.base.image_processor import ImageConverter
 from liger_models.base.images import (
     Normalize,
-    check_given,
     check_settings,
     each_once,
+    image_settings,
     one_list,
     read_image,
-    settings_of,
     to_tensor,
 )
 from liger_models.base.processor import TextOptions, image_tokens
@@ -71,9 +70,8 @@ class PaliGemmaProcessor(LlavaProcessor):
     def of(cls, model: CausalLM) -> "PaliGemmaProcessor":
         """See `Processor.of`."""
         config = model.config
-        settings = settings_of(model.assets, "image_processor")
         (image,) = image_tokens(cls.__name__, model.tokenizer, [config.image_token_index])
-        check_given(settings)
+        settings = image_settings(model.assets)
         images = PaliGemmaImages(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, image=image, tokens=config.tokens_per_image)
 

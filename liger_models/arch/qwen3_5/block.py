@@ -116,9 +116,7 @@ class HybridBlock(nn.Module):
                 kernel=kernels.linear_attention,
             )
         else:
-            self.self_attn = LigerGatedAttention.from_config(
-                config, layer, kernels, norm=norm, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-            )
+            self.self_attn = LigerGatedAttention.from_config(config, layer, kernels, norm=norm)
         self.post_attention_layernorm = norm(config.hidden_size)
         # The MLP is a mixture of experts with one shared expert, or a dense MLP.
         self.mlp: LigerSwiGLUMLP | LigerSharedExpertMoE

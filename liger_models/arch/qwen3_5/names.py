@@ -49,14 +49,16 @@ def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
     return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
 
 
-def gated_qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
+def _gated_rows(theirs: str, parameter: str, config: HybridConfig) -> Expression:
     """Build the projection of `LigerGatedAttention` from checkpoint tensors in which a gate follows each query."""
+    G, D = config.kv_heads, config.head_size
+    q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
     groups = [
-        Rearrange("(g n two d) ... -> g (two n d) ...", q, g=kv_heads, two=2, d=head_dim),
-        *(Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (k, v)),
+        Rearrange("(g n two d) ... -> g (two n d) ...", q, g=G, two=2, d=D),
+        *(Rearrange("(g n) ... -> g n ...", name, g=G) for name in (k, v)),
     ]
-    sizes = [2 * heads // kv_heads * head_dim, head_dim, head_dim]
-    return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
+    sizes = [2 * config.num_attention_heads // G * D, D, D]
+    return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=G)
 
 
 def hybrid_map(
@@ -128,12 +130,7 @@ def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expr
         f"{ours}.{name}.weight": f"{theirs}.{name}.weight" for name in ("q_norm", "k_norm")
     }
     for parameter in ("weight", "bias") if config.attention_bias else ("weight",):
-        entries[f"{ours}.qkv_proj.{parameter}"] = gated_qkv_rows(
-            *(f"{theirs}.{part}_proj.{parameter}" for part in "qkv"),
-            heads=config.num_attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-        )
+        entries[f"{ours}.qkv_proj.{parameter}"] = _gated_rows(theirs, parameter, config)
         entries[f"{ours}.o_proj.{parameter}"] = f"{theirs}.o_proj.{parameter}"
     return entries
 

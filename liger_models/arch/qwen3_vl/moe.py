@@ -16,7 +16,6 @@ from liger_models.arch.registry import add_family
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, fused_expert_rows, sparse_mlps
 from liger_models.kernels.moe.routing import Routing
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 
 
@@ -47,10 +46,7 @@ class Qwen3VLMoeConfig(Qwen3VLConfig):
 class Qwen3VLMoeBlock(Qwen3VLBlock):
     """`Qwen3VLBlock` whose MLP is a mixture of experts in most layers."""
 
-    def build_mlp(self, config: Any, layer: int, kernels: KernelOptions) -> LigerMoE | LigerSwiGLUMLP:
-        """Build the MLP or the mixture of experts of a layer."""
-        if not config.is_sparse(layer):
-            return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+    def build_experts(self, config: Any, kernels: KernelOptions) -> LigerMoE:
         # Routing weights always add up to 1, and are rounded to the dtype of the logits, as in transformers.
         routing = Routing(config.num_experts_per_tok, normalize=True, round_weights=True)
         return LigerMoE(

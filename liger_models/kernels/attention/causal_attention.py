@@ -34,8 +34,8 @@ tiles are computed, the forward takes 2 matrix products and the backward 5. The 
                                                         sum_over_queries_kernel     dk = dsᵀ · q, dv = pᵀ · do
 
 The kernels are in `causal_attention_kernels.py`, and the layout of the workspace is in `workspace.py`. This file has
-the tile sizes for each kind of device, what the launches share (`Plan`), the forward and backward of the op, and the
-public function.
+the tile sizes for each kind of device, what the launches share (`LaunchPlan`), the forward and backward of the op, and
+the public function.
 
 For each tile, the first kernel of the forward writes the weights exp2(s_ij − m), and for each row of the tile m and the
 sum of the weights. Except in fp16, m is 0 if the largest s of the row is within ±64, because bf16 and fp32 represent
@@ -165,7 +165,7 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
     return documents.int().contiguous(), low.int().contiguous(), last.int().contiguous()
 
 
-class Plan:
+class LaunchPlan:
     """The kernel launches of an op, and the bounds, tile sizes and constants that they share.
 
     Args:
@@ -245,7 +245,7 @@ def _causal_attention(
     m, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
     if not out.numel():
         return out, m, inverse
-    plan = Plan(q, k, documents, window, backward=False)
+    plan = LaunchPlan(q, k, documents, window, backward=False)
     tiles = plan.tiles
     across, constants = plan.product(V)
 
@@ -282,7 +282,7 @@ def _causal_attention_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not out.numel():
         return dq, dk.zero_(), dv.zero_()
-    plan = Plan(q, k, documents, window, backward=True)
+    plan = LaunchPlan(q, k, documents, window, backward=True)
     tiles, step = plan.tiles, plan.tiles.step
     D, V = q.shape[3], v.shape[3]
     across, constants = plan.product(D)

@@ -80,7 +80,7 @@ def decode_attention_reference(
     """
     (B, H, D), G, V = q.shape, keys.shape[2], values.shape[3]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
-        table = table[:, : max(-(-int(lengths.max()) // keys.shape[1]), 1)]
+        table = table[:, : max(cdiv(int(lengths.max()), keys.shape[1]), 1)]
     # [B, G, S, D] and [B, G, S, V]
     k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
     distance = lengths[:, None] - torch.arange(k.shape[2], device=q.device)

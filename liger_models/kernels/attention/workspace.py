@@ -170,7 +170,7 @@ def parts_of_queries(
 
     parts = []
     for top, bottom in pairwise(edges):
-        counts = [-(-min((tile + 1) * block_m + S - T, S) // block_n) for tile in range(top, bottom)]
+        counts = [cdiv(min((tile + 1) * block_m + S - T, S), block_n) for tile in range(top, bottom)]
         folded = [0] * (len(counts) % 2) + counts
         width = max(first + last for first, last in zip(folded, reversed(folded), strict=True))
         parts.append((top * block_m, len(counts), width))

@@ -420,7 +420,7 @@ def round_tiles(
     """
     N, C = matrix.shape
     x = matrix.x
-    padded = -(-N // MULTIPLE) * MULTIPLE
+    padded = cdiv(N, MULTIPLE) * MULTIPLE
     by_rows = torch.empty((N, C) if rows else 0, dtype=dtype, device=x.device)
     by_columns = torch.empty((C, padded) if columns else 0, dtype=dtype, device=x.device)
     per_column = amax.numel() > 1

@@ -124,7 +124,7 @@ def _forward(inputs: Float8GatedMLPInputs) -> Float8GatedMLPOutputs:
 
     # All chunks share the rounded weights. If neither y nor u is needed, only the maxima of the weights are found.
     for product in products:
-        if mlp.result or not mlp.recompute:
+        if mlp.need_y or not mlp.recompute:
             product.round_weight()
         else:
             product.find_weight_amax()
@@ -181,7 +181,7 @@ def float8_gated_mlp(
     act: str = "silu",
     recipe: str = "tensorwise",
     recompute: bool = False,
-    result: bool = True,
+    need_y: bool = True,
     gathered: tuple[Float8 | None, Float8 | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Compute ``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd`` in float8.
@@ -197,7 +197,7 @@ def float8_gated_mlp(
         down_bias: [O].
         act: "silu", "gelu_tanh" or "gelu".
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
-        recompute, result: as in `gated_mlp`.
+        recompute, need_y: as in `gated_mlp`.
         gathered: q(Wgu) and q(Wd) with one scale each if the caller has them; otherwise None. The values of a weight
             that is given in this form are not read.
 
@@ -233,7 +233,7 @@ def float8_gated_mlp(
         down=Projection(down_weight, down_bias),
         act=act,
         recompute=recompute,
-        result=result,
+        need_y=need_y,
     )
     y, h, *_ = FORWARD(Float8GatedMLPInputs(mlp, recipe, *gathered)).mlp
     return y, residual if h is None else h

@@ -136,7 +136,7 @@ class GatedMLPInputs(NamedTuple):
     down: Projection
     act: str
     recompute: bool
-    result: bool
+    need_y: bool
     ranks: Annotated[Group | None, RANKS] = None
 
 
@@ -249,7 +249,7 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, num_r
         statistics[chunk] = outputs.statistics
         if h is not None and outputs.h is not None:
             h[chunk] = outputs.h
-        if inputs.result:
+        if inputs.need_y:
             y[:, chunk] = outputs.y.unflatten(0, (num_ranks, -1))
         del outputs
     return GatedMLPOutputs(y.flatten(0, 1), h, statistics, None)
@@ -260,7 +260,7 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
     (gate_up, down), ranks = products, inputs.ranks
     normed, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
     h = None if inputs.x is None else stream
-    if inputs.recompute and not inputs.result:
+    if inputs.recompute and not inputs.need_y:
         y = down.weight.new_empty(*gathered_shape(inputs.residual.shape[:-1], ranks), down.weight.shape[0])
         return GatedMLPOutputs(y, h, statistics, None)
 
@@ -458,7 +458,7 @@ def gated_mlp(
     norm: str = "rms_norm",
     norm_bias: Tensor | None = None,
     recompute: bool = False,
-    result: bool = True,
+    need_y: bool = True,
     ranks: Group | None = None,
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
@@ -480,7 +480,7 @@ def gated_mlp(
         norm_bias: [C], the bias of a LayerNorm; None for no bias.
         recompute: whether to recompute gate and up in the backward instead of saving them, at the cost of one more
             matrix product. The gradients do not change. The reference backend ignores this option.
-        result: False leaves y uninitialized if ``recompute`` is set, for callers that use only the gradient of y. The
+        need_y: False leaves y uninitialized if ``recompute`` is set, for callers that use only the gradient of y. The
             reference backend ignores this option.
         ranks: tensor-parallel ranks, each of which has its own pairs of gate and up; None for one rank. y is then the
             rank's part of a sum over the ranks, so down_bias must be None, and the caller adds the bias to the sum.
@@ -533,7 +533,7 @@ def gated_mlp(
             down=Projection(down_weight, down_bias, down_low_rank),
             act=act,
             recompute=recompute,
-            result=result,
+            need_y=need_y,
             ranks=ranks,
         )
     )

@@ -120,15 +120,25 @@ def gated_delta_rule_reference(
     return out.transpose(1, 2).to(result_dtype), state
 
 
-class DeltaSizes:
-    """Sizes and constants that all kernels of one call share."""
+class DeltaRule:
+    """One call of a delta rule: its sizes and constants, and its inputs as rows [B · T, ...].
 
-    def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+    A derived class launches the kernels of a rule by `prepare`, `scan` and `differentiate`.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, scale: float,
+        normalize: bool,
+    ) -> None:  # fmt: skip
         (self.B, self.T, self.Hk, self.Dk), (self.Hv, self.Dv) = k.shape, v.shape[2:]
         self.tokens = self.B * self.T
         self.cu = bounds(k, cu_seqlens)
         self.documents = len(self.cu) - 1
+        self.counts = self.tokens, self.documents
         self.slots = slots(self.tokens, self.documents, CHUNK)
+        self.q, self.k, self.v, self.g, self.beta = map(flat, (q, k, v, g, beta))
+        self.q_strides, self.k_strides, self.v_strides = (x.stride()[:2] for x in (self.q, self.k, self.v))
+        self.scale, self.normalize = scale, normalize
 
         # Choose the padded widths of q and k and of v, and the number of columns of v per program of a scan.
         block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
@@ -145,44 +155,141 @@ class DeltaSizes:
         self.scan_programs = self.documents * self.Hv * cdiv(self.Dv, columns)
         self.columns, self.block_v = columns, block_v
 
-    def scan(self, k: Tensor, stages: int) -> dict[str, Any]:
+    def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
+
+        The first dimension of all results is the heads. ``inverse`` is A if A is already known, and otherwise None.
+        """
+        raise NotImplementedError
+
+    def scan(self, initial: Tensor, out: Tensor, final: Tensor, **flags: bool) -> Tensor:
+        """Write the output and the final states, and return A.
+
+        Args:
+            initial: the initial states, or any tensor.
+            out, final: the results. ``out`` is empty if it is not needed.
+            flags: ``HAS_INITIAL`` and ``STORE_OUT``.
+        """
+        raise NotImplementedError
+
+    def differentiate(
+        self, d_out: Tensor, d_final: Tensor | None, initial: Tensor | None, inverse: Tensor,
+        grads: tuple[Tensor, ...], **flags: bool,
+    ) -> None:  # fmt: skip
+        """Write the gradients of q, k, v, g, beta and the initial states.
+
+        Args:
+            d_out: rows of the output's gradient, or any tensor without ``HAS_OUT``.
+            d_final: gradient of the final states, or None.
+            initial: the initial states, or None.
+            inverse: A.
+            grads: the gradients.
+            flags: ``HAS_INITIAL``, ``HAS_OUT`` and ``HAS_FINAL``.
+        """
+        raise NotImplementedError
+
+    def states_and_values(self) -> tuple[Tensor, ...]:
+        """Allocate what the gradients within chunks need: S before each chunk, dS after each chunk, D and dX."""
+        states, d_states = (self.k.new_empty(self.slots * self.Hv, self.Dk, self.Dv) for _ in range(2))
+        d, dx = (self.k.new_empty(self.Hv, self.tokens, self.Dv) for _ in range(2))
+        return states, d_states, d, dx
+
+
+class GatedDeltaRule(DeltaRule):
+    """The gated delta rule, whose decay is one number per head and token."""
+
+    def scan_constants(self, stages: int) -> dict[str, Any]:
         """Return the constants of the scans."""
         # Each pipeline stage holds a chunk of q, k, A, P, and v or dO in shared memory.
-        stage = CHUNK * (2 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * k.element_size()
+        stage = CHUNK * (2 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * self.k.element_size()
         return self.shape | self.precision | {
-            "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(k, stages, stage),
+            "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(self.k, stages, stage),
             "num_warps": SCAN_WARPS,
         }  # fmt: skip
 
+    def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
+        """See `DeltaRule.prepare`. Also returns the coefficients of rows, and the inverse norms of q and k."""
+        q, k, g, beta = self.q, self.k, self.g, self.beta
+        p = k.new_empty(self.Hv, self.tokens, CHUNK)
+        total = k.new_empty(self.Hv, self.tokens, dtype=torch.float32)
+        q_norm, k_norm = (total.new_empty(self.Hk, self.tokens) for _ in range(2))
+        factors = total.new_empty(self.Hv, 4, self.tokens)
 
-def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: DeltaSizes, scale: float, normalize: bool, need_p: bool,
-    inverse: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return A, P, the running sums of g, the coefficients of rows, and the inverse norms of q and k.
-
-    The first dimension of all results is the heads. ``inverse`` is A if A is already known, and otherwise None.
-    """
-    p = k.new_empty(sizes.Hv, sizes.tokens, CHUNK)
-    total = k.new_empty(sizes.Hv, sizes.tokens, dtype=torch.float32)
-    q_norm, k_norm = (total.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
-    factors = total.new_empty(sizes.Hv, 4, sizes.tokens)
-
-    # Compute P, running sums and coefficients of each chunk and key head, then A of each chunk and value head.
-    counts = sizes.tokens, sizes.documents
-    similarity_kernel[(sizes.slots, sizes.Hk)](
-        q, k, g, beta, sizes.cu, p, total, q_norm, k_norm, factors, *counts, *q.stride()[:2], *k.stride()[:2],
-        *g.stride(), *beta.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p,
-        num_warps=SIMILARITY_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
-    )  # fmt: skip
-    if inverse is None:
-        inverse = torch.empty_like(p)
-        inverse_kernel[(sizes.slots, sizes.Hv)](
-            k, total, factors, k_norm, sizes.cu, inverse, *counts, *k.stride()[:2], GROUP=sizes.Hv // sizes.Hk,
-            C=CHUNK, DK=sizes.Dk, BLOCK=KEY_COLUMNS, PRECISION=sizes.inverse_precision, STAGES=INVERSE_STAGES,
-            num_warps=INVERSE_WARPS, **sizes.chunked,
+        # Compute P, running sums and coefficients of each chunk and key head, then A of each chunk and value head.
+        similarity_kernel[(self.slots, self.Hk)](
+            q, k, g, beta, self.cu, p, total, q_norm, k_norm, factors, *self.counts, *self.q_strides,
+            *self.k_strides, *g.stride(), *beta.stride(), self.scale, NORMALIZE=self.normalize, EPS=L2_EPS,
+            NEED_P=need_p, num_warps=SIMILARITY_WARPS, **self.shape, **self.precision, **self.chunked,
         )  # fmt: skip
-    return inverse, p, total, factors, q_norm, k_norm
+        if inverse is None:
+            inverse = torch.empty_like(p)
+            inverse_kernel[(self.slots, self.Hv)](
+                k, total, factors, k_norm, self.cu, inverse, *self.counts, *self.k_strides, GROUP=self.Hv // self.Hk,
+                C=CHUNK, DK=self.Dk, BLOCK=KEY_COLUMNS, PRECISION=self.inverse_precision, STAGES=INVERSE_STAGES,
+                num_warps=INVERSE_WARPS, **self.chunked,
+            )  # fmt: skip
+        return inverse, p, total, factors, q_norm, k_norm
+
+    def scan(self, initial: Tensor, out: Tensor, final: Tensor, **flags: bool) -> Tensor:
+        """See `DeltaRule.scan`."""
+        inverse, p, total, factors, _, _ = self.prepare(flags["STORE_OUT"])
+        # Arguments that the kernel does not use must be tensors, too.
+        scan_kernel[(self.scan_programs,)](
+            self.q, self.k, self.v, self.cu, inverse, p, total, factors, initial, out, final, self.tokens,
+            *self.q_strides, *self.k_strides, *self.v_strides, **flags, **self.scan_constants(SCAN_STAGES),
+        )  # fmt: skip
+        return inverse
+
+    def differentiate(
+        self, d_out: Tensor, d_final: Tensor | None, initial: Tensor | None, inverse: Tensor,
+        grads: tuple[Tensor, ...], **flags: bool,
+    ) -> None:  # fmt: skip
+        """See `DeltaRule.differentiate`."""
+        q, k, v = self.q, self.k, self.v
+        dq, dk, dv, dg, dbeta, d_initial = grads
+        strides, has_out = (*self.q_strides, *self.k_strides), flags["HAS_OUT"]
+        states, d_states, d, dx = self.states_and_values()
+        _, p, total, factors, q_norm, k_norm = self.prepare(has_out, inverse)
+        # Arguments that the kernel does not use must be tensors, too.
+        scans_kernel[(2 * self.scan_programs,)](
+            q, k, v, self.cu, inverse, p, total, factors, total if initial is None else initial, states, d, d_out,
+            total if d_final is None else d_final, d_states, dx, d_initial, self.tokens, *strides, *self.v_strides,
+            *d_out.stride()[:2], **flags, **self.scan_constants(BACK_STAGES),
+        )  # fmt: skip
+
+        # The three kernels for the gradients within a chunk share these constants.
+        block_v = max(min(self.block_v // 2, GRADIENT_COLUMNS), 16)
+        stage = (2 * self.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
+        common = self.shape | self.chunked | self.precision | {
+            "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": block_v, "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
+            "num_warps": GRADIENT_WARPS,
+        }  # fmt: skip
+        grid = self.slots, self.Hk
+
+        # These descriptors load tiles from tensors [heads or slots, rows, columns].
+        d_tiles, d_out_tiles, dx_tiles = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
+        state_tiles, d_state_tiles = (_matrices(x, self.shape["BLOCK_K"], block_v) for x in (states, d_states))
+        queries, keys = (_matrices(x.transpose(0, 1), CHUNK, self.shape["BLOCK_K"]) for x in (q, k))
+
+        # Compute E ∘ dO Dᵀ and β · E ∘ dX Dᵀ of each chunk, and their contributions to the gradients of β and of the
+        # running sums of g.
+        q_pairs, k_pairs = (k.new_empty(self.Hk, self.tokens, CHUNK) for _ in range(2))
+        d_total, d_beta = (torch.empty_like(total) for _ in range(2))
+        pair_kernel[grid](
+            d_tiles, d_out_tiles, dx_tiles, _matrices(v.transpose(0, 1), CHUNK, block_v), q, k, self.cu, total,
+            factors, q_norm, k_norm, dv, q_pairs, k_pairs, d_total, d_beta, *self.counts, *strides, self.scale,
+            HAS_OUT=has_out, **common,
+        )  # fmt: skip
+        if has_out:
+            query_gradients_kernel[grid](
+                d_out_tiles, state_tiles, queries, k, self.cu, total, q_norm, q_pairs, d_total, dq, *self.counts,
+                *self.k_strides, self.scale, NORMALIZE=self.normalize, **common,
+            )  # fmt: skip
+        key_gradients_kernel[grid](
+            d_tiles, dx_tiles, state_tiles, d_state_tiles, keys, q, k, self.cu, total, factors, k_norm, q_pairs,
+            k_pairs, d_total, d_beta, dk, dg, dbeta, *self.counts, *strides, HAS_OUT=has_out,
+            NORMALIZE=self.normalize, **common,
+        )  # fmt: skip
 
 
 def _matrices(x: Tensor, rows: int, columns: int) -> Any:
@@ -192,109 +299,22 @@ def _matrices(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
 
 
-def _gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, normalize: bool, need_out: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes = DeltaSizes(k, v, cu_seqlens)
-    out, final = delta_outputs(k, v, cu_seqlens, need_out)
-    if not final.numel() or not sizes.tokens:
-        if initial_state is not None:
-            final.copy_(initial_state)
-        return out, final if initial_state is not None else final.zero_(), inverse_like(k, v)
-    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
-    initial = final if initial_state is None else initial_state.contiguous()
-    with on_device_of(k):
-        inverse, p, total, factors, _, _ = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)
-        # Arguments that the kernel does not use must be tensors, too.
-        scan_kernel[(sizes.scan_programs,)](
-            q, k, v, sizes.cu, inverse, p, total, factors, initial, out, final, sizes.tokens, *q.stride()[:2],
-            *k.stride()[:2], *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out,
-            **sizes.scan(k, SCAN_STAGES),
-        )  # fmt: skip
-    return out, final, inverse
-
-
-def _gated_delta_rule_backward(
-    d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    sizes = DeltaSizes(k, v, cu_seqlens)
-    grads = dq, dk, dv, dg, dbeta, d_initial = gradients_like(d_out, q, k, v, g, beta, initial_state)
-    if not k.numel() or not v.numel():
-        if d_final is not None and initial_state is not None:
-            d_initial.copy_(d_final)
-        return grads
-    has_out, has_final = d_out is not None, d_final is not None
-    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
-    d_out = v if d_out is None else flat(d_out)
-
-    # The gradients within chunks need S before each chunk, dS after each chunk, D and dX.
-    states, d_states = (k.new_empty(sizes.slots * sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
-    d, dx = (k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv) for _ in range(2))
-    counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
-    with on_device_of(k):
-        _, p, total, factors, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out, inverse)
-        # Arguments that the kernel does not use must be tensors, too.
-        scans_kernel[(2 * sizes.scan_programs,)](
-            q, k, v, sizes.cu, inverse, p, total, factors,
-            total if initial_state is None else initial_state.contiguous(), states, d, d_out,
-            total if d_final is None else d_final.contiguous(), d_states, dx, d_initial, sizes.tokens, *strides,
-            *v.stride()[:2], *d_out.stride()[:2], HAS_INITIAL=initial_state is not None, HAS_OUT=has_out,
-            HAS_FINAL=has_final, **sizes.scan(k, BACK_STAGES),
-        )  # fmt: skip
-
-        # The three kernels for the gradients within a chunk share these constants.
-        block_v = max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
-        stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
-        common = sizes.shape | sizes.chunked | sizes.precision | {
-            "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
-            "num_warps": GRADIENT_WARPS,
-        }  # fmt: skip
-        grid = sizes.slots, sizes.Hk
-
-        # These descriptors load tiles from tensors [heads or slots, rows, columns].
-        d_tiles, d_out_tiles, dx_tiles = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
-        state_tiles, d_state_tiles = (_matrices(x, sizes.shape["BLOCK_K"], block_v) for x in (states, d_states))
-        queries, keys = (_matrices(x.transpose(0, 1), CHUNK, sizes.shape["BLOCK_K"]) for x in (q, k))
-
-        # Compute E ∘ dO Dᵀ and β · E ∘ dX Dᵀ of each chunk, and their contributions to the gradients of β and of the
-        # running sums of g.
-        q_pairs, k_pairs = (k.new_empty(sizes.Hk, sizes.tokens, CHUNK) for _ in range(2))
-        d_total, d_beta = (torch.empty_like(total) for _ in range(2))
-        pair_kernel[grid](
-            d_tiles, d_out_tiles, dx_tiles, _matrices(v.transpose(0, 1), CHUNK, block_v), q, k, sizes.cu, total,
-            factors, q_norm, k_norm, dv, q_pairs, k_pairs, d_total, d_beta, *counts, *strides, scale, HAS_OUT=has_out,
-            **common,
-        )  # fmt: skip
-        if has_out:
-            query_gradients_kernel[grid](
-                d_out_tiles, state_tiles, queries, k, sizes.cu, total, q_norm, q_pairs, d_total, dq, *counts,
-                *k.stride()[:2], scale, NORMALIZE=normalize, **common,
-            )  # fmt: skip
-        key_gradients_kernel[grid](
-            d_tiles, dx_tiles, state_tiles, d_state_tiles, keys, q, k, sizes.cu, total, factors, k_norm, q_pairs,
-            k_pairs, d_total, d_beta, dk, dg, dbeta, *counts, *strides, HAS_OUT=has_out, NORMALIZE=normalize, **common,
-        )  # fmt: skip
-    return grads
-
-
 def _gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sizes = DeltaSizes(k, v, None)
+    rule = DeltaRule(q, k, v, g, beta, None, scale, normalize)
     out, final = delta_outputs(k, v, None, True)
     if final.numel():
-        q, k, v, g, beta = map(flat, (q, k, v, g, beta))
-        columns = min(sizes.block_v, STEP_COLUMNS)
+        columns = min(rule.block_v, STEP_COLUMNS)
         with on_device_of(k):
-            step_kernel[(sizes.B * sizes.Hv * cdiv(sizes.Dv, columns),)](
-                q, k, v, g, beta, final if initial_state is None else initial_state.contiguous(), out, final, sizes.T,
-                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride()[:2], *beta.stride(), scale,
-                Hv=sizes.Hv, GROUP=sizes.Hv // sizes.Hk, DK=sizes.Dk, BLOCK_K=sizes.shape["BLOCK_K"], DV=sizes.Dv,
-                BLOCK_V=columns, HAS_INITIAL=initial_state is not None, NORMALIZE=normalize, EPS=L2_EPS,
-                BY_CHANNEL=g.dim() == 3, num_warps=STEP_WARPS,
+            step_kernel[(rule.B * rule.Hv * cdiv(rule.Dv, columns),)](
+                rule.q, rule.k, rule.v, rule.g, rule.beta,
+                final if initial_state is None else initial_state.contiguous(), out, final, rule.T, *rule.q_strides,
+                *rule.k_strides, *rule.v_strides, *rule.g.stride()[:2], *rule.beta.stride(), scale, Hv=rule.Hv,
+                GROUP=rule.Hv // rule.Hk, DK=rule.Dk, BLOCK_K=rule.shape["BLOCK_K"], DV=rule.Dv, BLOCK_V=columns,
+                HAS_INITIAL=initial_state is not None, NORMALIZE=normalize, EPS=L2_EPS, BY_CHANNEL=rule.g.dim() == 3,
+                num_warps=STEP_WARPS,
             )  # fmt: skip
     return out, final
 
@@ -331,18 +351,46 @@ def _backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
     return gradients_like(d_out, q, k, v, g, beta, initial_state)
 
 
-def register_delta_rule(
-    name: str, forward: Callable[..., tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]]
-) -> Callable[..., Any]:
+def register_delta_rule(name: str, rule: type[DeltaRule]) -> Callable[..., Any]:
     """Register an op that computes a delta rule, and the op of its backward, ``NAME_backward``, and return the first.
 
-    Args:
-        name: name of the op.
-        forward: function of q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize and need_out, which returns
-            the output, the final states and A.
-        backward: function of the gradients of the first two, the first seven arguments of ``forward``, A, scale and
-            normalize, which returns the gradients of the first six arguments.
+    The op takes q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize and need_out, and returns the output, the
+    final states and A.
     """
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+        cu_seqlens: Tensor | None, scale: float, normalize: bool, need_out: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        out, final = delta_outputs(k, v, cu_seqlens, need_out)
+        if not final.numel() or not k.shape[0] * k.shape[1]:
+            if initial_state is not None:
+                final.copy_(initial_state)
+            return out, final if initial_state is not None else final.zero_(), inverse_like(k, v)
+        initial = final if initial_state is None else initial_state.contiguous()
+        call = rule(q, k, v, g, beta, cu_seqlens, scale, normalize)
+        with on_device_of(k):
+            inverse = call.scan(initial, out, final, HAS_INITIAL=initial_state is not None, STORE_OUT=need_out)
+        return out, final, inverse
+
+    def backward(
+        d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        grads = gradients_like(d_out, q, k, v, g, beta, initial_state)
+        if not k.numel() or not v.numel():
+            if d_final is not None and initial_state is not None:
+                grads[-1].copy_(d_final)
+            return grads
+        call = rule(q, k, v, g, beta, cu_seqlens, scale, normalize)
+        initial, d_last = (None if x is None else x.contiguous() for x in (initial_state, d_final))
+        with on_device_of(k):
+            call.differentiate(
+                call.v if d_out is None else flat(d_out), d_last, initial, inverse, grads,
+                HAS_INITIAL=initial is not None, HAS_OUT=d_out is not None, HAS_FINAL=d_last is not None,
+            )  # fmt: skip
+        return grads
+
     gradients = "q k v g beta initial_state"
     run_backward = define_op(f"{name}_backward", backward, _backward_fake, outputs=gradients)
 
@@ -362,7 +410,7 @@ def register_delta_rule(
 
 
 STEP = define_op("gated_delta_step", _gated_delta_step, lambda q, k, v, *_: delta_outputs(k, v, None, True))
-FORWARD = register_delta_rule("gated_delta_rule", _gated_delta_rule, _gated_delta_rule_backward)
+FORWARD = register_delta_rule("gated_delta_rule", GatedDeltaRule)
 
 
 def check_delta_rule(

@@ -45,19 +45,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.dispatch import fitting_stages, on_device_of
-from liger_models.kernels.linear_attention.documents import flat
+from liger_models.kernels.dispatch import fitting_stages
 from liger_models.kernels.linear_attention.gated_delta_rule import (
     CHUNK,
     KEY_COLUMNS,
     L2_EPS,
-    DeltaSizes,
+    DeltaRule,
     check_delta_rule,
-    delta_outputs,
     delta_transition,
     gated_delta_rule_reference,
-    gradients_like,
-    inverse_like,
     register_delta_rule,
     run_delta_rule,
 )
@@ -82,122 +78,87 @@ kimi_delta_rule_reference = gated_delta_rule_reference
 """The reference of `gated_delta_rule` takes a decay for each channel, too."""
 
 
-class _Sizes(DeltaSizes):
-    """Sizes and constants that all kernels of one call share."""
+class KimiDeltaRule(DeltaRule):
+    """The Kimi delta rule, whose decay is a number per channel of each key."""
 
-    def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-        super().__init__(k, v, cu_seqlens)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.grid = self.slots, self.Hv
-        self.counts = self.tokens, self.documents
         self.shape = {"H": self.Hv, "C": CHUNK, "DK": self.Dk, "BLOCK_K": self.shape["BLOCK_K"]}
         # Each pipeline stage holds a chunk of Qʳ, Kʳ, Kʷ, A, P, and v or dO in shared memory.
-        stage = CHUNK * (3 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * k.element_size()
-        self.scans = self.shape | self.precision | {
-            "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(k, SCAN_STAGES, stage),
+        stage = CHUNK * (3 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * self.k.element_size()
+        self.scan_constants = self.shape | self.precision | {
+            "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(self.k, SCAN_STAGES, stage),
             "num_warps": SCAN_WARPS,
         }  # fmt: skip
 
-
-def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
-    inverse: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return A, P, the running sums of g, K̂ · K̂ᵀ with decays, the inverse norms of k and q, and Qʳ, Kʳ and Kʷ.
-
-    The first dimension of all results is the heads. ``inverse`` is A if A is already known, and otherwise None.
-    """
-    heads, tokens = sizes.Hv, sizes.tokens
-    total = k.new_empty(heads, tokens, sizes.Dk, dtype=torch.float32)
-    similarity, norms = total.new_empty(heads, tokens, CHUNK), total.new_empty(2, heads, tokens)
-    p = k.new_empty(heads, tokens, CHUNK)
-    operands = [torch.empty_like(total, dtype=k.dtype) for _ in range(3)]
-    operands_kernel[sizes.grid](
-        q, k, g, sizes.cu, total, norms, p, similarity, *operands, *sizes.counts, *q.stride()[:2], *k.stride()[:2],
-        *g.stride()[:2], scale, LEVELS=LEVELS, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p,
-        num_warps=OPERAND_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
-    )  # fmt: skip
-    if inverse is None:
-        inverse = torch.empty_like(p)
-        kimi_inverse_kernel[sizes.grid](
-            similarity, beta, sizes.cu, inverse, *sizes.counts, *beta.stride(), C=CHUNK,
-            PRECISION=sizes.inverse_precision, num_warps=INVERSE_WARPS, **sizes.chunked,
+    def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
+        """See `DeltaRule.prepare`. Also returns K̂ · K̂ᵀ with decays, the inverse norms of k and q, and Qʳ, Kʳ and Kʷ."""
+        q, k, g, beta = self.q, self.k, self.g, self.beta
+        heads, tokens = self.Hv, self.tokens
+        total = k.new_empty(heads, tokens, self.Dk, dtype=torch.float32)
+        similarity, norms = total.new_empty(heads, tokens, CHUNK), total.new_empty(2, heads, tokens)
+        p = k.new_empty(heads, tokens, CHUNK)
+        operands = [torch.empty_like(total, dtype=k.dtype) for _ in range(3)]
+        operands_kernel[self.grid](
+            q, k, g, self.cu, total, norms, p, similarity, *operands, *self.counts, *self.q_strides, *self.k_strides,
+            *g.stride()[:2], self.scale, LEVELS=LEVELS, NORMALIZE=self.normalize, EPS=L2_EPS, NEED_P=need_p,
+            num_warps=OPERAND_WARPS, **self.shape, **self.precision, **self.chunked,
         )  # fmt: skip
-    return inverse, p, total, similarity, norms, *operands
+        if inverse is None:
+            inverse = torch.empty_like(p)
+            kimi_inverse_kernel[self.grid](
+                similarity, beta, self.cu, inverse, *self.counts, *beta.stride(), C=CHUNK,
+                PRECISION=self.inverse_precision, num_warps=INVERSE_WARPS, **self.chunked,
+            )  # fmt: skip
+        return inverse, p, total, similarity, norms, *operands
 
-
-def _kimi_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, normalize: bool, need_out: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes = _Sizes(k, v, cu_seqlens)
-    out, final = delta_outputs(k, v, cu_seqlens, need_out)
-    if not final.numel() or not sizes.tokens:
-        if initial_state is not None:
-            final.copy_(initial_state)
-        return out, final if initial_state is not None else final.zero_(), inverse_like(k, v)
-    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
-    initial = final if initial_state is None else initial_state.contiguous()
-    with on_device_of(k):
-        inverse, p, total, _, _, *operands = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)
+    def scan(self, initial: Tensor, out: Tensor, final: Tensor, **flags: bool) -> Tensor:
+        """See `DeltaRule.scan`."""
+        inverse, p, total, _, _, *operands = self.prepare(flags["STORE_OUT"])
         # Arguments that the kernel does not use must be tensors, too.
-        kimi_scan_kernel[(sizes.scan_programs,)](
-            *operands, v, beta, sizes.cu, inverse, p, total, initial, out, final, sizes.tokens, *v.stride()[:2],
-            *beta.stride(), HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, **sizes.scans,
+        kimi_scan_kernel[(self.scan_programs,)](
+            *operands, self.v, self.beta, self.cu, inverse, p, total, initial, out, final, self.tokens,
+            *self.v_strides, *self.beta.stride(), **flags, **self.scan_constants,
         )  # fmt: skip
-    return out, final, inverse
+        return inverse
 
-
-def _kimi_delta_rule_backward(
-    d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    sizes = _Sizes(k, v, cu_seqlens)
-    grads = dq, dk, dv, dg, dbeta, d_initial = gradients_like(d_out, q, k, v, g, beta, initial_state)
-    if not k.numel() or not v.numel():
-        if d_final is not None and initial_state is not None:
-            d_initial.copy_(d_final)
-        return grads
-    has_out, has_final = d_out is not None, d_final is not None
-    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
-    d_out = v if d_out is None else flat(d_out)
-
-    # The gradients within chunks need S before each chunk, dS after each chunk, D and dX.
-    states, d_states = (k.new_empty(sizes.slots * sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
-    d, dx = (k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv) for _ in range(2))
-    with on_device_of(k):
-        _, p, total, similarity, norms, *operands = _prepare(
-            q, k, g, beta, sizes, scale, normalize, has_out, inverse
-        )  # fmt: skip
+    def differentiate(
+        self, d_out: Tensor, d_final: Tensor | None, initial: Tensor | None, inverse: Tensor,
+        grads: tuple[Tensor, ...], **flags: bool,
+    ) -> None:  # fmt: skip
+        """See `DeltaRule.differentiate`."""
+        q, k, v, beta = self.q, self.k, self.v, self.beta
+        dq, dk, dv, dg, dbeta, d_initial = grads
+        states, d_states, d, dx = self.states_and_values()
+        _, p, total, similarity, norms, *operands = self.prepare(flags["HAS_OUT"], inverse)
         # Arguments that the kernel does not use must be tensors, too.
-        kimi_scans_kernel[(2 * sizes.scan_programs,)](
-            *operands, v, beta, sizes.cu, inverse, p, total,
-            total if initial_state is None else initial_state.contiguous(), states, d, d_out,
-            total if d_final is None else d_final.contiguous(), d_states, dx, d_initial, sizes.tokens, *v.stride()[:2],
-            *beta.stride(), *d_out.stride()[:2], HAS_INITIAL=initial_state is not None, HAS_OUT=has_out,
-            HAS_FINAL=has_final, **sizes.scans,
+        kimi_scans_kernel[(2 * self.scan_programs,)](
+            *operands, v, beta, self.cu, inverse, p, total, total if initial is None else initial, states, d, d_out,
+            total if d_final is None else d_final, d_states, dx, d_initial, self.tokens, *self.v_strides,
+            *beta.stride(), *d_out.stride()[:2], **flags, **self.scan_constants,
         )  # fmt: skip
 
         # The first kernel stores dP, scaled by norms, and its part of dG for the second kernel.
-        common: dict[str, Any] = sizes.chunked | sizes.precision | {
-            "H": sizes.Hv, "C": CHUNK, "DK": sizes.Dk, "BLOCK": KEY_COLUMNS, "DV": sizes.Dv,
-            "BLOCK_V": min(sizes.block_v, GRADIENT_COLUMNS), "LEVELS": LEVELS, "NORMALIZE": normalize,
+        common: dict[str, Any] = self.chunked | self.precision | {
+            "H": self.Hv, "C": CHUNK, "DK": self.Dk, "BLOCK": KEY_COLUMNS, "DV": self.Dv,
+            "BLOCK_V": min(self.block_v, GRADIENT_COLUMNS), "LEVELS": LEVELS, "NORMALIZE": self.normalize,
             "num_warps": GRADIENT_WARPS,
         }  # fmt: skip
         pairs, d_total, raw = torch.empty_like(p), torch.empty_like(total), torch.empty_like(total)
-        strides = *q.stride()[:2], *k.stride()[:2]
-        if has_out:
-            kimi_query_gradients_kernel[sizes.grid](
-                d_out, d, states, q, k, sizes.cu, total, norms, pairs, d_total, raw, dq, *sizes.counts,
-                *d_out.stride()[:2], *strides, scale, **common,
+        strides = *self.q_strides, *self.k_strides
+        if flags["HAS_OUT"]:
+            kimi_query_gradients_kernel[self.grid](
+                d_out, d, states, q, k, self.cu, total, norms, pairs, d_total, raw, dq, *self.counts,
+                *d_out.stride()[:2], *strides, self.scale, **common,
             )  # fmt: skip
-        kimi_key_gradients_kernel[sizes.grid](
-            d, dx, states, d_states, q, k, v, beta, sizes.cu, total, norms, similarity, pairs, d_total, raw, dk, dv,
-            dg, dbeta, *sizes.counts, *strides, *v.stride()[:2], *beta.stride(), HAS_OUT=has_out, **common,
+        kimi_key_gradients_kernel[self.grid](
+            d, dx, states, d_states, q, k, v, beta, self.cu, total, norms, similarity, pairs, d_total, raw, dk, dv,
+            dg, dbeta, *self.counts, *strides, *self.v_strides, *beta.stride(), HAS_OUT=flags["HAS_OUT"], **common,
         )  # fmt: skip
-    return grads
 
 
-FORWARD = register_delta_rule("kimi_delta_rule", _kimi_delta_rule, _kimi_delta_rule_backward)
+FORWARD = register_delta_rule("kimi_delta_rule", KimiDeltaRule)
 
 
 def kimi_delta_rule(

@@ -65,7 +65,7 @@ from liger_models.kernels.loss.scalar_loss import (
     where_needed,
     without_exponent,
 )
-from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_and_cap
+from liger_models.kernels.tiles import cdiv, exp, next_power_of_2, num_warps, scale_and_cap
 
 More = TypeVar("More")
 
@@ -587,7 +587,7 @@ def _loss_and_gradients(
 
     # Units of a group, rows of a group and of the buffer, and rows of a part.
     rows = chunk_rows(N, V, x.element_size(), workspace_mib, trained=need[1])
-    group_units = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)
+    group_units = cdiv(rows, unit) if workspace_mib is None else max(rows // unit, 1)
     most_rows = rows if workspace_mib is not None else max(rows, int(KEPT * N))
     group_rows = min(group_units * unit, N)
     if uniform and group_rows > most_rows and workspace_mib is None and B == together <= 2:
@@ -597,7 +597,7 @@ def _loss_and_gradients(
     units = B // together
     x, target = x.contiguous().view(together, units, T, C), target.reshape(together, units, T)
     groups = [slice(start, start + group_units) for start in range(0, units, group_units)]
-    gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-group_rows // step))
+    gradients = Gradients(x.view(N, C), weight, need, len(groups) * cdiv(group_rows, step))
     dx = gradients.dx.view(x.shape) if need[0] else None
     buffer = logits_buffer(x.view(N, C), V, group_rows if group_rows <= most_rows else most_rows // step * step)
     # Log-probabilities that are not known yet are −1.

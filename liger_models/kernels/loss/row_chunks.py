@@ -150,7 +150,7 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate a buffer for the logits of up to ``rows`` rows of x. Rows are aligned for fast matrix products."""
-    buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
+    buffer = x.new_empty(min(rows, len(x)), cdiv(V, COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":
         buffer[:, V:] = 0  # on CPUs with AMX, bf16 products read this padding, and 0 · NaN would be NaN
     return buffer[:, :V]
@@ -242,7 +242,7 @@ def walk_chunks(
     apart = any(need) and logits.dtype != x.dtype
     step = rows * together if apart else rows
     gradient = logits_buffer(x, V, step) if apart else logits
-    gradients = Gradients(x, weight, need, -(-N // step))
+    gradients = Gradients(x, weight, need, cdiv(N, step))
 
     results = []
     for begin in range(0, N, step):

@@ -129,7 +129,7 @@ def test_recomputed_gate_and_up_give_the_same_gradients(kernel_device, recipe, p
             run(pair(True, names, "rms", recipe, recompute=again)[0], tensors, upstream) for again in (False, True)
         )
         assert all(torch.equal(a, b) for a, b in zip(saved, recomputed, strict=True))
-        y, h = pair(True, names, "rms", recipe, recompute=True, result=False)[0](*(t.requires_grad_() for t in tensors))
+        y, h = pair(True, names, "rms", recipe, recompute=True, need_y=False)[0](*(t.requires_grad_() for t in tensors))
         grads = torch.autograd.grad([y, h], tensors, upstream)
         assert all(torch.equal(a, b) for a, b in zip(grads, saved[2:], strict=True))
 
