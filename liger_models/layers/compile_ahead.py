@@ -345,9 +345,11 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
     def compile_for(device: int) -> None:
         threads = _Threads(pool, device)
         with AsyncCompileMode(threads, ignore_errors=ignore_errors), torch.cuda.device(device):
-            for launch in kernels.values():
+            for (kernel, _, key), launch in kernels.items():
                 if launch.device == device:
-                    launch.kernel.preload(launch.specialization)
+                    future = kernel.preload(launch.specialization)
+                    # Before version 3.7, Triton keeps a kernel only when it is compiled. A launch would not wait.
+                    kernel.device_caches[device][0].setdefault(key, future)
             if submitted is not None:
                 submitted.set()
 

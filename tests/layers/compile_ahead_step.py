@@ -2,8 +2,8 @@
 
 Runs without a GPU and without Triton's interpreter: what a kernel would compute is left undefined. The arguments are
 the options of the model's configuration as JSON, and a policy of `set_checkpointing`. With the third argument
-"compile", the recorded kernels are compiled, and the launches of the step must find all of them. With "early", the
-step that is recorded is one of a model without weights.
+"compile", the recorded kernels are compiled, and the launches of the step must find all of them, while they are being
+compiled and later. With "early", the step that is recorded is one of a model without weights.
 """
 
 import json
@@ -70,7 +70,7 @@ if compiles:
     torch.cuda.device = lambda device: nullcontext()
     threads = []
     knobs.compilation.listener = lambda **_: threads.append(threading.current_thread().name)
-    start_compilation(kernels).join()
+    compiling = start_compilation(kernels)
 
 launched = {}
 
@@ -85,6 +85,9 @@ knobs.runtime.jit_cache_hook = record
 JITFunction.run = lambda kernel, *args, grid, warmup, **options: run(kernel, *args, grid=(1,), warmup=True, **options)
 model(**batch).loss.backward()
 if compiles:
+    assert not launched, launched  # although the kernels are still being compiled
+    compiling.join()
+    model(**batch).loss.backward()
     assert not launched, launched
     assert len(threads) == len(kernels)
     assert threading.main_thread().name not in threads

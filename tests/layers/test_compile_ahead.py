@@ -217,15 +217,21 @@ class Compiled:
 
 
 class Kernel:
-    """As `triton.JITFunction`: compiles through the active mode, when the test allows."""
+    """As `triton.JITFunction` of version 3.6: compiles through the active mode, when the test allows."""
 
     def __init__(self, error=None):
-        self.error, self.kernel, self.allowed = error, None, threading.Event()
+        self.error, self.allowed, self.device_caches = error, threading.Event(), {0: ({},)}
+
+    @property
+    def kernel(self):
+        """What a launch finds."""
+        return self.device_caches[0][0]["key"]
 
     def preload(self, specialization):
         from triton.runtime._async_compile import active_mode
 
-        self.kernel = active_mode.get().submit(id(self), self.make, lambda made: setattr(self, "kernel", made))
+        keep = self.device_caches[0][0].__setitem__
+        return active_mode.get().submit(id(self), self.make, lambda made: keep("key", made))
 
     def make(self):
         self.allowed.wait()
@@ -239,7 +245,7 @@ def test_launches_wait_for_their_own_kernel_and_raise_its_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(module, "compile_threads", lambda: 2)
     slow, good, bad = Kernel(), Kernel(), Kernel(RuntimeError("no registers"))
-    thread = start_compilation({kernel: Launch(kernel, 0, "") for kernel in (slow, good, bad)})
+    thread = start_compilation({(kernel, 0, "key"): Launch(kernel, 0, "") for kernel in (slow, good, bad)})
     good.allowed.set()
     made = good.kernel  # a launch waits for it
     made = made if isinstance(made, Compiled) else made.result()
