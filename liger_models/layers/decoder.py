@@ -363,6 +363,16 @@ class Decoder(nn.Module):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "Self":
+        """Like `torch.nn.Module.to_empty`, without PyTorch's import of SymPy for tensors on the meta device."""
+
+        def empty(tensor: Tensor) -> Tensor:
+            if type(tensor) in (nn.Parameter, Tensor) and tensor.is_contiguous():
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            return torch.empty_like(tensor, device=device)
+
+        return self._apply(empty, recurse)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Like `torch.nn.Module.load_state_dict`, except that tied parameters stay tied with ``assign``."""
         with self._sharing() if assign else nullcontext():

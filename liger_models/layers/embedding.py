@@ -40,6 +40,11 @@ class LigerEmbedding(nn.Embedding, Layer):
         self.vocab_shard: VocabShard | None = None
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
+    def reset_parameters(self) -> None:
+        """Draw the weight from a normal distribution, but not on the meta device, which would import a compiler."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def shard(self, group: Group) -> dict[str, int]:
         """On each of R ranks, keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
         self.vocab_shard = VocabShard(group, self.num_embeddings).check()

@@ -71,6 +71,25 @@ def test_importing_a_model_leaves_out_the_compiler():
     assert {"torch._dynamo", "torch.distributed.tensor"}.isdisjoint(loaded)
 
 
+STEP = """
+import sys
+import torch
+from liger_models import LigerLlama, LlamaConfig
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
+model = LigerLlama.from_config(LlamaConfig(vocab_size=256, **sizes), dtype=torch.bfloat16)
+ids = torch.arange(8)[None]
+model(input_ids=ids, labels=ids).loss.backward()
+print(*sys.modules)
+"""
+
+
+@pytest.mark.skipif(not FOR_CPUS, reason="on builds for accelerators variable-length attention imports the compiler")
+def test_a_new_model_and_its_step_leave_out_the_compiler():
+    loaded = run(STEP).split()
+    assert {"torch._dynamo", "torch.distributed.tensor", "sympy"}.isdisjoint(loaded)
+
+
 @pytest.mark.parametrize("name", liger_models.__all__)
 def test_every_public_name_is_there(name):
     assert getattr(liger_models, name)
