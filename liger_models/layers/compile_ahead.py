@@ -18,6 +18,7 @@ import copy
 import hashlib
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -345,7 +346,7 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
     def compile_for(device: int) -> None:
         threads = _Threads(pool, device)
         with AsyncCompileMode(threads, ignore_errors=ignore_errors), torch.cuda.device(device):
-            for (kernel, _, key), launch in kernels.items():
+            for (kernel, _, key), launch in slowest_first:
                 if launch.device == device:
                     future = kernel.preload(launch.specialization)
                     # Before version 3.7, Triton keeps a kernel only when it is compiled. A launch would not wait.
@@ -353,11 +354,23 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
             if submitted is not None:
                 submitted.set()
 
+    slowest_first = sorted(kernels.items(), key=lambda item: -num_products(item[1].kernel))
     with _parsing_in_turn(), ThreadPoolExecutor(compile_threads()) as pool:
         # Each device has its own mode, because a mode loads a kernel only on the first device that needs it. Each mode
         # has its own context, because an interrupted mode stays active in its context.
         for device in sorted({launch.device for launch in kernels.values()}):
             copy_context().run(compile_for, device)
+
+
+def num_products(function: Any, *callers: Any) -> int:
+    """Return how often a `triton.JITFunction` computes ``tl.dot``, itself or in the functions that it calls.
+
+    Compilation takes longer the more products there are: 0.1 to 0.8 s without products, and 6 s with 14 products.
+    """
+    path, names = (*callers, function), function.fn.__globals__
+    called = [names.get(name) for name in re.findall(r"(\w+)\(", function.src)]
+    own: int = function.src.count("tl.dot(")
+    return own + sum(num_products(each, *path) for each in called if hasattr(each, "src") and each not in path)
 
 
 class _Threads(NamedTuple):

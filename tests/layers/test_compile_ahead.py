@@ -219,6 +219,8 @@ class Compiled:
 class Kernel:
     """As `triton.JITFunction` of version 3.6: compiles through the active mode, when the test allows."""
 
+    fn, src = staticmethod(lambda: None), ""
+
     def __init__(self, error=None):
         self.error, self.allowed, self.device_caches = error, threading.Event(), {0: ({},)}
 
@@ -258,6 +260,35 @@ def test_launches_wait_for_their_own_kernel_and_raise_its_error(monkeypatch):
     slow.allowed.set()
     thread.join()
     assert isinstance(slow.kernel, Compiled)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_kernels_with_the_most_products_are_compiled_first(monkeypatch):
+    submitted = []
+
+    class Source(Kernel):
+        def preload(self, specialization):
+            submitted.append(self.src)
+            self.allowed.set()
+            return super().preload(specialization)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    kernels = {}
+    for number in (0, 2, 1):
+        kernel = Source()
+        kernel.src = number * "tl.dot("
+        kernels[kernel, 0, "key"] = Launch(kernel, 0, "")
+    start_compilation(kernels).join()
+    assert submitted == [2 * "tl.dot(", "tl.dot(", ""]
+
+
+def test_products_of_a_kernel_include_those_of_the_functions_that_it_calls():
+    names = {"exp": SimpleNamespace(src="def exp(x): return tl.exp(x)"), "other": len}
+    names["inner"] = SimpleNamespace(src="def inner(x): return tl.dot(x, tl.dot(x, exp(x)))")
+    names["kernel"] = SimpleNamespace(src="def kernel(x): inner(x), tl.dot(x, x), inner(x), other(x)")
+    for function in (names["exp"], names["inner"], names["kernel"]):
+        function.fn = SimpleNamespace(__globals__=names)
+    assert [module.num_products(names[name]) for name in ("exp", "inner", "kernel")] == [0, 2, 5]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
