@@ -590,7 +590,7 @@ class _Conversation:
         return self._common(before, _unmarked(text)) if text else len(before)
 
     def _boundaries(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield the special tokens and the white space in a text. No token of an answer extends over them."""
+        """Yield the special tokens and the white space in a text. No token of an answer crosses such a boundary."""
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
