@@ -123,7 +123,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return input_ids.masked_fill(places | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
 
     def _refused(self, input_ids: Tensor) -> Tensor:
-        """Return [B, T] bool, whether tokens are placeholders of audio or videos. Only sampling can produce them."""
+        """Return [B, T] bool, whether tokens are placeholders of audio or videos. A prompt must not have them."""
         refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
         return refused
 
