@@ -339,7 +339,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
 
     # Check that the shapes are those that the model itself would write, and copy the values.
     for name, (parameter, write, read) in targets.items():
-        shape, tensor = write(torch.empty_like(parameter, device="meta")).shape, tensors[name]
+        shape, tensor = write(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")).shape, tensors[name]
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(
                 f"{file}: {name} must be floats {list(shape)}, got {tensor.dtype} {list(tensor.shape)}. Load it into "

@@ -266,7 +266,7 @@ class UnpackedModel(Node):
         parameter: Any = module.get_parameter(name)
         theirs = expression.names()
         self.fixed.extend(tensor.removesuffix(".weight") for tensor in theirs)
-        shapes = expression.unpack(torch.empty_like(parameter, device="meta"))
+        shapes = expression.unpack(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
         if parameter.dim() == 3 or (isinstance(module, nn.Linear) and shapes[theirs[0]].dim() == 2):
             self.skipped.update(short_name(tensor) for tensor in theirs if tensor.endswith(("weight", "_proj")))
 

@@ -305,7 +305,7 @@ class WeightMap:
                 "Merge or remove parameters that were added to the model, or correct the map."
             )
         return _union(
-            self.entries[name].unpack(torch.empty_like(parameter, device="meta"))
+            self.entries[name].unpack(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
             for name, parameter in parameters.items()
         )
 
