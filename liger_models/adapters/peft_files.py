@@ -25,6 +25,7 @@ from liger_models.adapters.lora_config import LoRAConfig
 from liger_models.adapters.lora_experts import ExpertAdapter, LoRAExperts
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers, adapter_config, short_name
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.device import empty_on
 from liger_models.convert.files import open_safetensors, read_json, write_json
 from liger_models.convert.folder import check_complete, write_folder
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
@@ -339,7 +340,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
 
     # Check that the shapes are those that the model itself would write, and copy the values.
     for name, (parameter, write, read) in targets.items():
-        shape, tensor = write(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")).shape, tensors[name]
+        shape, tensor = write(empty_on("meta", parameter)).shape, tensors[name]
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(
                 f"{file}: {name} must be floats {list(shape)}, got {tensor.dtype} {list(tensor.shape)}. Load it into "

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-import torch
 from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
 
@@ -33,6 +32,7 @@ from liger_models.adapters.lora_layers import short_name, with_class
 from liger_models.adapters.unpacked_checks import check_config
 from liger_models.adapters.unpacked_linear import UnpackedLinear
 from liger_models.base.causal_lm import CausalLM
+from liger_models.common.device import empty_on
 from liger_models.common.errors import check_values
 from liger_models.convert.files import CONFIG, read_json
 from liger_models.convert.format import format_of
@@ -266,7 +266,7 @@ class UnpackedModel(Node):
         parameter: Any = module.get_parameter(name)
         theirs = expression.names()
         self.fixed.extend(tensor.removesuffix(".weight") for tensor in theirs)
-        shapes = expression.unpack(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        shapes = expression.unpack(empty_on("meta", parameter))
         if parameter.dim() == 3 or (isinstance(module, nn.Linear) and shapes[theirs[0]].dim() == 2):
             self.skipped.update(short_name(tensor) for tensor in theirs if tensor.endswith(("weight", "_proj")))
 

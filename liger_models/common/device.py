@@ -1,6 +1,9 @@
-"""Selection of the device: the device that the user chooses, or the accelerator of the machine."""
+"""Selection of the device, which the user or the machine decides, and empty tensors on other devices."""
+
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 def available_device(where: str, name: str | None = None) -> torch.device:
@@ -29,3 +32,13 @@ def available_device(where: str, name: str | None = None) -> torch.device:
             "of these."
         )
     return torch.device(name)
+
+
+def empty_on(device: Any, tensor: Tensor) -> Tensor:
+    """Return an uninitialized tensor on ``device`` with the shape and dtype of a tensor.
+
+    Unlike ``torch.empty_like(tensor, device=device)``, this does not import SymPy if one of the devices is meta.
+    """
+    if type(tensor) in (nn.Parameter, Tensor) and tensor.is_contiguous():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)

@@ -27,6 +27,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from liger_models.common.device import empty_on
 from liger_models.layers.config import DecoderConfig, LatentDecoderConfig
 
 
@@ -304,10 +305,7 @@ class WeightMap:
                 f"entries without a parameter: {sorted(self.entries.keys() - parameters.keys())}. "
                 "Merge or remove parameters that were added to the model, or correct the map."
             )
-        return _union(
-            self.entries[name].unpack(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-            for name, parameter in parameters.items()
-        )
+        return _union(self.entries[name].unpack(empty_on("meta", parameter)) for name, parameter in parameters.items())
 
     def __str__(self) -> str:
         return "\n".join(f"{name} = {expression}" for name, expression in self.entries.items())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from liger_models.common.device import empty_on
 from liger_models.common.errors import check_tensors
 from liger_models.common.foreign import foreign_arguments
 from liger_models.distributed.groups import ParallelGroups
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuantizedCheckpoint:
-    """What a model that was loaded with ``keep_quantized`` saves with its weights; empty for other models.
+    """The parts of a quantized checkpoint that are saved with the weights of a model.
+
+    They are empty unless the model was loaded with ``keep_quantized``.
 
     Attributes:
         config: the ``quantization_config`` of the checkpoint.
@@ -365,13 +368,7 @@ class Decoder(nn.Module):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "Self":
         """Like `torch.nn.Module.to_empty`, without PyTorch's import of SymPy for tensors on the meta device."""
-
-        def empty(tensor: Tensor) -> Tensor:
-            if type(tensor) in (nn.Parameter, Tensor) and tensor.is_contiguous():
-                return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            return torch.empty_like(tensor, device=device)
-
-        return self._apply(empty, recurse)
+        return self._apply(functools.partial(empty_on, device), recurse)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Like `torch.nn.Module.load_state_dict`, except that tied parameters stay tied with ``assign``."""
