@@ -318,8 +318,6 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
     """
     if len(tensors) == 1:
         return tensors[0]
-    if tensors[0].dim() < 2:
-        return torch.cat([*tensors])
     shape = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
     padded = []
     for tensor in tensors:
@@ -334,8 +332,8 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 def reuse_memory() -> None:
     """Let Pillow keep the memory of images, up to 256 MB in this process, for later images.
 
-    Otherwise each image gets new pages from the system, which takes time for large images. If the
-    environment variable PILLOW_BLOCKS_MAX is set, it decides.
+    Otherwise each image gets new pages from the system, which takes time for large images. This function has no effect
+    if the program or the environment variable PILLOW_BLOCKS_MAX has set the number of blocks.
     """
     from PIL import Image
 

@@ -354,7 +354,7 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
             if submitted is not None:
                 submitted.set()
 
-    slowest_first = sorted(kernels.items(), key=lambda item: -num_products(item[1].kernel))
+    slowest_first = sorted(kernels.items(), key=lambda item: -num_products(item[0][0]))
     with _parsing_in_turn(), ThreadPoolExecutor(compile_threads()) as pool:
         # Each device has its own mode, because a mode loads a kernel only on the first device that needs it. Each mode
         # has its own context, because an interrupted mode stays active in its context.

@@ -164,7 +164,7 @@ def beyond_first(case: tuple[str, str]) -> Any:
 
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
-first_cases_before_others = pytest.mark.parametrize(
+one_case_of_each_family = pytest.mark.parametrize(
     "pair", [pytest.param(case, marks=beyond_first(case)) for case in CASES], indirect=True, ids="-".join
 )
 one_case_of_each_setting = pytest.mark.parametrize(
@@ -411,7 +411,7 @@ PATCHES = {
     "paligemma": patch_paligemma,
     "phimoe": patch_phimoe,
 }
-"""What `hf_model` changes in transformers' models of a family, to make them comparable."""
+"""Maps a family to the changes that `hf_model` makes to transformers' model, so that both models compute the same."""
 
 
 def hf_gradients(model) -> dict[str, Tensor]:

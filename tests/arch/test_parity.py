@@ -17,19 +17,19 @@ from ..late import transformers
 from .families import (
     ARCHS,
     CASES,
-    FIRST_CASES,
     LIMIT,
     assert_same_gradients,
     auto_class,
+    beyond_first,
     beyond_kinds,
     beyond_settings,
     error,
     every_case,
-    first_cases_before_others,
     gradients_of,
     hf_model,
     load,
     one_case_each,
+    one_case_of_each_family,
     one_case_of_each_kind,
     one_case_of_each_setting,
     tokens,
@@ -121,10 +121,7 @@ def test_num_items_in_batch(pair):
 
 
 PADDED = [pytest.param(case, "left", marks=beyond_settings(case)) for case in CASES]
-PADDED += [
-    pytest.param(case, "right", marks=beyond_kinds(case[0]) if case in FIRST_CASES else pytest.mark.matrix)
-    for case in CASES
-]
+PADDED += [pytest.param(case, "right", marks=beyond_first(case) or beyond_kinds(case[0])) for case in CASES]
 
 
 @pytest.mark.slow
@@ -325,7 +322,7 @@ def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
-@first_cases_before_others
+@one_case_of_each_family
 def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
     """The names and shapes of its parameters, which it writes on demand, give the same model as the hub's."""
     arch, variant, theirs, ours = pair

@@ -226,7 +226,7 @@ class Kernel:
 
     @property
     def kernel(self):
-        """What a launch finds."""
+        """The entry of the cache that a launch reads: a compiled kernel, or a future."""
         return self.device_caches[0][0]["key"]
 
     def preload(self, specialization):
