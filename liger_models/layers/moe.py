@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from liger_models.distributed.collectives import (
     Group,
@@ -19,6 +18,7 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen.products import Weight, dense
+from liger_models.kernels.matmul.row_linear import wide_inference_linear
 from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
@@ -29,7 +29,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, is_sharded, local, local_or_none, replicated
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
-from liger_models.layers.recompute import run_twice
+from liger_models.layers.recompute import is_hooked, run_twice
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,8 +67,8 @@ class CorrectionBias(Layer):
 
     def forward(self) -> Tensor:
         """Return the bias [X] of all experts, in fp32."""
-        # FSDP frees the gathered parameter, so the result must not be the parameter.
-        return local(self.bias).detach().clone()
+        bias = local(self.bias).detach()
+        return bias.clone() if is_hooked(self) else bias  # FSDP, which has hooks, frees the gathered parameter
 
 
 class WideRouter(Layer):
@@ -104,9 +104,7 @@ class WideRouter(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [N, C] to logits [N, X] in fp32."""
-        weight, wide = replicated(self.weight, self.groups.tensor), torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(wide), weight.to(wide))
+        return wide_inference_linear(x, replicated(self.weight, self.groups.tensor))
 
 
 class Fp32Router(WideRouter):

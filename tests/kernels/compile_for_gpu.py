@@ -64,7 +64,7 @@ from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.matmul import row_linear as row_linear_file
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
-from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward
+from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward, wide_inference_linear
 from liger_models.kernels.moe import Routing, moe_mlp, route
 from liger_models.kernels.norm.embed_norms import embed_norms
 from liger_models.kernels.norm.fused_norm import FusedNorm
@@ -374,6 +374,8 @@ def run_decoding(dtype: torch.dtype) -> None:
     for K in (64, 100, 3072):
         invariant_linear(draw(3, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype))
         row_linear(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype).detach())
+        with torch.no_grad():
+            wide_inference_linear(draw(1, K, dtype=dtype), draw(8, K, dtype=dtype))
         for rows in (1, 9) if dtype != torch.float32 else (1,):
             x, weight = draw(rows, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach()
             row_linear_forward(x, weight, None, "silu")

@@ -5,6 +5,7 @@
     y = x @ Wᵀ + b                        sums in fp32, one cast at the end
     y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        with a low-rank term (LoRA), whose first product is also cast
     p = act(gate) · up                    of a packed gate and up projection, cast as in `gated_act`
+    z = x @ Wᵀ                            in fp32, for x and W of any dtypes (routers)
 
 With a single row of x, each program multiplies a few rows of W elementwise by x and sums the products, so that no
 partial sum goes through memory, and no matrix units are needed. Library kernels reach only two thirds of the memory
@@ -14,9 +15,9 @@ With 2 to `MOST_ROWS` rows of x, the kernel uses matrix units. If W has too few 
 several programs divide the columns of W, and a second kernel adds their sums. If W is small, reading W takes less time
 than launching a second kernel. One kernel with smaller tiles then computes all sums, for up to `MOST_SMALL_ROWS` rows.
 
-x @ Aᵀ is computed by the single-row kernel, with a program for each row of x and each row of A. If x has a single row,
-then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel for y waits
-for x @ Aᵀ only after it has computed its own sums (see `overlap`).
+x @ Aᵀ and z are computed by the single-row kernel, with a program for each row of x and each row of A or W. If x has a
+single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel
+for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -50,8 +51,8 @@ slower for a float8 W. On an H200, for the projections of Llama 3.2 1B and 3B an
 within 1 % of the best of 32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""Largest number of columns of A that a program reads at once, and number of columns per warp. A row of A is nearly
-always read at once."""
+"""For x @ Aᵀ and z: largest number of columns of a row of A or W that a program reads at once, and number of columns
+per warp. A row is nearly always read at once."""
 
 MOST_ROWS = 16
 """Largest number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B and the
@@ -304,6 +305,18 @@ def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
     return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {matrix.dtype for matrix in low_rank} == {x.dtype})
 
 
+def _launch_by_row(x: Tensor, weight: Tensor, y: Tensor, low: str = "") -> None:
+    """Launch the kernel that computes ``y = x @ weightᵀ`` with a program for each element of y."""
+    N, K = weight.shape
+    columns = min(max(next_power_of_2(K), 32), LOW_COLUMNS)
+    with on_device_of(x):
+        _row_linear_kernel[(N, y.numel() // N)](
+            x, weight, None, None, y, None, None, None, N, K, 0, weight.stride(0), HAS_SCALE=False, HAS_BIAS=False,
+            ACT="", RANKS=0, LOW=low, **overlap(x), ROWS=1, COLUMNS=columns, STAGES=1,
+            num_warps=max(columns // LOW_COLUMNS_PER_WARP, 1),
+        )  # fmt: skip
+
+
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Launch the kernel that computes ``x @ Aᵀ`` for contiguous rows x [..., K].
 
@@ -321,14 +334,9 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
         return (None, None, 0), {"RANKS": 0, **constants}
     A, B = (matrix.contiguous() for matrix in low_rank)
     R, K = A.shape
-    low, columns = x.new_empty(x.numel() // K, R), min(max(next_power_of_2(K), 32), LOW_COLUMNS)
+    low = x.new_empty(x.numel() // K, R)
     beside = one and can_overlap(x.device)  # with several rows, one kernel after the other is faster
-    with on_device_of(x):
-        _row_linear_kernel[(R, len(low))](
-            x, A, None, None, low, None, None, None, R, K, 0, K, HAS_SCALE=False, HAS_BIAS=False, ACT="", RANKS=0,
-            LOW="made" if beside else "", **overlaps, ROWS=1, COLUMNS=columns, STAGES=1,
-            num_warps=max(columns // LOW_COLUMNS_PER_WARP, 1),
-        )  # fmt: skip
+    _launch_by_row(x, A, low, "made" if beside else "")
     constants["RANKS"] = max(next_power_of_2(R), MIN_RANKS)
     return (low, B, R), constants | ({"LOW": "awaited", "launch_pdl": True} if beside else {})
 
@@ -447,3 +455,37 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if plain or type(weight) not in (Tensor, torch.nn.Parameter) or not takes_row(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     return row_linear(x, weight, bias)
+
+
+def _wide_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    y = x.new_empty(*x.shape[:-1], len(weight), dtype=torch.float32)
+    _launch_by_row(x.contiguous(), weight, y)
+    return y
+
+
+WIDE = define_op(
+    "wide_row_linear", _wide_row_linear,
+    lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32),
+)  # fmt: skip
+
+
+def wide_inference_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute ``x @ weightᵀ`` in at least fp32, whatever the dtypes of x and weight. Autocast has no effect.
+
+    Up to `MOST_ROWS` rows without gradients are multiplied by a kernel that reads x and weight as they are. Otherwise
+    both are cast to the dtype of the result.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+
+    Returns:
+        [..., N] in fp32, or in fp64 if x has this dtype.
+    """
+    few = 0 < x.numel() <= MOST_ROWS * x.shape[-1] and not torch.is_grad_enabled() and not is_batch_invariant()
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.stride(1) == 1
+    if few and plain and {x.dtype, weight.dtype} <= set(TRITON_DTYPES) and use_triton(x):
+        return WIDE(x, weight)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.linear(x.to(wide), weight.to(wide))

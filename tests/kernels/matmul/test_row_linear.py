@@ -8,12 +8,15 @@ from liger_models.kernels.activation.gated_act import ACTIVATIONS, gated_act_ref
 from liger_models.kernels.linear.gated_mlp import gated_mlp
 from liger_models.kernels.linear.norm_linear import norm_linear
 from liger_models.kernels.matmul import row_linear as row_linear_file
+from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.matmul.row_linear import (
+    LOW_COLUMNS,
     MOST_ROWS,
     MOST_SMALL_ROWS,
     row_linear,
     row_linear_forward,
     row_linear_reference,
+    wide_inference_linear,
 )
 from liger_models.kernels.norm.fused_norm import FusedNorm
 
@@ -114,9 +117,42 @@ def test_fused_ops_take_a_row(kernel_device, recompute):
         assert error(results[0], wide(results[1][1:2])) <= 4 * torch.finfo(dtype).eps
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("size", [*SIZES, (3, LOW_COLUMNS + 3)], ids=str)
+def test_wide_results(backend, size, monkeypatch):
+    """Results in fp32 from x and weight of any dtypes, without a copy of either, and strided ones, too."""
+    N, K = size
+    dtypes_of_both = list(itertools.product(dtypes(backend), repeat=2))
+    for (dtype, weight_dtype), rows in itertools.product(dtypes_of_both, (1, MOST_ROWS - 1)):
+        x = draw(rows, 2 * K, dtype=dtype, device=backend)[:, :K]
+        weight = draw(N, K + 3, dtype=weight_dtype, device=backend)[:, 3:]
+        with torch.autocast(torch.device(backend).type, torch.bfloat16):
+            got = wide_inference_linear(x, weight)
+        exact = F.linear(wide(x), wide(weight))
+        assert got.shape == (rows, N)
+        assert got.dtype == torch.float32
+        assert error(got, exact) <= 1.5 * error(F.linear(x.float(), weight.float()), exact) + torch.finfo(got.dtype).eps
+
+
+def test_what_takes_wide_results(kernel_device, monkeypatch):
+    """Few rows without gradients, outside of `batch_invariant`."""
+    calls, x, weight = [], draw(1, 20, device=kernel_device), draw(6, 20, device=kernel_device)
+    monkeypatch.setattr(row_linear_file, "WIDE", lambda x, weight: calls.append(x))
+    wide_inference_linear(x, weight)
+    with torch.no_grad():
+        wide_inference_linear(x.expand(MOST_ROWS + 1, 20), weight)
+        wide_inference_linear(x.double(), weight)
+        with batch_invariant():
+            wide_inference_linear(x, weight)
+        assert not calls
+        wide_inference_linear(x.expand(MOST_ROWS, 20), weight)
+    assert len(calls) == 1
+
+
 def test_opcheck(kernel_device):
     x, weight, bias = (draw(*size, device=kernel_device) for size in ((1, 20), (6, 20), (6,)))
     opcheck(torch.ops.liger_models.row_linear, (x, weight, bias))
+    opcheck(torch.ops.liger_models.wide_row_linear, (x.half(), weight))
 
 
 def test_bad_arguments():
