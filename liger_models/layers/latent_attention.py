@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from liger_models.distributed.collectives import Group, copy_to_region, to_heads
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.head_linear import head_linear, takes_heads
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.rope.latent_heads import latent_heads, latent_heads_reference
 from liger_models.kernels.rope.rope import rope, rope_reference
@@ -219,9 +220,10 @@ class LigerLatentAttention(BaseAttention):
         if not self._absorbs(layout, q.shape[1]):
             return self._weigh(*self._qkv(latents, layout), layout).flatten(2)
         # Attention returns weighted sums of latents, [B, T, H, L], which are projected to values here.
-        weight = self._up_weight(q)[:, self.nope_dim :]
+        weight = self._up_weight(q)[:, self.nope_dim :]  # [H, V, L]
         out = self._weigh(*self._absorbed_qkv(latents, layout), layout)
-        return torch.einsum("bthl,hvl->bthv", out, weight).flatten(2)
+        values = head_linear(out, weight) if takes_heads(out, weight) else torch.einsum("bthl,hvl->bthv", out, weight)
+        return values.flatten(2)
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
         """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by scales of their positions."""
@@ -279,9 +281,14 @@ class LigerLatentAttention(BaseAttention):
         q, latent, shared = projected
         rows = self._rows(self.kv_a_layernorm(latent), shared, layout)
         rows, _ = layout.cache.extend(self.layer, rows, rows[..., :0])
-        nope, rest = self._rotated_queries(q, layout)
-        folded = torch.einsum("bthn,hnl->bthl", nope, self._up_weight(q)[:, : self.nope_dim])
-        return torch.cat([folded, rest], -1), rows, rows[..., : self.kv_rank]
+        weight = self._up_weight(q)[:, : self.nope_dim].transpose(1, 2)  # [H, L, N]
+        if self.rope_kernel and takes_heads(q, weight):
+            heads = q.unflatten(-1, (self.num_heads, -1))
+            folded = head_linear(heads, weight, *self._tables(layout), interleaved=self.interleaved)
+        else:
+            nope, rest = self._rotated_queries(q, layout)
+            folded = torch.cat([torch.einsum("bthn,hln->bthl", nope, weight), rest], -1)
+        return folded, rows, rows[..., : self.kv_rank]
 
     def _rows(self, c: Tensor, shared: Tensor, layout: BatchLayout) -> Tensor:
         """Return the rows [B, T, 1, L + R] that the cache holds of new tokens."""

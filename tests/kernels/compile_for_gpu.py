@@ -63,6 +63,7 @@ from liger_models.kernels.loss.logits_divergence import logits_divergence
 from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.matmul import row_linear as row_linear_file
+from liger_models.kernels.matmul.head_linear import head_linear
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward, wide_inference_linear
 from liger_models.kernels.moe import Routing, moe_mlp, route
@@ -410,6 +411,12 @@ def run_latents(dtype: torch.dtype) -> None:
         rows, q = draw(3, 64, 1, L + R, dtype=dtype).detach(), draw(2, H, L + R, dtype=dtype).detach()
         decode_attention(q, rows, rows[..., :L], table, lengths, scale=0.1)
         write_pages(rows, rows[..., :0], rows[0, :2], rows[0, :2, :, :0], torch.tensor([1, -1]))
+        up_weight = draw(H, N + V, L, dtype=dtype).detach()
+        for B in (1, 2, 16) if dtype == torch.bfloat16 else (1,):
+            for angles in (torch.randn(2, 1, 1, R // 2), (None, None)):
+                q = draw(B, 1, H, N + R, dtype=dtype).detach()
+                head_linear(q, up_weight[:, :N].transpose(1, 2), *angles, interleaved=True)
+            head_linear(draw(B, 1, H, L, dtype=dtype).detach(), up_weight[:, N:])
         for angles in (torch.randn(2, 1, 3, R // 2), (None, None)):
             q, kv = draw(1, 3, H * (N + R), dtype=dtype), draw(1, 3, H * (N + V), dtype=dtype)
             for interleaved in (False, True):

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
+from liger_models.kernels.matmul.head_linear import head_linear as product
+from liger_models.layers import latent_attention as module
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LatentDecoderConfig
 from liger_models.layers.kv_cache import DecodeCache
@@ -32,13 +34,13 @@ def make(q_rank=20, **options):
     return layer.eval()
 
 
-def layout_of(B, T, **options):
-    return BatchLayout.build((B, T), torch.device("cpu"), {"default": RotaryEmbedding(R)}, **options)
+def layout_of(B, T, device="cpu", **options):
+    return BatchLayout.build((B, T), torch.device(device), {"default": RotaryEmbedding(R)}, **options)
 
 
 def attend(layer, x, **options):
     """The layer's output on x [B, T, C] alone, without the stream."""
-    return layer.add_norm(None, None, x, layout_of(*x.shape[:2], **options))[0]
+    return layer.add_norm(None, None, x, layout_of(*x.shape[:2], x.device, **options))[0]
 
 
 def theirs(layer, interleaved=True):
@@ -124,6 +126,41 @@ def test_pages_hold_one_row_for_each_token():
     assert rows.shape == (2, 64, 1, L + R)
     assert cache.num_bytes == rows.nbytes
     assert not nothing.numel()
+
+
+def step_twice(layer, x, length):
+    """The layer's outputs for x [B, length, C] and two more tokens, in a paged cache, [B, length + 2, C]."""
+    cache = PagedCache(len(x), length + 2, x.device)
+    cache.start(len(x), length)
+    results = [attend(layer, x[:, :length], cache=cache)]
+    cache.settle()
+    cache.advance(length)
+    for place in (length, length + 1):
+        cache.step()
+        positions = torch.full((len(x), 1), place, device=x.device)
+        results.append(attend(layer, x[:, place : place + 1], cache=cache, position_ids=positions))
+    return torch.cat(results, 1), cache._layers[0][0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 1), (torch.float16, 1), (torch.float16, 3)])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("q_rank", "rotary"), [(20, "default"), (None, "default"), (20, None)])
+def test_fused_steps(q_rank, rotary, interleaved, rows, dtype, kernel_device, monkeypatch):
+    """The kernels of a step, against the layer in fp32, and against the step without them up to rounding."""
+    layer = make(q_rank, interleaved=interleaved, rotary=rotary).to(kernel_device)
+    x, calls = torch.randn(rows, 6, C, device=kernel_device), []
+    want = attend(layer, x)
+    layer, x = layer.to(dtype), x.to(dtype)
+    monkeypatch.setattr(module, "head_linear", lambda *args, **options: calls.append(args) or product(*args, **options))
+    got, pages = step_twice(layer, x, 4)
+    assert len(calls) == 4  # queries and values of both tokens
+    monkeypatch.setattr(module, "takes_heads", lambda *_: False)
+    unfused, unfused_pages = step_twice(layer, x, 4)
+    assert len(calls) == 4
+    eps = torch.finfo(dtype).eps
+    assert (got - want).norm() <= 1.5 * (unfused - want).norm() + eps * want.norm()
+    torch.testing.assert_close(pages[:, :6], unfused_pages[:, :6], rtol=4 * eps, atol=4 * eps)
 
 
 def test_batch_invariant_decoding_gives_the_bits_of_training():
