@@ -76,6 +76,14 @@ class DecodeCache:
         values[:, self.length : end] = v
         return keys[:, :end], values[:, :end]
 
+    def pages_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return the pages [pages, P, G, D] of a layer's keys, and the slots of the new tokens [B] int64.
+
+        A layer may write the keys of a step itself instead of calling `extend`. The result is None if it must call
+        `extend`.
+        """
+        return None
+
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
         """Return a layer's states of linear attention, each [B, ...]; None before the first token."""
         return self._states[layer] if self.length else None

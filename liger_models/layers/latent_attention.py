@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.distributed.collectives import Group, copy_to_region, to_heads
+from liger_models.kernels.attention.write_latents import write_latents
+from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.head_linear import head_linear, takes_heads
 from liger_models.kernels.options import KernelOptions
@@ -46,7 +48,7 @@ from liger_models.layers.linear import (
     local,
     ranks_of,
 )
-from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, call_linear, is_plain
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, call_linear, fused_norm, is_plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -213,15 +215,18 @@ class LigerLatentAttention(BaseAttention):
             q, kv, shared = projected
             return self._weigh(*self._heads(self._scaled(q, layout), kv, shared, layout), layout).flatten(2)
         latents: Latents = projected
+        pages, normed = self._write_latents(latents, layout)
         q = latents.q
-        if self.q_rank is not None:
+        if normed is not None:
+            q = call_linear(self.q_b_proj, normed)
+        elif self.q_rank is not None:
             q, _ = add_norm_linear(self.q_a_layernorm, self.q_b_proj, None, q)
         latents = latents._replace(q=self._scaled(q, layout))
         if not self._absorbs(layout, q.shape[1]):
             return self._weigh(*self._qkv(latents, layout), layout).flatten(2)
         # Attention returns weighted sums of latents, [B, T, H, L], which are projected to values here.
         weight = self._up_weight(q)[:, self.nope_dim :]  # [H, V, L]
-        out = self._weigh(*self._absorbed_qkv(latents, layout), layout)
+        out = self._weigh(*self._absorbed_qkv(latents, pages, layout), layout)
         values = head_linear(out, weight) if takes_heads(out, weight) else torch.einsum("bthl,hvl->bthv", out, weight)
         return values.flatten(2)
 
@@ -275,12 +280,41 @@ class LigerLatentAttention(BaseAttention):
         expanded = self.nope_dim + self.value_dim
         return cache.pages is not None or T * (2 * self.kv_rank - expanded) <= self.kv_rank * expanded
 
-    def _absorbed_qkv(self, projected: Latents, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, L + R], and the rows [B, S, 1, L + R] of all tokens with a view of their latents."""
+    def _write_latents(self, latents: Latents, layout: BatchLayout) -> tuple[Tensor | None, Tensor | None]:
+        """Write the rows of a step's tokens into the pages of the cache, and normalize the latents of their queries.
+
+        Returns:
+            The pages [pages, P, 1, L + R], and the normalized latents [B, T, Q]. The first is None if the rows have not
+            been written, and the second if the latents have not been normalized.
+        """
+        plain = layout.cache is None or torch.is_grad_enabled() or is_batch_invariant() or not use_triton(latents.c)
+        place = None if plain or layout.cache is None else layout.cache.pages_of(self.layer)
+        norm = fused_norm(self.kv_a_layernorm)
+        if place is None or norm is None or not self.rope_kernel or place[0].dtype != latents.c.dtype:
+            return None, None
+        q = q_weight = None
+        # Other layers than plain ones, for example with adapters, are fused with the norm of their input.
+        if self.q_rank is not None and type(self.q_b_proj) is nn.Linear and is_plain(self.q_b_proj):
+            q_norm = fused_norm(self.q_a_layernorm)
+            if q_norm is not None and q_norm[1:] == norm[1:]:
+                q, q_weight = latents.q.flatten(0, 1), q_norm.weight
+        (pages, slots), (cos, sin) = place, self._tables(layout)
+        c, rest = latents.c.flatten(0, 1), latents.rope.flatten(0, 1)
+        normed = write_latents(pages, slots, c, rest, norm, cos, sin, q, q_weight, interleaved=self.interleaved)
+        return pages, None if normed is None else normed.view(latents.q.shape)
+
+    def _absorbed_qkv(
+        self, projected: Latents, rows: Tensor | None, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, T, H, L + R], and the rows [B, S, 1, L + R] of all tokens with a view of their latents.
+
+        ``rows`` has all tokens if those of the new tokens have been written; otherwise it is None.
+        """
         assert layout.cache is not None
         q, latent, shared = projected
-        rows = self._rows(self.kv_a_layernorm(latent), shared, layout)
-        rows, _ = layout.cache.extend(self.layer, rows, rows[..., :0])
+        if rows is None:
+            new = self._rows(self.kv_a_layernorm(latent), shared, layout)
+            rows, _ = layout.cache.extend(self.layer, new, new[..., :0])
         weight = self._up_weight(q)[:, : self.nope_dim].transpose(1, 2)  # [H, L, N]
         if self.rope_kernel and takes_heads(q, weight):
             heads = q.unflatten(-1, (self.num_heads, -1))

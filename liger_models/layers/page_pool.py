@@ -116,7 +116,7 @@ class PagePool(PagedCache):
         for row, begin, end in parts:
             position = torch.arange(begin, end)
             slots.append(self._host_table[row, position // self.page].long() * self.page + position % self.page)
-        self._slots = self.upload(torch.cat(slots))
+        self.slots = self.upload(torch.cat(slots))
         self._filled = self.upload([row for row, _, _ in parts])
         row, self.length, end = parts[0]
         self._history = self.upload(self._host_table[row, : -(-end // self.page)].long())
@@ -142,7 +142,7 @@ class PagePool(PagedCache):
     def step(self) -> None:
         """Like `PagedCache.step`, for the rows with remaining tokens."""
         positions = self.positions
-        self._slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
+        self.slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
         self.lengths.copy_(positions[:, 0] + 1)
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
@@ -159,7 +159,7 @@ class PagePool(PagedCache):
         Returns:
             The positions of the tokens, which are 0 for idle rows, [rows · n, 1] int64.
         """
-        positions, self._slots, ends, pages = token_slots(
+        positions, self.slots, ends, pages = token_slots(
             self._table, self.lengths, self.remaining, n=n, offset=offset, page=self.page
         )
         self.pages, self.length, self.width = Pages(pages, ends), 1, n
@@ -190,7 +190,7 @@ class PagePool(PagedCache):
             the row, [1, cached + T, G, D] and [1, cached + T, G, V].
         """
         keys, values = self._layers[layer]
-        write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self._slots)
+        write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self.slots)
         if self.pages is not None:
             return keys, values
         if not self.length:

@@ -179,6 +179,10 @@ class PagedCache(DecodeCache):
         write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self.slots)
         return (k, v) if self.pages is None else (keys, values)
 
+    def pages_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """See `DecodeCache.pages_of`."""
+        return None if self.pages is None or layer not in self._layers else (self._layers[layer][0], self.slots)
+
     def replace_states(self, layer: int, *states: Tensor) -> None:
         """Like `DecodeCache.replace_states`, but at fixed addresses."""
         states = states if self.pages is not None else tuple(map(self._of_prompts, states))

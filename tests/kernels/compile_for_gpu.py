@@ -33,6 +33,7 @@ from liger_models.kernels.attention.decode_attention import decode_attention
 from liger_models.kernels.attention.invariant_attention import invariant_attention
 from liger_models.kernels.attention.sink_attention import sink_attention
 from liger_models.kernels.attention.token_slots import token_slots
+from liger_models.kernels.attention.write_latents import write_latents
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.embedding import embedding
 from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
@@ -413,7 +414,11 @@ def run_latents(dtype: torch.dtype) -> None:
         write_pages(rows, rows[..., :0], rows[0, :2], rows[0, :2, :, :0], torch.tensor([1, -1]))
         up_weight = draw(H, N + V, L, dtype=dtype).detach()
         for B in (1, 2, 16) if dtype == torch.bfloat16 else (1,):
+            c, rest, latent_of_q = (draw(B, size, dtype=dtype).detach() for size in (L, R, 1536))
+            fused, slots = FusedNorm(c[0]), torch.zeros(B, dtype=torch.int64)
             for angles in (torch.randn(2, 1, 1, R // 2), (None, None)):
+                write_latents(rows, slots, c, rest, fused, *angles, interleaved=True)
+                write_latents(rows, slots, c, rest, fused, *angles, latent_of_q, latent_of_q[0])
                 q = draw(B, 1, H, N + R, dtype=dtype).detach()
                 head_linear(q, up_weight[:, :N].transpose(1, 2), *angles, interleaved=True)
             head_linear(draw(B, 1, H, L, dtype=dtype).detach(), up_weight[:, N:])

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from liger_models.kernels.attention.write_latents import write_latents
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
-from liger_models.kernels.matmul.head_linear import head_linear as product
+from liger_models.kernels.matmul.head_linear import head_linear
 from liger_models.layers import latent_attention as module
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import LatentDecoderConfig
@@ -152,12 +153,15 @@ def test_fused_steps(q_rank, rotary, interleaved, rows, dtype, kernel_device, mo
     x, calls = torch.randn(rows, 6, C, device=kernel_device), []
     want = attend(layer, x)
     layer, x = layer.to(dtype), x.to(dtype)
-    monkeypatch.setattr(module, "head_linear", lambda *args, **options: calls.append(args) or product(*args, **options))
+    for op in (head_linear, write_latents):
+        spy = lambda *args, op=op, **options: calls.append(op) or op(*args, **options)
+        monkeypatch.setattr(module, op.__name__, spy)
     got, pages = step_twice(layer, x, 4)
-    assert len(calls) == 4  # queries and values of both tokens
+    assert calls == [write_latents, head_linear, head_linear] * 2  # rows, queries and values of both tokens
     monkeypatch.setattr(module, "takes_heads", lambda *_: False)
+    monkeypatch.setattr(PagedCache, "pages_of", lambda *_: None)
     unfused, unfused_pages = step_twice(layer, x, 4)
-    assert len(calls) == 4
+    assert len(calls) == 6
     eps = torch.finfo(dtype).eps
     assert (got - want).norm() <= 1.5 * (unfused - want).norm() + eps * want.norm()
     torch.testing.assert_close(pages[:, :6], unfused_pages[:, :6], rtol=4 * eps, atol=4 * eps)
