@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.arch._mamba import limits_of, mixer_entries, read_limits
@@ -168,11 +169,16 @@ class LatentExperts(LigerMoE):
         self.gate = WideRouter(config.hidden_size, config.n_routed_experts)
 
     def forward(
-        self, x: Tensor, experts: Tensor | None = None, *, router_input: Tensor | None = None
+        self,
+        x: Tensor,
+        experts: Tensor | None = None,
+        addend: Tensor | None = None,
+        *,
+        router_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `LigerMoE.forward`. ``router_input`` is the input of the router, if that is not x."""
         rows = x if router_input is None else router_input
-        return self._mix(x, *self._route(self.gate(rows.reshape(-1, rows.shape[-1])), experts))
+        return self._mix(x, *self._route(self.gate(rows.reshape(-1, rows.shape[-1])), experts), addend)
 
 
 class NemotronHMoE(Layer):
@@ -219,6 +225,10 @@ class NemotronHMoE(Layer):
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
+        if not self.has_latents and not torch.is_grad_enabled():  # the kernel of the sum adds the shared experts
+            shared, _ = self.shared_experts.add_norm(None, None, x)
+            out: tuple[Tensor, Tensor] = self.experts(x, experts, shared)
+            return out
         latents = self.fc1_latent_proj(x) if self.has_latents else x
         y, router_logits = self.experts(latents, experts, router_input=x)
         y = self.fc2_latent_proj(y) if self.has_latents else y

@@ -312,12 +312,15 @@ class LigerMoE(Layer):
         y, router_logits = self(normed, experts)
         return y, residual, router_logits
 
-    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
+    def forward(self, x: Tensor, experts: Tensor | None = None, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None.
+
+        ``addend`` [..., C], unless it is None, is added to y.
+        """
         if self.training and self.router_jitter:
             # The noisy input is also the input of the experts.
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
-        return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts))
+        return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts), addend)
 
     def choose(self, router_logits: Tensor) -> Tensor:
         """See `Layer.choose`."""
@@ -333,8 +336,13 @@ class LigerMoE(Layer):
         bias = None if self.correction is None else self.correction()
         return *choose(logits, self.routing, bias, experts), logits
 
-    def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of the experts' outputs for x, [..., C], and all tokens' router logits [N, X]."""
+    def _mix(
+        self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor, addend: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of the experts' outputs for x, [..., C], and all tokens' router logits [N, X].
+
+        ``addend`` [..., C], unless it is None, is added to the sum.
+        """
         rows = x.reshape(-1, x.shape[-1])
         # Collect the operands of the ops: this rank's part of the parameters in autocast's dtype, and A and B of
         # adapters.
@@ -377,12 +385,15 @@ class LigerMoE(Layer):
             y = moe_mlp_over(*inputs, expert, *others, recompute=self.recompute, **options)
             y = divide_gradient(y, expert.size)
         elif fused:
+            if addend is not None and group is None:
+                options["addend"], addend = addend.reshape(rows.shape), None
             y = moe_mlp(*inputs, *others, recompute=self.recompute, **options)
         elif self.recompute and torch.is_grad_enabled():
             y = run_twice(partial(moe_mlp_reference, **options), *inputs, *others)
         else:
             y = moe_mlp_reference(*inputs, *others, **options)
-        return reduce_from_region(y.view(x.shape), group), logits
+        y = reduce_from_region(y.view(x.shape), group)
+        return y if addend is None else y + addend, logits
 
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
@@ -475,11 +486,17 @@ class LigerSharedExpertMoE(Layer):
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
-        y, router_logits = self.experts(x, experts)
+        if torch.is_grad_enabled():
+            y, router_logits = self.experts(x, experts)
+            return y + self._shared(x), router_logits
+        # Without gradients, the kernel that sums the experts' outputs adds the output of the shared expert.
+        out: tuple[Tensor, Tensor] = self.experts(x, experts, self._shared(x))
+        return out
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return the output of the shared expert for x, [..., C]."""
         shared, _ = self.shared_expert.add_norm(None, None, x)
-        if self.shared_expert_gate is not None:
-            shared = self.shared_expert_gate(x).sigmoid() * shared
-        return y + shared, router_logits
+        return shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared
 
 
 @torch.no_grad()

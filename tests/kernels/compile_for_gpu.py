@@ -351,7 +351,8 @@ def run_experts(X: int, K: int, F: int) -> None:
         with torch.no_grad():
             for stored in (matrices, *quantized):
                 for N in (1, 5):
-                    moe_mlp(x[:N], weights[:N], experts[:N], *stored, *biases, act=act, limit=7.0)
+                    few = x[:N], weights[:N], experts[:N], *stored, *biases
+                    moe_mlp(*few, act=act, limit=7.0, addend=x[:N] if N == 1 else None)
 
 
 def run_sinks() -> None:

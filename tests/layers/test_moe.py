@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from liger_models.kernels.frozen.weight import FrozenWeight
-from liger_models.kernels.moe import Routing, route_reference
+from liger_models.kernels.moe import Routing, moe_mlp, route_reference
+from liger_models.layers import moe as module
 from liger_models.layers.frozen import FrozenParameters, freeze
-from liger_models.layers.moe import MATRICES, LigerMoE
+from liger_models.layers.moe import MATRICES, LigerMoE, LigerSharedExpertMoE
 
 from ..late import Late, transformers
 
@@ -232,3 +233,20 @@ def test_a_routing_weight_may_multiply_the_input(backend, kernel):
     want.square().sum().backward()
     for name, parameter in moe.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 400])
+@pytest.mark.parametrize("gated", [False, True])
+def test_without_gradients_the_sum_of_the_experts_takes_the_shared_one(gated, tokens, kernel_device, monkeypatch):
+    """The numbers are those with gradients, where the shared expert is added by an op of its own."""
+    torch.manual_seed(0)
+    layer = LigerSharedExpertMoE(C, F, X, Routing(K), shared_size=2 * F, gated=gated, fp32_router=True)
+    layer, x, addends = layer.to(kernel_device), torch.randn(1, tokens, C, device=kernel_device), []
+    want, logits = layer(x)
+    spy = lambda *args, addend=None, **options: addends.append(addend) or moe_mlp(*args, addend=addend, **options)
+    monkeypatch.setattr(module, "moe_mlp", spy)
+    with torch.no_grad():
+        got, logits_of_few = layer(x)
+    assert addends[0].shape == (tokens, C)
+    torch.testing.assert_close(logits_of_few, logits)
+    torch.testing.assert_close(got, want)

@@ -376,7 +376,8 @@ class ExpertProjection(NamedTuple):
 class MoEInputs(NamedTuple):
     """Inputs of the ops `moe_mlp` and `moe_mlp_inference`. The function `moe_mlp` describes these inputs.
 
-    ``seed`` has the seeds of the dropout, or is None for no dropout.
+    ``seed`` has the seeds of the dropout, or is None for no dropout. Only `moe_mlp_inference` may get an ``addend``,
+    which has the dtype of y.
     """
 
     x: Tensor
@@ -390,6 +391,7 @@ class MoEInputs(NamedTuple):
     seed: Tensor | None
     dropout: float
     copies: Annotated[int | None, COPIES] = None
+    addend: Tensor | None = None
 
 
 class MoEOutputs(NamedTuple):
@@ -467,7 +469,7 @@ def _forward(inputs: MoEInputs) -> MoEOutputs:
     del u  # unless it is saved, u is freed here before the next product
     rows = _product(product, down.weight, down.low_rank, ends, library, drop_out)  # [S, C]
     del product
-    y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, down.bias, experts)
+    y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, down.bias, experts, inputs.addend)
     return MoEOutputs(y, order, slot, ends, kept)
 
 
@@ -481,7 +483,7 @@ def _inference(inputs: MoEInputs) -> Tensor:
     if not has_low_rank and inputs.copies is None and takes_few_copies(experts, gate_up.weight, down.weight):
         return few_experts(
             inputs.x.to(gate_up.weight.dtype).contiguous(), inputs.weights.contiguous(), experts.contiguous(),
-            gate_up.weight, down.weight, gate_up.bias, down.bias, inputs.act, inputs.limit,
+            gate_up.weight, down.weight, gate_up.bias, down.bias, inputs.act, inputs.limit, inputs.addend,
         )  # fmt: skip
     return _forward(inputs._replace(recompute=True)).y
 
@@ -641,6 +643,7 @@ def moe_mlp(
     recompute: bool = False,
     dropout: float = 0.0,
     copies: int | None = None,
+    addend: Tensor | None = None,
 ) -> Tensor:
     """Compute ``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)``.
 
@@ -669,9 +672,11 @@ def moe_mlp(
             for all experts of a token.
         copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
             expert, and contribute nothing to y. None if there are no such entries.
+        addend: [N, C], which is added to the rounded y, without a launch of its own if no gradients are needed; None to
+            add nothing.
 
     Returns:
-        [N, C] in the dtype of the weights.
+        [N, C] in the dtype of the weights, or in the common dtype of weights and ``addend``.
 
     Raises:
         ValueError: the shapes do not match, or the activation is unknown.
@@ -718,11 +723,14 @@ def moe_mlp(
         )
     _check_low_rank("gate_up_low_rank", gate_up_low_rank, gate_up_weight)
     _check_low_rank("down_low_rank", down_low_rank, down_weight)
+    if addend is not None and addend.shape != x.shape:
+        raise ValueError(f"moe_mlp: addend must be {list(x.shape)}, got {list(addend.shape)}.")
     if not (use_triton(x) and use_triton(gate_up_weight)):
-        return moe_mlp_reference(
+        y = moe_mlp_reference(
             x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
             act=act, limit=limit, dropout=dropout, copies=copies,
         )  # fmt: skip
+        return y if addend is None else y + addend
     # Without low-rank terms there is no dropout. No seed is drawn then, so that the generator does not advance.
     has_low_rank = gate_up_low_rank is not None or down_low_rank is not None
     inputs = MoEInputs(
@@ -738,7 +746,11 @@ def moe_mlp(
         dropout=dropout,
         copies=copies,
     )
-    return FORWARD(inputs).y if torch.is_grad_enabled() else INFERENCE(inputs)
+    need_gradients = torch.is_grad_enabled()
+    if not need_gradients and (addend is None or (addend.dtype == down_weight.dtype and copies is None)):
+        return INFERENCE(inputs._replace(addend=addend))
+    y = FORWARD(inputs).y if need_gradients else INFERENCE(inputs)
+    return y if addend is None else y + addend
 
 
 def _check_low_rank(name: str, low_rank: LowRank | None, weight: Tensor) -> None:

@@ -359,7 +359,7 @@ def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
 
 def few_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Weight, down_weight: Weight,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float, addend: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute `moe_mlp` for few tokens, without gradients.
 
@@ -369,4 +369,4 @@ def few_experts(
     options: dict[str, Any] = {"is_sorted": False, "one_row": N == 1}
     gated = _launch(x, gate_up_weight, experts, N * K, K, act=act, limit=limit, bias=gate_up_bias, **options)
     rows = _launch(gated, down_weight, experts, N * K, 1, **options)
-    return unpermute(rows, None, weights, N, x.dtype, down_bias, experts)
+    return unpermute(rows, None, weights, N, x.dtype, down_bias, experts, addend)

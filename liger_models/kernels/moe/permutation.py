@@ -7,7 +7,8 @@ of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
     permute       r_j = x_n                        each token is read once and written K times
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, so bitwise identical in every run
 
-With biases b, unpermute adds b_e to each row before the weight is applied.
+With biases b, unpermute adds b_e to each row before the weight is applied. Another addend of y_n is added after y_n has
+been rounded.
 
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
@@ -72,8 +73,8 @@ def _permute_kernel(x_ptr, slot_ptr, rows_ptr, S, C, K: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _unpermute_kernel(
-    rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, S, C, K: tl.constexpr, SORTED: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, addend_ptr, S, C, K: tl.constexpr,
+    SORTED: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
@@ -91,7 +92,11 @@ def _unpermute_kernel(
         if WEIGHTED:
             row *= tl.load(weights_ptr + token * K + k).to(tl.float32)
         total += row
-    tl.store(y_ptr + token * C + columns, total.to(y_ptr.dtype.element_ty), mask=inside)
+    y = total.to(y_ptr.dtype.element_ty)
+    if addend_ptr is not None:  # y is rounded first, as if the addition were a separate op
+        addend = tl.load(addend_ptr + token * C + columns, mask=inside, other=0.0)
+        y = (y.to(tl.float32) + addend.to(tl.float32)).to(y.dtype)
+    tl.store(y_ptr + token * C + columns, y, mask=inside)
 
 
 _sort_kernel.decides = True  # its output determines the addresses at which later kernels read and write
@@ -141,6 +146,7 @@ def unpermute(
     dtype: torch.dtype,
     bias: Tensor | None = None,
     experts: Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> Tensor:
     """Sum the rows of each token: [S, C] -> [N, C].
 
@@ -152,6 +158,7 @@ def unpermute(
         dtype: dtype of the result.
         bias: [X, C], a bias of each expert, which is added to the rows before they are multiplied; None for no bias.
         experts: [N, K] int64, the expert of each copy; needed only with ``bias``.
+        addend: [N, C] in ``dtype``, which is added to the rounded sums; None to add nothing.
     """
     S, C = rows.shape
     y = torch.empty(N, C, dtype=dtype, device=rows.device)
@@ -160,7 +167,8 @@ def unpermute(
         _unpermute_kernel[grid](
             # Arguments that the kernel does not use must be tensors, too, and are set to rows.
             rows, rows if slot is None else slot, rows if weights is None else weights, y,
-            rows if bias is None else bias, rows if experts is None else experts.contiguous(), S, C,
+            rows if bias is None else bias, rows if experts is None else experts.contiguous(),
+            None if addend is None else addend.contiguous(), S, C,
             K=(S if slot is None else slot.numel()) // N, SORTED=slot is not None, WEIGHTED=weights is not None,
             BIAS=bias is not None, **overlap(rows), **constants,
         )  # fmt: skip

@@ -63,11 +63,35 @@ def test_what_is_sorted_nevertheless(kernel_device, monkeypatch):
             moe_mlp(x, weights, experts, gate_up, down)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 43])
+@pytest.mark.parametrize("few", [True, False])
+def test_an_addend_gives_the_bits_of_an_addition(kernel_device, rows, few, monkeypatch, poisoned_empty):
+    """With few copies and with sorted ones, in the dtype of the result and in another, and with gradients."""
+    monkeypatch.setattr(experts_module, "takes_few_copies", lambda *_: few)
+    for dtype in dtypes(kernel_device):
+        inputs, experts, dy = make((rows, 3, 7, 37, 64), dtype, kernel_device, kind="some")
+        for addend in (dy.t().contiguous().t(), dy.double().float()):
+            with torch.no_grad():
+                want = moe_mlp(*inputs[:2], experts, *inputs[2:]) + addend
+                got = moe_mlp(*inputs[:2], experts, *inputs[2:], addend=addend)
+                reference = moe_mlp_reference(*inputs[:2], experts, *inputs[2:]) + addend
+            assert got.dtype == want.dtype
+            assert torch.equal(got, want)
+            torch.testing.assert_close(got, reference)
+        x = inputs[0].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(moe_mlp(x, inputs[1], experts, *inputs[2:], addend=x).sum(), x)
+        (plain,) = torch.autograd.grad(moe_mlp(x, inputs[1], experts, *inputs[2:]).sum(), x)
+        torch.testing.assert_close(grad, plain + 1)
+    with pytest.raises(ValueError, match=r"addend must be \[\d+, 37\], got \[37\]"):
+        moe_mlp(*inputs[:2], experts, *inputs[2:], addend=addend[0])
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_opcheck(kernel_device, tokens):
     (x, weights, *matrices), experts, _ = make((tokens, 2, 3, 64, 64), torch.float32, kernel_device)
-    projections = map(ExpertProjection, matrices)
-    opcheck_named(INFERENCE, MoEInputs(x, weights, experts, *projections, "silu", 0.0, False, None, 0.0))
+    inputs = MoEInputs(x, weights, experts, *map(ExpertProjection, matrices), "silu", 0.0, False, None, 0.0)
+    opcheck_named(INFERENCE, inputs)
+    opcheck_named(INFERENCE, inputs._replace(addend=x + 1))
 
 
 @STORED
