@@ -287,10 +287,10 @@ class LigerLatentAttention(BaseAttention):
             The pages [pages, P, 1, L + R], and the normalized latents [B, T, Q]. The first is None if the rows have not
             been written, and the second if the latents have not been normalized.
         """
-        plain = layout.cache is None or torch.is_grad_enabled() or is_batch_invariant() or not use_triton(latents.c)
-        place = None if plain or layout.cache is None else layout.cache.pages_of(self.layer)
+        cache, fused = layout.cache, self.rope_kernel and not torch.is_grad_enabled() and use_triton(latents.c)
+        place = None if cache is None or not fused or is_batch_invariant() else cache.pages_of(self.layer)
         norm = fused_norm(self.kv_a_layernorm)
-        if place is None or norm is None or not self.rope_kernel or place[0].dtype != latents.c.dtype:
+        if place is None or norm is None or place[0].dtype != latents.c.dtype:
             return None, None
         q = q_weight = None
         # Other layers than plain ones, for example with adapters, are fused with the norm of their input.

@@ -9,9 +9,12 @@ import torch
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import get_arch
+from liger_models.kernels.matmul import row_linear
+from liger_models.layers import latent_attention
 from liger_models.layers.frozen import frozen_weights
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import wide_parameters
+from liger_models.layers.paged_cache import PagedCache
 
 from ..convert.quantized_folders import CONFIGS, quantize
 from .families import LIMIT, error, hf_model, make_folder, tiny
@@ -232,3 +235,40 @@ def test_a_reused_cache_of_latents_gives_the_tokens_of_whole_forwards(adapters):
     rows, nothing = cache._layers[0]
     assert rows.shape[2:] == (1, 32 + 8)
     assert nothing.numel() == 0
+
+
+FUSED = [
+    ("deepseek_v2", None),
+    ("deepseek_v3", "yarn"),
+    ("glm4_moe_lite", None),
+    ("mistral4", None),
+    ("kimi_linear", None),
+]
+"""Families whose steps run on the kernels for few rows, with a variant; None for the first one."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("arch", "variant"), FUSED, ids=lambda x: x or "first")
+def test_steps_of_few_rows_give_the_tokens_of_unfused_steps(
+    arch, variant, dtype, kernel_device, small_pages, monkeypatch
+):
+    """One row in fp32 and three in half precision, against the launches of many rows."""
+    torch.manual_seed(0)
+    variants = tiny(arch)
+    model = AutoLigerModel.from_config({"model_type": arch, **variants[variant or next(iter(variants))]}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model, ids = model.to(kernel_device, dtype), torch.randint(3, 90, (1 if dtype == torch.float32 else 3, 9))
+    options = {"max_new_tokens": 6, "eos_token_id": [], "return_logprobs": True}
+    written, calls = latent_attention.write_latents, []
+    spy = lambda *args, **options: calls.append(args) or written(*args, **options)
+    monkeypatch.setattr(latent_attention, "write_latents", spy)
+    got = model.generate(ids.to(kernel_device), **options)
+    assert calls
+    monkeypatch.setattr(PagedCache, "pages_of", lambda *_: None)
+    monkeypatch.setattr(latent_attention, "takes_heads", lambda *_: False)
+    monkeypatch.setattr(row_linear, "MOST_ROWS", 0)
+    want = model.generate(ids.to(kernel_device), **options)
+    assert torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)
