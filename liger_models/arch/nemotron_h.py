@@ -166,7 +166,7 @@ class LatentExperts(LigerMoE):
             act="relu2",
             kernel=kernels.swiglu,
         )
-        self.gate = WideRouter(config.hidden_size, config.n_routed_experts)
+        self.gate = WideRouter(config.hidden_size, config.n_routed_experts, kernel=kernels.swiglu)
 
     def forward(
         self,

@@ -18,7 +18,9 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen.products import Weight, dense
-from liger_models.kernels.matmul.row_linear import wide_inference_linear
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.row_linear import MOST_ROWS, wide_inference_linear
+from liger_models.kernels.matmul.wide_linear import wide_linear
 from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
@@ -77,11 +79,13 @@ class WideRouter(Layer):
     Args:
         hidden_size: C.
         num_experts: X.
+        kernel: False for plain torch.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
+    def __init__(self, hidden_size: int, num_experts: int, *, kernel: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.kernel = kernel
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
@@ -104,7 +108,11 @@ class WideRouter(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [N, C] to logits [N, X] in fp32."""
-        return wide_inference_linear(x, replicated(self.weight, self.groups.tensor))
+        weight = replicated(self.weight, self.groups.tensor)
+        if not self.kernel or is_batch_invariant() or len(x) <= MOST_ROWS:
+            return wide_inference_linear(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return wide_linear(x, weight)
 
 
 class Fp32Router(WideRouter):
@@ -168,7 +176,7 @@ class LigerMoE(Layer):
         # The router maps [N, C] to logits [N, X].
         self.gate: nn.Module
         if fp32_router:
-            self.gate = (Fp32Router if fp32_router_weight else WideRouter)(hidden_size, num_experts)
+            self.gate = (Fp32Router if fp32_router_weight else WideRouter)(hidden_size, num_experts, kernel=kernel)
         else:
             self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
         self.correction = CorrectionBias(num_experts) if correction_bias else None

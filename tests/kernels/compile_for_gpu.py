@@ -67,6 +67,7 @@ from liger_models.kernels.matmul import row_linear as row_linear_file
 from liger_models.kernels.matmul.head_linear import head_linear
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward, wide_inference_linear
+from liger_models.kernels.matmul.wide_linear import MIN_ROWS, wide_linear
 from liger_models.kernels.moe import Routing, moe_mlp, route
 from liger_models.kernels.norm.embed_norms import embed_norms
 from liger_models.kernels.norm.fused_norm import FusedNorm
@@ -327,6 +328,7 @@ def four_bits(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> FrozenWe
 
 
 def run_experts(X: int, K: int, F: int) -> None:
+    differentiate(wide_linear(draw(MIN_ROWS, 256), draw(X, 256)))
     acts = ("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256))), ("relu2", ())
     for act, biases in acts:
         width = F if act == "relu2" else 2 * F

@@ -1,0 +1,221 @@
+"""A linear layer of bf16 inputs whose results are in fp32 and as accurate as a product in fp32: the router's logits.
+
+::
+
+    y = x @ Wᵀ                            in fp32
+    dx = dy @ W,   dW = dyᵀ @ x           rounded to bf16, from dy in fp32
+
+A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The sum is the difficulty: a tensor
+core of Hopper truncates, where an fp32 addition rounds, so a long sum in its accumulator errs by about ten times as
+much as a sum in fp32. The kernel of the forward therefore starts each sum of `COLUMNS` columns at 0, and adds these
+sums by fp32 additions.
+
+In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16 number has 8 bits and an fp32 number
+has 24, so the split is exact. The results are rounded to bf16, whose rounding error is far larger than that of
+truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in order.
+
+x and W are saved for the backward. For few rows, and on devices without the kernels, x and W are cast to fp32.
+
+Source: https://arxiv.org/abs/2412.19437, section 3.3.2 (sums of tensor cores, continued in fp32).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.common.errors import check_floating
+from liger_models.common.ops import define_op
+from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
+from liger_models.kernels.norm.partial_sums import sum_partials
+from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
+
+ROWS, COLUMNS = 64, 64
+"""Number of rows of x of a tile, and of columns that the forward sums on the tensor cores before an fp32 addition."""
+
+MOST_OUTPUTS = 128
+"""Largest number of rows of W of a tile."""
+
+MIN_ROWS = 256
+"""Fewest rows of x for the kernels. For fewer rows there are too few programs to occupy a GPU."""
+
+PROGRAMS, MOST_PARTS = 512, 16
+"""The rows are divided into as many parts as give about PROGRAMS programs for dW, and into at most MOST_PARTS. These
+numbers are independent of the device, so that the order of the sum is, too."""
+
+
+def wide_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute `wide_linear` in plain PyTorch; fp64 inputs are computed in fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _wide_linear_kernel(
+    x_ptr, weight_ptr, y_ptr, N, X, C, x_n, weight_m, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile [ROWS, OUTPUTS] of y [N, X]."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, COLUMNS)
+    x_ptr += row[:, None] * x_n + column[None, :]
+    weight_ptr += output.to(tl.int64)[None, :] * weight_m + column[:, None]
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in range(0, C, COLUMNS):
+        x_inside, weight_inside = (row < N)[:, None], (output < X)[None, :]
+        if not WHOLE:
+            x_inside = x_inside & (start + column < C)[None, :]
+            weight_inside = weight_inside & (start + column < C)[:, None]
+        x = tl.load(x_ptr + start, mask=x_inside, other=0.0)
+        weight = tl.load(weight_ptr + start, mask=weight_inside, other=0.0)
+        # Without the last argument, the compiler would merge the addition into the product's accumulator.
+        total += tl.dot(x, weight, max_num_imprecise_acc=COLUMNS)
+    inside = (row < N)[:, None] & (output < X)[None, :]
+    tl.store(y_ptr + row[:, None] * X + output[None, :], total, mask=inside)
+
+
+@triton.jit
+def _split(x):
+    """Split fp32 numbers into three bf16 numbers each, whose sum they are."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _wide_linear_input_kernel(
+    dy_ptr, weight_ptr, dx_ptr, N, X, C, weight_m, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write a tile [ROWS, COLUMNS] of dx [N, C], as the transpose of Wᵀ @ dyᵀ.
+
+    The split dy is then the right factor, which is in shared memory. With Triton 3.6, a loop may overwrite registers of
+    a left factor that the asynchronous product of the previous step still reads.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(0, X, OUTPUTS):
+        output = start + tl.arange(0, OUTPUTS)
+        at = output.to(tl.int64)[:, None] * weight_m + column[None, :]
+        weight = tl.load(weight_ptr + at, mask=(output < X)[:, None] & (column < C)[None, :], other=0.0)
+        inside = (row < N)[:, None] & (output < X)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * X + output[None, :], mask=inside, other=0.0)  # [ROWS, OUTPUTS]
+        high, middle, low = _split(dy)
+        total = tl.dot(tl.trans(weight), tl.trans(low), total)
+        total = tl.dot(tl.trans(weight), tl.trans(middle), total)
+        total = tl.dot(tl.trans(weight), tl.trans(high), total)
+    at = row[:, None] * C + column[None, :]
+    tl.store(dx_ptr + at, tl.trans(total).to(dx_ptr.dtype.element_ty), mask=(row < N)[:, None] & (column < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["N", "part"])
+def _wide_linear_weight_kernel(
+    dy_ptr, x_ptr, partial_ptr, N, X, C, part, x_n, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write a tile [OUTPUTS, COLUMNS] of a sum of dW [X, C] over ``part`` rows, as the transpose of xᵀ @ dy."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = tl.program_id(2) * part
+    total = tl.zeros([COLUMNS, OUTPUTS], tl.float32)
+    for start in range(first, tl.minimum(first + part, N), ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < N)[:, None] & (column < C)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_n + column[None, :], mask=inside, other=0.0)  # [ROWS, COLUMNS]
+        inside = (row < N)[:, None] & (output < X)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * X + output[None, :], mask=inside, other=0.0)  # [ROWS, OUTPUTS]
+        high, middle, low = _split(dy)
+        total = tl.dot(tl.trans(x), low, total)
+        total = tl.dot(tl.trans(x), middle, total)
+        total = tl.dot(tl.trans(x), high, total)
+    at = (tl.program_id(2) * X + output).to(tl.int64)[None, :] * C + column[:, None]
+    tl.store(partial_ptr + at, total, mask=(output < X)[None, :] & (column < C)[:, None])
+
+
+def _outputs(X: int) -> int:
+    """Return the number of rows of W of a tile."""
+    return min(max(next_power_of_2(X), 16), MOST_OUTPUTS)
+
+
+def _runs(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels compute the layer for these rows."""
+    return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
+
+
+def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    if not _runs(x, weight):
+        return wide_linear_reference(x, weight)
+    x, weight = contiguous_rows(x), contiguous_rows(weight)
+    (N, C), X = x.shape, len(weight)
+    outputs = _outputs(X)
+    y = x.new_empty(N, X, dtype=torch.float32)
+    with on_device_of(x):
+        _wide_linear_kernel[(cdiv(N, ROWS), cdiv(X, outputs))](
+            x, weight, y, N, X, C, x.stride(0), weight.stride(0), WHOLE=C % COLUMNS == 0, ROWS=ROWS, OUTPUTS=outputs,
+            COLUMNS=COLUMNS, num_warps=4 if outputs <= 64 else 8,
+            num_stages=fitting_stages(x, 5, (ROWS + outputs) * COLUMNS * 2),
+        )  # fmt: skip
+    return y
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    if not _runs(x, weight):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx = (dy @ weight.to(wide)).to(x.dtype) if need_x else x.new_empty(0)
+        return dx, (dy.t() @ x.to(wide)).to(weight.dtype) if need_weight else weight.new_empty(0)
+
+    dy, x, weight = dy.contiguous(), contiguous_rows(x), contiguous_rows(weight)
+    (N, C), X = x.shape, len(weight)
+    outputs, columns = min(_outputs(X), 64), 128
+    dx = x.new_empty(x.shape if need_x else 0)
+    d_weight = weight.new_empty(weight.shape if need_weight else 0)
+    with on_device_of(x):
+        if need_x:
+            _wide_linear_input_kernel[(cdiv(N, ROWS), cdiv(C, columns))](
+                dy, weight, dx, N, X, C, weight.stride(0), ROWS=ROWS, OUTPUTS=outputs, COLUMNS=columns, num_warps=4,
+                num_stages=2,
+            )  # fmt: skip
+        if need_weight:
+            tiles = cdiv(C, columns) * cdiv(X, outputs)
+            part = cdiv(cdiv(N, min(max(PROGRAMS // tiles, 1), MOST_PARTS)), ROWS) * ROWS
+            partial = dy.new_empty(cdiv(N, part), X, C)
+            _wide_linear_weight_kernel[(cdiv(C, columns), cdiv(X, outputs), len(partial))](
+                dy, x, partial, N, X, C, part, x.stride(0), ROWS=ROWS, OUTPUTS=outputs, COLUMNS=columns, num_warps=4,
+                num_stages=fitting_stages(x, 3, ROWS * (2 * columns + 4 * outputs)),
+            )  # fmt: skip
+            sum_partials(partial, d_weight)
+    return dx, d_weight
+
+
+def _backward_fake(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0)
+
+
+BACKWARD = define_op("wide_linear_backward", _backward, _backward_fake)
+FORWARD = define_op(
+    "wide_linear", _wide_linear, lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
+    backward=BACKWARD, gradients="x weight",
+)  # fmt: skip
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute ``x @ weightᵀ`` in fp32 from bf16 inputs, as accurately as after a cast of the inputs to fp32.
+
+    Args:
+        x: [N, C]. Inputs of any dtype except bfloat16 are cast to fp32.
+        weight: [X, C].
+
+    Returns:
+        [N, X] in fp32 (fp64 for fp64 inputs). The gradients have the dtypes of the inputs.
+
+    Raises:
+        ValueError: the shapes do not match.
+        TypeError: a tensor is not floating-point.
+    """
+    op = "wide_linear"
+    check_floating(op, x=x, weight=weight)
+    if not (x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1] > 0):
+        raise ValueError(f"{op}: x must be [N, C] and weight [X, C], got {list(x.shape)} and {list(weight.shape)}.")
+    if not (x.dtype == weight.dtype == torch.bfloat16 and use_triton(x)):
+        return wide_linear_reference(x, weight)
+    return FORWARD(x, weight)
