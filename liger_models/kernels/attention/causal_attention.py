@@ -28,10 +28,9 @@ queries and heads at a time, and plain matrix products read these tiles. Togethe
 tiles are computed, the forward takes 2 matrix products and the backward 5. The kernels run in this order::
 
     forward                                             backward
-    weights_kernel         tiles of exp2(s − m)         row_products_kernel         δ
-    sums_kernel            m, 1 / Σ                     score_gradients_kernel      tiles of p and ds
-    sum_over_keys_kernel   o = weights · v / Σ          sum_over_keys_kernel        dq = ds · k
-                                                        sum_over_queries_kernel     dk = dsᵀ · q, dv = pᵀ · do
+    weights_kernel         tiles of exp2(s − m)         row_products_kernel      δ
+    sums_kernel            m, 1 / Σ                     score_gradients_kernel   tiles of p and ds
+    sum_over_keys_kernel   o = weights · v / Σ          gradients_kernel         dq = ds · k, dk = dsᵀ · q, dv = pᵀ · do
 
 The kernels are in `causal_attention_kernels.py`, and the layout of the workspace is in `workspace.py`. This file has
 the tile sizes for each kind of device, what the launches share (`LaunchPlan`), the forward and backward of the op, and
@@ -58,10 +57,10 @@ from torch import Tensor
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import define_op
 from liger_models.kernels.attention.causal_attention_kernels import (
+    gradients_kernel,
     row_products_kernel,
     score_gradients_kernel,
     sum_over_keys_kernel,
-    sum_over_queries_kernel,
     sums_kernel,
     weights_kernel,
 )
@@ -208,11 +207,6 @@ class LaunchPlan:
         """Return the number of columns of a tile of o, dq, dk or dv, whose heads have ``width`` columns."""
         return min(self.tiles.columns, max(next_power_of_2(width), 16))
 
-    def product(self, width: int) -> tuple[int, dict[str, Any]]:
-        """Return the number of tiles across a head of ``width`` columns, and the constants of the product's kernel."""
-        columns = self.columns(width)
-        return cdiv(width, columns), {**self.product_constants, "D": width, "BLOCK_D": columns}
-
     def workspace(self, like: Tensor) -> Tensor:
         """Allocate an uninitialized workspace [places · BLOCK_M, BLOCK_N]."""
         return like.new_empty(self.room * self.tiles.block_m, self.tiles.block_n)
@@ -246,14 +240,13 @@ def _causal_attention(
     if not out.numel():
         return out, m, inverse
     plan = LaunchPlan(q, k, documents, window, backward=False)
-    tiles = plan.tiles
-    across, constants = plan.product(V)
+    tiles, columns = plan.tiles, plan.columns(V)
 
     with on_device_of(q):
         # Tiles of q and k for the weights, and of v for the product with them.
         q, k, v = map(_aligned, (q, k, v))
         queries, keys = _heads(q, tiles.block_m, tiles.block_d), _heads(k, tiles.block_n, tiles.block_d)
-        values = _heads(v, tiles.step, plan.columns(V))
+        values = _heads(v, tiles.step, columns)
 
         # The workspace, m and the sum of each row of its tiles, and strips of the weights for the product.
         weights = plan.workspace(q)
@@ -268,8 +261,8 @@ def _causal_attention(
             sums_kernel[(SUMS_PROGRAMS, launch.slots, launch.part.tiles)](
                 weights, tile_m, tile_sums, m, inverse, plan.low, *launch.part, **plan.sum_constants
             )
-            sum_over_keys_kernel[(across, launch.slots, launch.part.tiles)](
-                strips, values, out, inverse, plan.low, *launch.part, HAS_INVERSE=True, **constants
+            sum_over_keys_kernel[(cdiv(V, columns), launch.slots, launch.part.tiles)](
+                strips, values, out, inverse, plan.low, *launch.part, D=V, BLOCK_D=columns, **plan.product_constants
             )
     return out, m, inverse
 
@@ -285,7 +278,8 @@ def _causal_attention_backward(
     plan = LaunchPlan(q, k, documents, window, backward=True)
     tiles, step = plan.tiles, plan.tiles.step
     D, V = q.shape[3], v.shape[3]
-    across, constants = plan.product(D)
+    columns_k, columns_v = plan.columns(D), plan.columns(V)
+    across_k, across_v = cdiv(D, columns_k), cdiv(V, columns_v)
 
     with on_device_of(q):
         # The workspace of p and of ds. If several launches add to dk and dv, their sums are in fp32 until the last one.
@@ -299,9 +293,9 @@ def _causal_attention_backward(
         # Tiles for p and ds; then both factors of dq = ds · k, of dk = dsᵀ · q and of dv = pᵀ · do.
         queries, d_queries = (_heads(x, tiles.block_m, tiles.block_d) for x in (q, d_out))
         keys, values = (_heads(x, tiles.block_n, tiles.block_d) for x in (k, v))
-        dq_factors = _strips(ds, tiles.block_m, step), _heads(k, step, plan.columns(D))
-        dk_factors = _strips(ds, step, tiles.block_n), _heads(q, step, plan.columns(D))
-        dv_factors = _strips(p, step, tiles.block_n), _heads(d_out, step, plan.columns(V))
+        dq_factors = _strips(ds, tiles.block_m, step), _heads(k, step, columns_k)
+        dk_factors = _strips(ds, step, tiles.block_n), _heads(q, step, columns_k)
+        dv_factors = _strips(p, step, tiles.block_n), _heads(d_out, step, columns_v)
 
         delta = _row_products(out.contiguous(), d_out, m)
         for launch in plan.launches:
@@ -309,14 +303,12 @@ def _causal_attention_backward(
                 queries, keys, values, d_queries, p, ds, m, inverse, delta, plan.documents, plan.low, window or 0,
                 scale, *launch.part, launch.slots, V=V, **plan.score_constants, **tiles.scores,
             )  # fmt: skip
-            sum_over_keys_kernel[(across, launch.slots, launch.part.tiles)](
-                *dq_factors, dq, inverse, plan.low, *launch.part, HAS_INVERSE=False, **constants
-            )
-            for factors, gradient, total in ((dk_factors, dk, dk_sum), (dv_factors, dv, dv_sum)):
-                tiles_across, product = plan.product(gradient.shape[3])
-                sum_over_queries_kernel[(tiles_across, launch.kv_heads, launch.key_tiles)](
-                    *factors, gradient, total, plan.last, *launch.part, int(launch.later), launch.finished, **product
-                )
+            programs = across_k * launch.slots + (across_k + across_v) * launch.kv_heads
+            gradients_kernel[(programs, max(launch.part.tiles, launch.key_tiles))](
+                *dq_factors, *dk_factors, *dv_factors, dq, dk, dk_sum, dv, dv_sum, plan.low, plan.last, *launch.part,
+                launch.kv_heads, launch.key_tiles, int(launch.later), launch.finished, D=D, V=V, BLOCK_D=columns_k,
+                BLOCK_V=columns_v, **plan.product_constants,
+            )  # fmt: skip
     return dq, dk, dv
 
 

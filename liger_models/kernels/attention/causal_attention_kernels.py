@@ -152,39 +152,34 @@ def sums_kernel(
                 tl.store(pointers, (p * factor[:, None]).to(p.dtype))
 
 
-@triton.jit(do_not_specialize=VARYING)
-def sum_over_keys_kernel(
-    weights, factors, out_ptr, inverse_ptr, low_ptr,
-    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
+@triton.jit
+def _sum_over_keys(
+    weights, factors, out_ptr, inverse_ptr, low_ptr, part, slot, tile, column, H: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write o = weights · v / Σ or dq = ds · k, [B, T, H, D]. A program writes BLOCK_M queries and BLOCK_D columns.
+    """Write a tile of o = weights · v / Σ or dq = ds · k, [B, T, H, D]: BLOCK_M queries and BLOCK_D columns of a slot.
 
     D is the width of the result.
     """
-    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
-    slot = tl.program_id(1)
-    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
     batch, head = slot_head(slot, part, H, GROUP)
     place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
-    position = query + tile * BLOCK_M + S - T
+    position = part.query + tile * BLOCK_M + part.S - part.T
     begin = 0
     if BOUNDED:
-        begin = tl.load(low_ptr + batch * S + position) // BLOCK_N * BLOCK_N
+        begin = tl.load(low_ptr + batch * part.S + position) // BLOCK_N * BLOCK_N
 
-    queries = query + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = part.query + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inverse = 1.0
     if HAS_INVERSE:
-        entries = (batch.to(tl.int64) * H + head) * T + queries
-        inverse = tl.load(inverse_ptr + entries, mask=queries < T, other=0.0)[:, None]  # [BLOCK_M, 1]
+        entries = (batch.to(tl.int64) * H + head) * part.T + queries
+        inverse = tl.load(inverse_ptr + entries, mask=queries < part.T, other=0.0)[:, None]  # [BLOCK_M, 1]
 
     # The product, STEP keys at a time. In fp32 a sum over all keys in turn would err by more than the differences of
     # do · v and δ in the backward.
     BY_STEP: tl.constexpr = HAS_INVERSE and out_ptr.dtype.element_ty == tl.float32
-    column = tl.program_id(0) * BLOCK_D
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for key in range(begin, tl.minimum(position + BLOCK_M, S), STEP):
+    for key in range(begin, tl.minimum(position + BLOCK_M, part.S), STEP):
         strip = weights.load([(place + key // BLOCK_N) * BLOCK_M, key % BLOCK_N])  # [BLOCK_M, STEP]
         factor = _load_tile(factors, batch, head // GROUP, key, column, STEP, BLOCK_D)
         if BY_STEP:
@@ -195,8 +190,24 @@ def sum_over_keys_kernel(
         total *= inverse
 
     columns = column + tl.arange(0, BLOCK_D)
-    out = out_ptr + ((batch.to(tl.int64) * T + queries) * H + head)[:, None] * D + columns[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(queries < T)[:, None] & (columns < D)[None, :])
+    out = out_ptr + ((batch.to(tl.int64) * part.T + queries) * H + head)[:, None] * D + columns[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(queries < part.T)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sum_over_keys_kernel(
+    weights, factors, out_ptr, inverse_ptr, low_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write o = weights · v / Σ, [B, T, H, D]. A program writes BLOCK_M queries and BLOCK_D columns."""
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
+    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
+    _sum_over_keys(
+        weights, factors, out_ptr, inverse_ptr, low_ptr, part, tl.program_id(1), tile, tl.program_id(0) * BLOCK_D,
+        H, GROUP, D, True, BOUNDED, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STEP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -273,50 +284,46 @@ def score_gradients_kernel(
             tl.store(ds_ptr + entries, ds.to(ds_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=VARYING)
-def sum_over_queries_kernel(
-    weights, factors, out_ptr, sum_ptr, last_ptr,
-    T, S, kv_head, query_head, query_heads, query, tiles, width, later, finished, H: tl.constexpr,
+@triton.jit
+def _sum_over_queries(
+    weights, factors, out_ptr, sum_ptr, last_ptr, part, first_slot, key_tile, column, later, finished, H: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a group, for BLOCK_N keys and BLOCK_D columns.
+    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a group from ``first_slot`` on.
 
-    D is the width of the result.
+    The tile has BLOCK_N keys and BLOCK_D columns. D is the width of the result.
 
     If several launches contribute to a tile, ``sum_ptr`` holds its sum between the launches. The tiles of keys from
     ``finished`` on are complete after this launch.
     """
-    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
-    key_tile = tl.program_id(2)
     key = key_tile * BLOCK_N
-    batch, first_head = slot_head(tl.program_id(1) * query_heads, part, H, GROUP)
+    batch, first_head = slot_head(first_slot, part, H, GROUP)
 
     # The queries whose tiles were written for these keys, counted from the part's first query.
-    begin = tl.maximum(key - (S - T) - query, 0) // BLOCK_M * BLOCK_M
-    end = tl.minimum(tiles * BLOCK_M, T - query)
+    begin = tl.maximum(key - (part.S - part.T) - part.query, 0) // BLOCK_M * BLOCK_M
+    end = tl.minimum(part.tiles * BLOCK_M, part.T - part.query)
     if BOUNDED:
-        last = tl.load(last_ptr + batch * S + tl.minimum(key + BLOCK_N, S) - 1)
-        end = tl.minimum(end, last + 1 - (S - T) - query)
+        last = tl.load(last_ptr + batch * part.S + tl.minimum(key + BLOCK_N, part.S) - 1)
+        end = tl.minimum(end, last + 1 - (part.S - part.T) - part.query)
 
     # The product, STEP queries of a query head at a time, and one query head after the other.
     steps = tl.maximum((end - begin + STEP - 1) // STEP, 0)
-    column = tl.program_id(0) * BLOCK_D
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for i in range(0, query_heads * steps):
+    for i in range(0, part.query_heads * steps):
         group_head = i // steps
         row = begin + i % steps * STEP
-        slot = tl.program_id(1) * query_heads + group_head
-        place = first_place(slot, row // BLOCK_M, part, BLOCK_M, BLOCK_N) + key_tile
+        place = first_place(first_slot + group_head, row // BLOCK_M, part, BLOCK_M, BLOCK_N) + key_tile
         strip = weights.load([place * BLOCK_M + row % BLOCK_M, 0])  # [STEP, BLOCK_N]
-        factor = _load_tile(factors, batch, first_head + group_head, query + row, column, STEP, BLOCK_D)
+        factor = _load_tile(factors, batch, first_head + group_head, part.query + row, column, STEP, BLOCK_D)
         total = tl.dot(tl.trans(strip), factor, total, input_precision=PRECISION)
 
     # Sums stay in fp32 until the last launch that sees the keys.
     keys = key + tl.arange(0, BLOCK_N)
     columns = column + tl.arange(0, BLOCK_D)
-    entries = ((batch.to(tl.int64) * S + keys) * (H // GROUP) + first_head // GROUP)[:, None] * D + columns[None, :]
-    inside = (keys < S)[:, None] & (columns < D)[None, :]  # [BLOCK_N, BLOCK_D]
+    entries = (batch.to(tl.int64) * part.S + keys) * (H // GROUP) + first_head // GROUP
+    entries = entries[:, None] * D + columns[None, :]  # [BLOCK_N, BLOCK_D]
+    inside = (keys < part.S)[:, None] & (columns < D)[None, :]
     if later != 0:
         total += tl.load(sum_ptr + entries, mask=inside, other=0.0)
     if key_tile >= finished:
@@ -324,3 +331,45 @@ def sum_over_queries_kernel(
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         tl.store(sum_ptr + entries, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gradients_kernel(
+    ds_rows, k, ds_columns, q, p_columns, d_out, dq_ptr, dk_ptr, dk_sum_ptr, dv_ptr, dv_sum_ptr, low_ptr, last_ptr,
+    T, S, kv_head, query_head, query_heads, query, tiles, width, kv_heads, key_tiles, later, finished,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BOUNDED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of dv, dk or dq per program.
+
+    The sums have very unequal lengths, and one launch computes all three gradients, so that a multiprocessor that has
+    finished a long sum always finds a shorter one. The second index of a program says how many tiles are longer: tiles
+    of dq whose queries see more keys, and tiles of dk and dv whose keys are seen by more queries.
+    """
+    part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
+    ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    ACROSS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    index, rank = tl.program_id(0), tl.program_id(1)
+    before_k = kv_heads * ACROSS_V
+    before_q = before_k + kv_heads * ACROSS_K
+    # The three branches are not nested: only the tiles of branches that follow each other share their shared memory.
+    if (index < before_k) & (rank < key_tiles):
+        _sum_over_queries(
+            p_columns, d_out, dv_ptr, dv_sum_ptr, last_ptr, part, index // ACROSS_V * query_heads, rank,
+            index % ACROSS_V * BLOCK_V, later, finished, H, GROUP, V, BOUNDED, PRECISION, BLOCK_M, BLOCK_N, BLOCK_V,
+            STEP,
+        )  # fmt: skip
+    if (index >= before_k) & (index < before_q) & (rank < key_tiles):
+        of_k = index - before_k
+        _sum_over_queries(
+            ds_columns, q, dk_ptr, dk_sum_ptr, last_ptr, part, of_k // ACROSS_K * query_heads, rank,
+            of_k % ACROSS_K * BLOCK_D, later, finished, H, GROUP, D, BOUNDED, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+            STEP,
+        )  # fmt: skip
+    if (index >= before_q) & (rank < tiles):
+        of_q = index - before_q
+        _sum_over_keys(
+            ds_rows, k, dq_ptr, dq_ptr, low_ptr, part, of_q // ACROSS_K, tiles - 1 - rank, of_q % ACROSS_K * BLOCK_D,
+            H, GROUP, D, False, BOUNDED, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STEP,
+        )  # fmt: skip

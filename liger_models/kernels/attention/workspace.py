@@ -59,7 +59,10 @@ class Part(NamedTuple):
     width: int
 
 
-VARYING = ["kv_head", "query_head", "query_heads", "query", "tiles", "width", "slots", "later", "finished"]
+VARYING = [
+    "kv_head", "query_head", "query_heads", "query", "tiles", "width", "slots", "kv_heads", "key_tiles", "later",
+    "finished",
+]  # fmt: skip
 """Arguments that differ between the launches of an op. All launches run the same compiled kernel."""
 
 
