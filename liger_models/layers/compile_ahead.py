@@ -45,6 +45,9 @@ LOG = logging.getLogger(__name__)
 _done: WeakSet[nn.Module] = WeakSet()
 """The models whose kernels were compiled ahead, or never will be."""
 
+_optimizers: WeakSet[Any] = WeakSet()
+"""The optimizers whose kernels are compiled with those of a step."""
+
 _early: WeakKeyDictionary[nn.Module, threading.Thread] = WeakKeyDictionary()
 """The threads that record the first steps of models that are being loaded."""
 
@@ -98,6 +101,16 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
     LOG.debug("%d kernels are compiled ahead.", len(kernels))
     if len(kernels) > 1:
         start_compilation(kernels, marker)
+
+
+def compile_with_steps(optimizer: Any) -> None:
+    """Let `compile_ahead` also compile the kernels of an optimizer of the model's parameters.
+
+    Args:
+        optimizer: has a method ``launch``, which takes parameters, and launches the kernels that update them on tensors
+            that it creates.
+    """
+    _optimizers.add(optimizer)
 
 
 def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> None:
@@ -202,7 +215,7 @@ def record_step(
     kernels: Kernels,
     device: torch.device | None = None,
 ) -> None:
-    """Add the kernels that ``model.run(embeds, layout, **options)`` and its backward launch to ``kernels``.
+    """Add the kernels of a step to ``kernels``: ``model.run(embeds, layout, **options)``, its backward, and the update.
 
     The step runs on tensors without values. Neither the model nor its gradients change.
 
@@ -243,6 +256,8 @@ def record_step(
         # Unlike `backward`, `grad` sets the gradient of no tensor.
         inputs = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
         torch.autograd.grad(total, inputs, allow_unused=True)
+        for optimizer in [*_optimizers]:
+            optimizer.launch(weights)
 
 
 class _Implementations(TorchDispatchMode):

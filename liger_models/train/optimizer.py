@@ -1,7 +1,7 @@
 """AdamW in one kernel launch for all parameters, optionally within the backward or with moments in host memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from liger_models.distributed.ranks import world_size
 from liger_models.kernels.optimizer.adamw import Hyper, Update, adamw_
 from liger_models.kernels.optimizer.moments import moment_bytes
+from liger_models.layers.compile_ahead import compile_with_steps
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.offload import SMALLEST
 from liger_models.train.moments import NAMES, converted, moment_dtype, moments, zero_moments
@@ -90,6 +91,7 @@ class LigerAdamW(torch.optim.Optimizer):
         owned = {param for _, param, _ in self._parameters()}
         if not self.offload <= owned:
             raise ValueError("LigerAdamW: offload must hold parameters of params only, got another tensor.")
+        compile_with_steps(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -202,6 +204,19 @@ class LigerAdamW(torch.optim.Optimizer):
         """Iterate over (index of the group, parameter, index of the parameter)."""
         owners = ((number, param) for number, group in enumerate(self.param_groups) for param in group["params"])
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
+
+    def launch(self, parameters: Collection[Tensor]) -> None:
+        """Launch the kernels that update those of the ``parameters`` that the optimizer has, on new tensors."""
+        hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False, step=1)
+        updates: dict[tuple[torch.dtype, torch.dtype], Update] = {}
+        for _, param, stream in self._parameters():
+            dtype = moment_dtype(param, self.state_dtype)
+            if param in parameters and (param.dtype, dtype) not in updates:
+                new = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+                first, second, *scales = moments(zero_moments(new, dtype))
+                code_scales = (scales[0], scales[1]) if scales else None
+                updates[param.dtype, dtype] = Update(new, new, first, second, hyper, stream, code_scales)
+        adamw_([*updates.values()], stochastic_rounding=self.stochastic_rounding, seed=self.seed)
 
     @torch.no_grad()
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:

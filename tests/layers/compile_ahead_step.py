@@ -21,6 +21,7 @@ from liger_models import AutoLigerModel
 from liger_models.kernels import dispatch
 from liger_models.kernels.loss import cross_entropy
 from liger_models.layers.compile_ahead import _step_of_text, record_step, start_compilation
+from liger_models.train.optimizer import LigerAdamW
 
 
 class Compiler:
@@ -47,6 +48,8 @@ compiles, early = (name in sys.argv[3:] for name in ("compile", "early"))
 ids = torch.randint(256, (2, 128))
 batch = {"input_ids": ids, "labels": ids}
 embeds, layout = model.prepare(ids)
+
+optimizer = LigerAdamW(model.parameters(), stochastic_rounding=True)
 
 random, run, hook = torch.get_rng_state(), JITFunction.run, knobs.runtime.jit_cache_hook
 kernels = {}
@@ -84,6 +87,8 @@ def record(**about: object) -> bool:
 knobs.runtime.jit_cache_hook = record
 JITFunction.run = lambda kernel, *args, grid, warmup, **options: run(kernel, *args, grid=(1,), warmup=True, **options)
 model(**batch).loss.backward()
+if not early:  # the optimizer is none of the twin's
+    optimizer.step()
 if compiles:
     assert not launched, launched  # although the kernels are still being compiled
     compiling.join()
