@@ -83,6 +83,9 @@ and C."""
 
 READ_WARPS, READ_STAGES, READ_COLUMNS = 4, 2, 64
 HEAD_WARPS, HEAD_STAGES = 4, 1
+WIDE_STATE, WIDE_WARPS = 64 * 1024, 8
+"""Bytes of a state from which on a program of the head gradients has more warps. Such a program needs half of the
+shared memory of a multiprocessor of an H200 and more, so that no second one runs there."""
 SHARED_WARPS, SHARED_STAGES = 4, 1
 SHARED_COLUMNS = 128
 """Largest number of columns of B and C whose gradients a program sums over heads."""
@@ -255,11 +258,13 @@ def _write_gradients(
         read = sums.new_empty(blocks, sizes.H, sizes.tokens)
         written, kept = sums.new_empty(sizes.H, sizes.tokens), sums.new_empty(sizes.slots, sizes.H)
         shared_b, shared_c = sizes.shared(d_b), sizes.shared(d_c)
+        state_bytes = sizes.block_n * sizes.block_p * x.element_size()
+        head_warps = HEAD_WARPS if state_bytes < WIDE_STATE else WIDE_WARPS
         head_gradients_kernel[(3 * sizes.slots, sizes.parts)](
             B, C, x, dy, sums if D is None else D.contiguous(), sizes.cu, sums, states, d_states, dx, d_steps,
             partial_d, pairs, d_sums, written, kept, *sizes.counts, *B.stride()[:2], *C.stride()[:2],
             *x.stride()[:2], *dy.stride()[:2], dx.stride(0), HAS_D=D is not None,
-            **sizes.tiles(x, 3 * CHUNK // 2, HEAD_STAGES, HEAD_WARPS),
+            **sizes.tiles(x, 3 * CHUNK // 2, HEAD_STAGES, head_warps),
         )  # fmt: skip
         d_delta.copy_(d_steps.view(d_delta.shape))
         if D is not None:
