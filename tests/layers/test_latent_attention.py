@@ -200,8 +200,8 @@ def test_a_wrapped_projection_is_absorbed_too():
 
 def test_saved_for_the_backward_are_the_latents_and_the_heads(kernel_device):
     """Neither the output of a projection to heads nor a copy of the shared part of the keys for each head."""
-    layer, saved, T = make(), [], 16
-    x = torch.randn(1, T, C, requires_grad=True)
+    layer, saved, T = make().to(kernel_device), [], 16
+    x = torch.randn(1, T, C, device=kernel_device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         attend(layer, x)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}

@@ -77,7 +77,8 @@ def test_an_addend_gives_the_bits_of_an_addition(kernel_device, rows, few, monke
                 reference = moe_mlp_reference(*inputs[:2], experts, *inputs[2:]) + addend
             assert got.dtype == want.dtype
             assert torch.equal(got, want)
-            torch.testing.assert_close(got, reference)
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(got, reference, rtol=4 * eps, atol=4 * eps * float(reference.abs().max()))
         x = inputs[0].clone().requires_grad_()
         (grad,) = torch.autograd.grad(moe_mlp(x, inputs[1], experts, *inputs[2:], addend=x).sum(), x)
         (plain,) = torch.autograd.grad(moe_mlp(x, inputs[1], experts, *inputs[2:]).sum(), x)
