@@ -132,7 +132,7 @@ def test_wide_results(backend, size, monkeypatch):
         assert got.shape == (rows, N)
         assert got.dtype == torch.float32
         terms = F.linear(wide(x).abs(), wide(weight).abs())  # may be far larger than their sum
-        assert ((got - exact).abs() <= 4 * torch.finfo(got.dtype).eps * terms).all()
+        assert ((wide(got) - exact).abs() <= 4 * torch.finfo(got.dtype).eps * terms).all()
 
 
 def test_what_takes_wide_results(kernel_device, monkeypatch):
