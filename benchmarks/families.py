@@ -167,16 +167,30 @@ def measure_errors(job: Job) -> Row:
 
 
 def by_family(rows: Rows) -> dict[str, Rows]:
-    """Name of a family -> its rows, in order. The name includes the batch if there are several batches."""
+    """Name of a family -> its rows, in order. The name includes the batch if there are several batches.
+
+    A run with `LigerAdamW` alone has a name of its own, beside a run with torch's AdamW.
+    """
     groups = sorted(grouped(rows, "model", "batch").items())
     several_batches = len({batch for (_, batch), _ in groups}) > 1
-    return {f"{model}, {tokens(batch)}" if several_batches else model: group for (model, batch), group in groups}
+    families = {}
+    for (model, batch), group in groups:
+        name = f"{model}, {tokens(batch)}" if several_batches else model
+        # Rows of mode "error" are comparisons by themselves.
+        runs = grouped([row for row in group if row["mode"] != "error"], "run")
+        alone = [run for run in runs.values() if len(runs) > 1 and all(row["mode"] != "ours" for row in run)]
+        apart = [row for run in alone for row in run]
+        families[name] = [row for row in group if row not in apart]
+        if apart:
+            families[f"{name}, LigerAdamW"] = apart
+    return families
 
 
 def table(rows: Rows) -> str:
     """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty.
 
-    All step by torch's fused AdamW, and this package by `LigerAdamW`, too. The share is the floor of the time, divided
+    All step by torch's fused AdamW, and this package by `LigerAdamW`, too; memory and first step are those with torch's
+    unless only `LigerAdamW` was measured. The share is the floor of the time, divided
     by the shorter of its times.
     """
     # Each cell shows what a mode measured, or that it failed.
@@ -187,10 +201,12 @@ def table(rows: Rows) -> str:
         ours, adamw, warm = (by_mode.get(mode, {}) for mode in ("ours", "ours+adamw", "ours+warm"))
         error = by_mode.get("error")
         floor = by_mode.get("floor", {}).get("floor_ms", "")
+        own = "ours" if ours or not adamw else "ours+adamw"
+        compared = ("hf", "hf+liger", own)
         warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
 
         def show(key: str, *modes: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
-            measured = [by_mode.get(mode) for mode in modes or ("hf", "hf+liger", "ours")]
+            measured = [by_mode.get(mode) for mode in modes]
             return ["" if row is None else str(row.get(key, "failed")) for row in measured]
 
         def pair(quantity: str, error: Row | None = error) -> str:
@@ -200,11 +216,11 @@ def table(rows: Rows) -> str:
         least_memory = smallest(peers, lambda row: row.get("peak_gib"))
         least_ms = smallest(peers, step_ms).get("step_ms")
         lines.append((
-            family, *show("step_ms"), ratio(least_ms, ours.get("step_ms")),
+            family, *show("step_ms", "hf", "hf+liger", "ours"), ratio(least_ms, ours.get("step_ms")),
             *show("step_ms", "ours+adamw"), ratio(least_ms, adamw.get("step_ms")),
             floor, ratio(floor, smallest([ours, adamw], step_ms).get("step_ms")),
-            *show("peak_gib"), ratio(ours.get("peak_gib"), least_memory.get("peak_gib")),
-            " / ".join(show("first_step_s")) + warmed, pair("logits"), pair("gradients"),
+            *show("peak_gib", *compared), ratio(by_mode.get(own, {}).get("peak_gib"), least_memory.get("peak_gib")),
+            " / ".join(show("first_step_s", *compared)) + warmed, pair("logits"), pair("gradients"),
         ))  # fmt: skip
     return markdown(
         "family|HF ms|HF + Liger ms|ours ms|speed ratio|with LigerAdamW ms|speed ratio|floor ms|share of floor"

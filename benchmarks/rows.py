@@ -81,7 +81,8 @@ def read(folder: Path) -> Rows:
 
     Rows of a run have the same commit, date, versions and device. The last run is the run with the latest row of
     transformers that is no error. In `BY_MODE` every mode has its own last run, because a run may measure only a
-    few modes beside their peer. Runs with a peer come before runs without. The last run of a peer's mode is shown
+    few modes beside their peer. If the last run of a family has only `LigerAdamW`, the last one with torch's AdamW
+    stays. Runs with a peer come before runs without. The last run of a peer's mode is shown
     whole. Old rows of early failures have no device, and count for the device of the row before them.
     """
     # The latest row of each key.
@@ -108,6 +109,11 @@ def read(folder: Path) -> Rows:
         peers = [row for row in group if of_transformers(row) and "error" not in row] or group
         last = sorted(peers, key=lambda row: row["date"])[-1]["run"]
         runs = {last}
+        modes_of_last = {row["mode"] for row in group if row["run"] == last}
+        if benchmark == "families" and "ours" not in modes_of_last and "ours+adamw" in modes_of_last:
+            with_torch = {row["run"] for row in group if row["mode"] == "ours"}
+            whole = [row for row in peers if row["run"] in with_torch]
+            runs |= {row["run"] for row in sorted(whole, key=lambda row: row["date"])[-1:]}
         if benchmark in BY_MODE:
             with_peer = {row["run"] for row in peers}
             in_order = sorted(group, key=lambda row: (row["run"] in with_peer, row["date"]))

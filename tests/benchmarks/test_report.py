@@ -274,6 +274,27 @@ def test_families_have_no_ratio_to_another_run(tmp_path, other):
         assert bool(headline.family_ratios(rows)) == bool(ratios)
 
 
+def test_a_run_with_liger_adamw_alone_stands_beside_that_of_torch(tmp_path):
+    """Each line has the times, the memory and the first step of its own run."""
+    runs = (
+        ("2026-01-01", {"hf": 8.0, "ours": 4.0, "ours+adamw": 3.2}),
+        ("2026-01-02", {"hf": 9.0, "ours+adamw": 3.0}),
+    )
+    rows = [
+        train_row(mode, 1.0, step_ms=ms, peak_gib=ms, first_step_s=ms, date=date, benchmark="families", model="gemma")
+        for date, modes in runs
+        for mode, ms in modes.items()
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = read(tmp_path)
+    torchs, ligers = cells(families.table(rows))
+    assert torchs[:7] == ["gemma", "8.0", "", "4.0", "2.000", "3.2", "2.500"]
+    assert ligers[:7] == ["gemma, LigerAdamW", "9.0", "", "", "", "3.0", "3.000"]
+    assert torchs[9:14] == ["8.0", "", "4.0", "0.500", "8.0 /  / 4.0"]
+    assert ligers[9:14] == ["9.0", "", "3.0", "0.333", "9.0 /  / 3.0"]
+    assert [label for label, *_ in families.bars(rows)] == ["gemma"]
+
+
 def test_a_run_of_the_same_day_that_is_measured_again_is_the_last(tmp_path):
     rows = [train_row("ours", rate, commit=commit) for rate, commit in ((1.0, "abc"), (2.0, "def"), (3.0, "abc"))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
