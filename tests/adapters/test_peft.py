@@ -58,8 +58,8 @@ def assert_same_step(ours, theirs, ours_get, theirs_get) -> None:
             assert error(got[name], gradient) <= 2 * LIMIT, name
 
 
-BY_PATTERN = ("mllama", "llama4", "llama4_text")
-"""Llama 4's router is a linear layer in transformers, and would be a target as well."""
+BY_PATTERN = ("mllama", "llama4", "llama4_text", "phimoe")
+"""The routers of Llama 4 and PhiMoE are linear layers in transformers, and would be targets as well."""
 
 
 WITH_EXPERTS = ("ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")
