@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from einops import rearrange
 from torch import Tensor, nn
 
 from liger_models.arch._llava.names import HUB, IGNORED_KEYS, MODULES, Prefixes, mlp_entries, read_llava, write_llava
@@ -25,7 +26,7 @@ from liger_models.arch._llava.text import LlavaBlock, MistralTextConfig
 from liger_models.arch._towers.pixtral import PixtralTower, PixtralVisionConfig, pixtral_entries
 from liger_models.arch._towers.pixtral_processor import PixtralProcessor
 from liger_models.arch.registry import add_family
-from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map
+from liger_models.convert.weight_map import Expression, WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.config import check_values
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP
@@ -86,8 +87,10 @@ class Mistral3Tower(PixtralTower):
         In a compiled graph, the result has further rows for padding at the end.
         """
         normed = self.norm.add(*self.run_blocks(pixels, sizes))[0]
-        # The patches of a square follow each other: [N / merge², merge² · C].
-        tokens: Tensor = self.projection(self.merging(normed.reshape(-1, self.merging.in_features)))
+        # The patches of a square follow each other. The layer takes their values ordered by channel first, as in the
+        # checkpoint, so that its matrix and adapters are those of the checkpoint.
+        squares = rearrange(normed, "one (n m) c -> (one n) (c m)", m=self.merge**2)  # [N / merge², C · merge²]
+        tokens: Tensor = self.projection(self.merging(squares))
         return tokens
 
 
@@ -139,11 +142,7 @@ def vision_entries(config: Any, names: Prefixes) -> dict[str, Expression | str]:
     return {
         **pixtral_entries(config.vision_config, config.vision_config.num_hidden_layers, names.tower),
         "visual.norm.weight": f"{projector}.norm.weight",
-        # In the checkpoint, the values of a square of patches are ordered by channel first.
-        "visual.merging.weight": Rearrange(
-            "o (c m k) -> o (m k c)", f"{projector}.patch_merger.merging_layer.weight",
-            m=config.spatial_merge_size, k=config.spatial_merge_size,
-        ),
+        "visual.merging.weight": f"{projector}.patch_merger.merging_layer.weight",
         **mlp_entries("visual.projection", linears, bias=config.multimodal_projector_bias),
     }  # fmt: skip
 

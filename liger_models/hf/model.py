@@ -712,8 +712,11 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any, **options: Any
     ) -> None:
-        if model_kwargs.get("past_key_values") is not None:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *others, **options)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            # transformers looks for the cache of a Mamba under another name, and would make a second cache.
+            found = model_kwargs | {"cache_params": cache}
+            super()._prepare_cache_for_generation(generation_config, found, *others, **options)
         # Any cache_implementation gives the same cache, which has no fixed size.
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = LigerCache(is_unused=True)

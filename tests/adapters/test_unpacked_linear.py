@@ -65,7 +65,7 @@ FAMILIES = {
     "qwen2": SEVEN,
     "qwen3_moe": SEVEN[:4],
     "gemma2": SEVEN,
-    "qwen3_5_text": r".*(self_attn|mlp|linear_attn)\.\w+",
+    "qwen3_5_text": r".*\.(self_attn|mlp|linear_attn)\.\w*proj\w*",
 }
 
 

@@ -198,7 +198,13 @@ LIMIT = 1e-5
 def make_folder(arch: str, variant: str, root: Path) -> Path:
     folder = root / f"{arch}-{variant}"
     config = transformers.AutoConfig.for_model(arch, **tiny(arch)[variant])
-    torch.manual_seed(0)
+    with torch.random.fork_rng([]):  # the test's own random numbers must not depend on which test makes the folder
+        torch.manual_seed(0)
+        save_random_model(arch, config, folder)
+    return folder
+
+
+def save_random_model(arch: str, config: Any, folder: Path) -> None:
     model = auto_class(arch).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -213,7 +219,6 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
             if name.endswith("e_score_correction_bias"):  # zeros in a new model
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
-    return folder
 
 
 class Listed:

@@ -259,7 +259,9 @@ def test_going_on_with_the_returned_cache(hf, reasons):
     first = ours.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **options)
     cache = first.past_key_values
     assert cache.get_seq_length() == T + 2
-    assert torch.equal(ours.generate(first.sequences, past_key_values=cache, max_new_tokens=4, **options), want)
+    # Without a mask, a padding token among the new ones would be masked.
+    options |= {"past_key_values": cache, "attention_mask": torch.ones_like(first.sequences)}
+    assert torch.equal(ours.generate(first.sequences, max_new_tokens=4, **options), want)
     assert reasons == [None, None, "past_key_values"]
 
 
