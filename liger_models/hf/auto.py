@@ -159,20 +159,20 @@ def register() -> None:
         ValueError: another class has been registered for one of the model types.
     """
     # All entries are checked before the first one changes.
-    for auto_class, config, ours, _ in _entries():
-        other = auto_class._model_mapping.get(config, None)
-        allowed = other is None or other.__module__ == ours.__module__ or other.__module__.startswith("transformers.")
-        if not allowed:
+    entries = _entries()
+    for auto_class, config, ours in entries:
+        other = _registrations(auto_class).get(config, ours)
+        if other.__module__ != ours.__module__ and not other.__module__.startswith("transformers."):
             raise ValueError(
                 f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
-                f"{other and other.__module__}.{other and other.__qualname__}. Do not register both, or use "
+                f"{other.__module__}.{other.__qualname__}. Do not register both, or use "
                 f"liger_models.hf.{ours.__name__}.from_pretrained."
             )
     # AutoConfig does not know the model types of a user's architectures yet.
     for model_type in set(list_archs()) - set(built_in()):
         AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
-    for auto_class, config, ours, _ in _entries():
-        _set_class(auto_class, config, ours)
+    for auto_class, config, ours in entries:
+        auto_class._model_mapping.register(config, ours, exist_ok=True)
         if auto_class._model_mapping.get(config, None) is not ours:
             raise ValueError(
                 f"register: transformers must be 5.20 or later, got {transformers.__version__}, which takes no other "
@@ -182,38 +182,41 @@ def register() -> None:
 
 def unregister() -> None:
     """Make transformers' auto classes return transformers' own models again."""
-    for auto_class, config, _, theirs in _entries():
-        if theirs is not None:
-            _set_class(auto_class, config, theirs)
+    for auto_class, config, ours in _entries():
+        if _registrations(auto_class).get(config) is ours:
+            del _registrations(auto_class)[config]
 
 
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
     """Context manager that registers the models of this package, and restores the auto classes at its end."""
-    before = [
-        (auto_class, config, auto_class._model_mapping.get(config, theirs))
-        for auto_class, config, _, theirs in _entries()
-    ]
+    places = [(_registrations(auto_class), config) for auto_class, config, _ in _entries()]
+    before = [(place, config, place.get(config)) for place, config in places]
     register()
     try:
         yield
     finally:
-        for auto_class, config, hf_class in before:
-            if hf_class is not None:
-                _set_class(auto_class, config, hf_class)
+        for place, config, hf_class in before:
+            if hf_class is None:
+                place.pop(config, None)
+            else:
+                place[config] = hf_class
 
 
-def _set_class(auto_class: Any, config: type[PreTrainedConfig], hf_class: Any) -> None:
-    """Make an auto class return a class for a configuration, which may contain the class's own configuration."""
-    auto_class._model_mapping.register(config, hf_class, exist_ok=True)
+def _registrations(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
+    """Return the classes that have been registered in an auto class, besides transformers' own.
+
+    The lookup of a class of transformers would import its module, which takes a second for all model types.
+    """
+    registrations: dict[type[PreTrainedConfig], Any] = auto_class._model_mapping._extra_content
+    return registrations
 
 
-def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
-    """Return (auto class, configuration class, our class, transformers' class) for each model type and auto class."""
-    entries: list[tuple[Any, type[PreTrainedConfig], Any, Any]] = []
+def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any]]:
+    """Return (auto class, configuration class, our class) for each model type and auto class."""
+    entries: list[tuple[Any, type[PreTrainedConfig], Any]] = []
     for model_type, ours in ((name, ours) for name in list_archs() for ours in _classes_of(name)):
         added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type
-        theirs = None if added else getattr(transformers, ours.__name__, None)
         for auto_name in AUTO_CLASSES:
             auto_class: Any = getattr(transformers, auto_name, None)
             if auto_class is None:
@@ -224,9 +227,9 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
             listed = class_name(auto_class, model_type)
             unlisted = added or (listed is None and ours.__name__.endswith("ForCausalLM"))
             if (unlisted and auto_name == AUTO_CLASSES[0]) or listed == ours.__name__:
-                entries.append((auto_class, ours.config_class, ours, theirs))
+                entries.append((auto_class, ours.config_class, ours))
             # A text model can be read from checkpoints with images, whose configuration contains its own.
             for outer in format_of(get_arch(model_type)).contained_in:
                 if class_name(auto_class, outer) == ours.__name__:
-                    entries.append((auto_class, config_class(outer), ours, theirs))
+                    entries.append((auto_class, config_class(outer), ours))
     return entries

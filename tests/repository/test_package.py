@@ -71,6 +71,12 @@ def test_importing_a_model_leaves_out_the_compiler():
     assert {"torch._dynamo", "torch.distributed.tensor"}.isdisjoint(loaded)
 
 
+def test_registering_the_models_imports_none_of_transformers():
+    loaded = run("import sys, liger_models.hf; liger_models.hf.register(); print(*sys.modules)").split()
+    models = [name for name in loaded if name.startswith("transformers.models.") and ".modeling_" in name]
+    assert models == ["transformers.models.auto.modeling_auto"]
+
+
 STEP = """
 import sys
 import torch
