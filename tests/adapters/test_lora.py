@@ -220,6 +220,7 @@ def test_every_architecture_is_peft_on_transformers(arch, use_dora, root, tmp_pa
         ("qwen2_vl", r".*\.(proj|v_proj)"),
         ("mixtral", r".*(0|1).*proj"),
         ("mistral3", ["merging_layer"]),
+        ("mllama", ["multi_modal_projector", "fc2"]),
     ],
 )
 def test_what_is_named_is_adapted_by_peft_and_nothing_else(arch, targets, root, tmp_path):

@@ -6,10 +6,8 @@ from typing import Any
 from liger_models.arch.mllama.config import MllamaConfig
 from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import (
-    Cat,
     Expression,
     Rearrange,
-    Split,
     WeightMap,
     attention_rows,
     decoder_map,
@@ -46,7 +44,6 @@ def other_maps(config: MllamaConfig) -> list[WeightMap]:
 
 def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
     vision, visual, projector = config.vision_config, f"{prefix}vision_model", f"{prefix}multi_modal_projector"
-    C, intermediate = vision.hidden_size, len(vision.intermediate_layers_indices)
     own, cross, kinds = f"{text}.layers.{{own}}", f"{text}.layers.{{cross}}", ("weight", "bias")
 
     # The tower, the blocks with self-attention, and those with cross-attention.
@@ -59,11 +56,7 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
         "visual.pos_gate": f"{visual}.gated_positional_embedding.gate",
         "visual.tile_pos_embed.weight": f"{visual}.gated_positional_embedding.tile_embedding.weight",
         "visual.projection.bias": f"{projector}.bias",
-        # In the checkpoint the intermediate layers are the inner axis of the input features; here they are the outer.
-        "visual.projection.weight": Split(
-            f"{projector}.weight", 1, {"last": C, "between": intermediate * C},
-            Cat(["last", Rearrange("o (c l) -> o (l c)", "between", l=intermediate)], 1, [C, intermediate * C]),
-        ) if intermediate else f"{projector}.weight",
+        "visual.projection.weight": f"{projector}.weight",
         **{f"visual.layernorm_{at}.{k}": f"{visual}.layernorm_{at}.{k}" for at in ("pre", "post") for k in kinds},
     }  # fmt: skip
     # Embeddings of the tile's position, before and after the first blocks.

@@ -135,8 +135,10 @@ class MllamaTower(nn.Module):
         for block in blocks[count:]:
             x, residual = block(x, residual, layout)
         last = residual if x is None else residual + x
-        # [n, tiles, P, (1 + intermediate) · C], without the padding
-        features = torch.cat([last, *intermediate], -1).unflatten(1, (tiles, -1))[:, :, :P]
+        # As in the checkpoint, the projection takes a channel of all intermediate results before the next channel.
+        between = [torch.stack(intermediate, -1).flatten(-2)] if intermediate else []
+        # [n, tiles, P, C · (1 + intermediate)], without the padding
+        features = torch.cat([last, *between], -1).unflatten(1, (tiles, -1))[:, :, :P]
         tokens: Tensor = self.projection(features.flatten(1, 2))
         return tokens
 
