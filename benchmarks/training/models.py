@@ -172,7 +172,8 @@ def keep_first(config: dict, depth: str, layers: int) -> None:
     """Set the number of layers, whose key is ``depth``, and shorten all that has one entry for each layer."""
     released = config.get(depth)
     for key, value in config.items():
-        if isinstance(value, list | str) and len(value) == released:  # a pattern has one letter for each layer
+        is_pattern = isinstance(value, str) and key.endswith("_pattern")  # has one letter for each layer
+        if (isinstance(value, list) or is_pattern) and len(value) == released:
             config[key] = value[:layers]
     config[depth] = layers
 

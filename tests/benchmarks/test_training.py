@@ -201,6 +201,14 @@ def test_what_a_release_has_none_of_is_not_added():
     assert text_part(config)["num_hidden_layers"] == 3
 
 
+def test_only_what_has_an_entry_for_each_layer_is_shortened():
+    config = read_config("llama-3-70b-8-layers")
+    assert len(config["torch_dtype"]) == config["num_hidden_layers"]
+    assert read_config("nemotron_h")["hybrid_override_pattern"] == "MEMEM*"
+    keep_layers(config, 2)
+    assert (config["torch_dtype"], config["num_hidden_layers"]) == ("bfloat16", 2)
+
+
 PUBLISHED = {
     "DeepSeek-V2-Lite": 15_706_484_224, "GLM-4.7": 352_797_829_024, "GLM-4.7-Flash": 29_943_393_920,
     "MiniMax-M2.5": 228_689_764_864, "Falcon-H1-7B": 7_585_513_568, "Granite-4.0-H-Small": 32_207_337_984,
