@@ -60,7 +60,8 @@ def short(completion_ids, number, **columns):
 
 
 def options(folder: Path, family: str, name: str, **given) -> TrainOptions:
-    small = {"length": 128, "batch_size": 2, "steps": 2, "lr": 1e-2, "log_every": 1, "workers": 0}
+    length = 256 if family == "llava_next" else 128  # an image has several tiles
+    small = {"length": length, "batch_size": 2, "steps": 2, "lr": 1e-2, "log_every": 1, "workers": 0}
     whole = {"data": [str(folder / "train.jsonl")], "output": str(folder / family / name), **small, **given}
     return TrainOptions(model=str(folder / family), export_dtype="float32", **whole)
 

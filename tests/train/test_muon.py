@@ -47,10 +47,11 @@ def assert_same(first, second):
 
 
 def matrices_of_the_checkpoint(model, tensor):
-    """Copies of the checkpoint's matrices in ``tensor`` of each parameter that has some; one for each expert."""
+    """Copies of the checkpoint's matrices in ``tensor`` of each trained parameter with some; one for each expert."""
     entries = format_of(type(model)).weight_map(model.config).entries
+    trained = {name: parameter for name, parameter in model.hidden_matrices().items() if parameter.requires_grad}
     found = {}
-    for ours, parameter in model.hidden_matrices().items():
+    for ours, parameter in trained.items():
         for name, part in entries[ours].unpack(tensor(parameter).detach()).items():
             stacked = parameter.dim() == part.dim() == 3
             for index, matrix in enumerate(part if stacked else [part.flatten(1)]):
