@@ -109,7 +109,7 @@ def _write_latents(
     q = c.new_empty(len(c), 0) if q is None else contiguous_rows(q)
     (N, L), R, Q = c.shape, rope.shape[1], q.shape[1]
     half = 0 if cos is None else cos.shape[-1]
-    cos, sin, _, _ = tables(cos, sin, c)
+    cos, sin, table_n, _ = tables(cos, sin, c)
     out = q.new_empty(N, Q)
     if N:
         block_l, block_q = next_power_of_2(L), max(next_power_of_2(Q), 1)
@@ -117,9 +117,9 @@ def _write_latents(
             _write_latents_kernel[(N, 1 + (Q > 0))](
                 pages, slots.contiguous(), c, c_weight.contiguous(), rope, cos, sin, q,
                 c_weight if q_weight is None else q_weight.contiguous(), out, c.stride(0), rope.stride(0), q.stride(0),
-                cos.stride(0) if half and cos.shape[0] > 1 else 0, eps, weight_offset, L=L, R=R, Q=Q, HALF=half,
-                INTERLEAVED=interleaved, SCALE_IN_FP32=scale_in_fp32, BLOCK_L=block_l, BLOCK_Q=block_q,
-                BLOCK=next_power_of_2(R // 2), **overlap(c), num_warps=num_warps(max(block_l, block_q)),
+                table_n, eps, weight_offset, L=L, R=R, Q=Q, HALF=half, INTERLEAVED=interleaved,
+                SCALE_IN_FP32=scale_in_fp32, BLOCK_L=block_l, BLOCK_Q=block_q, BLOCK=next_power_of_2(R // 2),
+                **overlap(c), num_warps=num_warps(max(block_l, block_q)),
             )  # fmt: skip
     return out
 

@@ -38,6 +38,7 @@ from liger_models.kernels.dispatch import (
     use_triton,
 )
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.wide_linear import wide_linear_reference
 from liger_models.kernels.overlap import await_previous, can_overlap, end_previous, overlap, start_next
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
@@ -486,6 +487,5 @@ def wide_inference_linear(x: Tensor, weight: Tensor) -> Tensor:
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.stride(1) == 1
     if few and plain and {x.dtype, weight.dtype} <= set(TRITON_DTYPES) and use_triton(x):
         return WIDE(x, weight)
-    wide = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+        return wide_linear_reference(x, weight)

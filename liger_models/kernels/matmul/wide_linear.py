@@ -137,9 +137,14 @@ def _outputs(X: int) -> int:
     return min(max(next_power_of_2(X), 16), MOST_OUTPUTS)
 
 
+def _is_supported(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels support the inputs, apart from the number of rows."""
+    return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x)
+
+
 def _runs(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels compute the layer for these rows."""
-    return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
+    return _is_supported(x, weight) and len(x) >= MIN_ROWS
 
 
 def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -216,6 +221,6 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     check_floating(op, x=x, weight=weight)
     if not (x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1] > 0):
         raise ValueError(f"{op}: x must be [N, C] and weight [X, C], got {list(x.shape)} and {list(weight.shape)}.")
-    if not (x.dtype == weight.dtype == torch.bfloat16 and use_triton(x)):
+    if not _is_supported(x, weight):
         return wide_linear_reference(x, weight)
     return FORWARD(x, weight)
