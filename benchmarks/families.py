@@ -189,9 +189,8 @@ def by_family(rows: Rows) -> dict[str, Rows]:
 def table(rows: Rows) -> str:
     """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty.
 
-    All step by torch's fused AdamW, and this package by `LigerAdamW`, too; memory and first step are those with torch's
-    unless only `LigerAdamW` was measured. The share is the floor of the time, divided
-    by the shorter of its times.
+    All step by torch's fused AdamW, and this package by `LigerAdamW`, too. Memory and first step are those with torch's
+    unless only `LigerAdamW` was measured. The share is the floor of the time, divided by the shorter of its times.
     """
     # Each cell shows what a mode measured, or that it failed.
     lines = []
@@ -201,13 +200,11 @@ def table(rows: Rows) -> str:
         ours, adamw, warm = (by_mode.get(mode, {}) for mode in ("ours", "ours+adamw", "ours+warm"))
         error = by_mode.get("error")
         floor = by_mode.get("floor", {}).get("floor_ms", "")
-        own = "ours" if ours or not adamw else "ours+adamw"
-        compared = ("hf", "hf+liger", own)
+        theirs, own = [by_mode.get(mode, {}) for mode in ("hf", "hf+liger")], ours or adamw
         warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
 
-        def show(key: str, *modes: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
-            measured = [by_mode.get(mode) for mode in modes]
-            return ["" if row is None else str(row.get(key, "failed")) for row in measured]
+        def show(key: str, *measured: Row) -> list[str]:
+            return [str(row.get(key, "failed")) if row else "" for row in measured]
 
         def pair(quantity: str, error: Row | None = error) -> str:
             values = [error.get(f"{library}_{quantity}") for library in ("hf", "ours")] if error else []
@@ -216,11 +213,11 @@ def table(rows: Rows) -> str:
         least_memory = smallest(peers, lambda row: row.get("peak_gib"))
         least_ms = smallest(peers, step_ms).get("step_ms")
         lines.append((
-            family, *show("step_ms", "hf", "hf+liger", "ours"), ratio(least_ms, ours.get("step_ms")),
-            *show("step_ms", "ours+adamw"), ratio(least_ms, adamw.get("step_ms")),
+            family, *show("step_ms", *theirs, ours), ratio(least_ms, ours.get("step_ms")),
+            *show("step_ms", adamw), ratio(least_ms, adamw.get("step_ms")),
             floor, ratio(floor, smallest([ours, adamw], step_ms).get("step_ms")),
-            *show("peak_gib", *compared), ratio(by_mode.get(own, {}).get("peak_gib"), least_memory.get("peak_gib")),
-            " / ".join(show("first_step_s", *compared)) + warmed, pair("logits"), pair("gradients"),
+            *show("peak_gib", *theirs, own), ratio(own.get("peak_gib"), least_memory.get("peak_gib")),
+            " / ".join(show("first_step_s", *theirs, own)) + warmed, pair("logits"), pair("gradients"),
         ))  # fmt: skip
     return markdown(
         "family|HF ms|HF + Liger ms|ours ms|speed ratio|with LigerAdamW ms|speed ratio|floor ms|share of floor"

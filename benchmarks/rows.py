@@ -81,9 +81,9 @@ def read(folder: Path) -> Rows:
 
     Rows of a run have the same commit, date, versions and device. The last run is the run with the latest row of
     transformers that is no error. In `BY_MODE` every mode has its own last run, because a run may measure only a
-    few modes beside their peer. If the last run of a family has only `LigerAdamW`, the last one with torch's AdamW
-    stays. Runs with a peer come before runs without. The last run of a peer's mode is shown
-    whole. Old rows of early failures have no device, and count for the device of the row before them.
+    few modes beside their peer. Runs with a peer come before runs without. The last run of a peer's mode is shown
+    whole. If the last run of a family has only `LigerAdamW`, the last one with torch's AdamW is shown, too. Old rows of
+    early failures have no device, and count for the device of the row before them.
     """
     # The latest row of each key.
     latest: dict[tuple[str, ...], Row] = {}
@@ -107,13 +107,12 @@ def read(folder: Path) -> Rows:
     of_runs = [row for row in latest.values() if of_a_run(row)]
     for (benchmark, *_), group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device", "path").items():
         peers = [row for row in group if of_transformers(row) and "error" not in row] or group
-        last = sorted(peers, key=lambda row: row["date"])[-1]["run"]
+        runs_of_peers = [row["run"] for row in sorted(peers, key=lambda row: row["date"])]
+        last = runs_of_peers[-1]
         runs = {last}
-        modes_of_last = {row["mode"] for row in group if row["run"] == last}
-        if benchmark == "families" and "ours" not in modes_of_last and "ours+adamw" in modes_of_last:
-            with_torch = {row["run"] for row in group if row["mode"] == "ours"}
-            whole = [row for row in peers if row["run"] in with_torch]
-            runs |= {row["run"] for row in sorted(whole, key=lambda row: row["date"])[-1:]}
+        with_torch, with_liger = ({row["run"] for row in group if row["mode"] == f"ours{x}"} for x in ("", "+adamw"))
+        if benchmark == "families" and last in with_liger - with_torch:
+            runs |= {*[run for run in runs_of_peers if run in with_torch][-1:]}
         if benchmark in BY_MODE:
             with_peer = {row["run"] for row in peers}
             in_order = sorted(group, key=lambda row: (row["run"] in with_peer, row["date"]))
