@@ -419,6 +419,12 @@ PATCHES = {
 """Maps a family to the changes that `hf_model` makes to transformers' model, so that both models compute the same."""
 
 
+def take_longest_row(model) -> None:
+    """Let the longest row decide on rotary frequencies that depend on the length, as in transformers."""
+    for rotary in model.rotary.values():
+        rotary.by_document = False
+
+
 def hf_gradients(model) -> dict[str, Tensor]:
     """Return the gradients under the names of the checkpoint. They are saved as weights: transformers may pack some."""
     gradients = copy.deepcopy(model)

@@ -13,7 +13,7 @@ from liger_models.generation.prefill import can_move_padding
 from liger_models.generation.rows import Rows
 from liger_models.layers.paged_cache import PagedCache
 
-from .families import FIRST_CASES, LIMIT, error, of_each_kind, one_case_each, tokens
+from .families import FIRST_CASES, LIMIT, error, of_each_kind, one_case_each, take_longest_row, tokens
 
 T, NEW = 12, 12
 """Past a page, all windows, and the original length of scaled frequencies."""
@@ -90,8 +90,7 @@ def test_greedy_tokens_are_those_of_transformers(pair):
     theirs.__dict__.pop("forward", None)  # with router logits transformers cannot use its cache
     theirs.config.get_text_config().output_router_logits = False
     theirs.generation_config.eos_token_id = None
-    for rotary in ours.rotary.values():  # as in transformers, where the longest row decides
-        rotary.by_document = False
+    take_longest_row(ours)
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     want = theirs.generate(ids, **options)
     assert torch.equal(ours.generate(ids, eos_token_id=[], **options), want)

@@ -32,6 +32,7 @@ from .families import (
     one_case_of_each_family,
     one_case_of_each_kind,
     one_case_of_each_setting,
+    take_longest_row,
     tokens,
     variants,
 )
@@ -131,8 +132,7 @@ PADDED += [pytest.param(case, "right", marks=beyond_first(case) or beyond_kinds(
 def test_padded_batches(pair, side):
     """The tokens' logits, the loss on them, and all gradients are those of transformers with the same mask."""
     arch, variant, theirs, ours = pair
-    for rotary in ours.rotary.values():  # as in transformers, where the longest row decides
-        rotary.by_document = False
+    take_longest_row(ours)
     ids = tokens(arch, variant, 3, T)
     mask = torch.ones_like(ids)
     for row, padding in enumerate((0, 5, 11)):

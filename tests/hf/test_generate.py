@@ -11,7 +11,7 @@ from liger_models.adapters import unpack_projections
 from liger_models.generation import graphs
 from liger_models.layers import recompute
 
-from ..arch.families import FIRST_CASES, LIMIT, error, tokens
+from ..arch.families import FIRST_CASES, LIMIT, error, take_longest_row, tokens
 from ..late import Late, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
@@ -56,8 +56,7 @@ def test_greedy_tokens_of_every_family(hf, reasons):
     theirs.config.get_text_config().output_router_logits = False
     without_eos(theirs, ours)
     decoder = ours.model.decoder
-    for rotary in decoder.rotary.values():  # as in transformers, where the longest row decides
-        rotary.by_document = False
+    take_longest_row(decoder)
     ids = tokens(arch, variant, 3, T)
     free = theirs.generate(ids, max_new_tokens=8, do_sample=False)
     eos = [int(free[0, T + 2]), int(free[2, T + 4])]
@@ -259,9 +258,9 @@ def test_going_on_with_the_returned_cache(hf, reasons):
     first = ours.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **options)
     cache = first.past_key_values
     assert cache.get_seq_length() == T + 2
-    # Without a mask, a padding token among the new ones would be masked.
-    options |= {"past_key_values": cache, "attention_mask": torch.ones_like(first.sequences)}
-    assert torch.equal(ours.generate(first.sequences, max_new_tokens=4, **options), want)
+    if bool((first.sequences == ours.generation_config.pad_token_id).any()):  # would be masked without a mask
+        options["attention_mask"] = torch.ones_like(first.sequences)
+    assert torch.equal(ours.generate(first.sequences, past_key_values=cache, max_new_tokens=4, **options), want)
     assert reasons == [None, None, "past_key_values"]
 
 

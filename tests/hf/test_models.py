@@ -25,6 +25,7 @@ from ..arch.families import (
     error,
     make_folder,
     of_each_kind,
+    take_longest_row,
     text_sizes,
     tokens,
 )
@@ -96,8 +97,7 @@ def test_generation(hf):
     options = {"max_new_tokens": 6, "attention_mask": mask, "pad_token_id": 0}
     theirs.__dict__.pop("forward", None)  # with router logits transformers cannot use its cache
     theirs.config.get_text_config().output_router_logits = False
-    for rotary in ours.model.decoder.rotary.values():
-        rotary.by_document = False  # transformers takes the length of the longest row
+    take_longest_row(ours.model.decoder)
     for chosen in ({"do_sample": False}, {"num_beams": 3, "num_return_sequences": 2}, {"use_cache": False}):
         want = theirs.generate(ids, **options, **chosen)
         assert torch.equal(ours.generate(ids, **options, **chosen), want), chosen
