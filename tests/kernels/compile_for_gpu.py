@@ -291,7 +291,7 @@ def run_kimi_delta_rule(dtype: torch.dtype, D: int, packed: dict[str, object]) -
 def run_state_space(dtype: torch.dtype) -> None:
     draw_ = lambda *size: draw(*size, dtype=dtype)
     single = lambda *size: draw(*size, dtype=torch.float32)
-    for heads, groups, P, N in ((16, 2, 64, 128), (6, 1, 64, 256), (16, 2, 32, 128), (3, 1, 16, 256)):
+    for heads, groups, P, N in ((16, 2, 64, 128), (6, 1, 64, 256), (16, 2, 32, 128), (3, 1, 16, 256), (1, 1, 16, 16)):
         x, B, C = draw_(1, 300, heads, P), draw_(1, 300, groups, N), draw_(1, 300, groups, N)
         delta, g, D = single(1, 300, heads), single(1, 300, heads), single(heads)
         state, bounds = single(3, heads, N, P), torch.tensor([0, 3, 60, 300])

@@ -445,13 +445,14 @@ def decay_kernel(
     rows = first + tl.arange(0, C)
     inside = (rows < end)[:, None] & (heads < H)[None, :]
     at = heads[None, :] * tokens + rows[:, None]
+    size = tl.cast(H, tl.int64) * tokens  # of a part. Triton turns an H of 1 into a constant, which has no method `to`.
     # The gradients of the running sums are positive for the later token of a pair, and negative for the earlier one.
     later = tl.load(d_sums_ptr + at, mask=inside, other=0.0)
-    later -= tl.load(d_sums_ptr + H.to(tl.int64) * tokens + at, mask=inside, other=0.0)
-    between = tl.load(d_sums_ptr + 2 * H.to(tl.int64) * tokens + at, mask=inside, other=0.0)
+    later -= tl.load(d_sums_ptr + size + at, mask=inside, other=0.0)
+    between = tl.load(d_sums_ptr + 2 * size + at, mask=inside, other=0.0)
     later += tl.where((rows < first + C // 2)[:, None], -between, between)
     for block in tl.static_range(BLOCKS):
-        later += tl.load(read_ptr + block * H.to(tl.int64) * tokens + at, mask=inside, other=0.0)
+        later += tl.load(read_ptr + block * size + at, mask=inside, other=0.0)
     # The sum of the terms of all earlier tokens of the chunk excludes the token itself.
     earlier = tl.load(written_ptr + at - 1, mask=inside & (rows > first)[:, None], other=0.0)
     kept = tl.load(kept_ptr + slot * H + heads, mask=heads < H, other=0.0)
