@@ -33,7 +33,7 @@ from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.moe.expert_act import _expert_act, inputs_of
 from liger_models.kernels.moe.grouped_mm import _rows_of_tile, _tile, most_tiles
 from liger_models.kernels.moe.permutation import unpermute
-from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.overlap import await_previous, end_previous, overlap, start_next
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 FEW_ROWS = 16
@@ -52,6 +52,10 @@ and the number of pipeline stages, which all formats share. The columns of a ste
 ROW_BLOCKS = 8, 256
 ROW_WARPS = 2
 """Number of results per tile, number of columns per step, and number of warps for a single row."""
+
+DENSE_ROW_BLOCKS = 16, 256
+DENSE_ROW_WARPS = 4
+"""The same for dense matrices of gate and up, which have more rows than those of down."""
 
 
 @triton.jit
@@ -224,15 +228,24 @@ def _few_groups_kernel(
 def _few_kernel(
     rows_ptr, weight_ptr, scale_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K, limit, PRECISION: tl.constexpr,
     SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """Compute result s from row s // K. In each step, BLOCK_IN columns of BLOCK_OUT rows of the matrix are read.
 
     There is a scale for each row or, if WIDTH is not 0, for each WIDTH columns of a row. WIDTH is a multiple of
     BLOCK_IN.
+
+    With EARLY, the previous kernel is this kernel without EARLY, for the same single row. The first step of the matrix
+    is then loaded before the previous kernel ends.
     """
-    await_previous(OVERLAPS)
+    if EARLY:
+        start_next(OVERLAPS)
+    elif BLOCK_ROWS == 1:  # the experts are known when the next kernel starts, because their kernel has ended
+        end_previous(OVERLAPS)
+        start_next(OVERLAPS)
+    else:
+        await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     tile = tl.program_id(0) // tiles_out
     expert, first, end, found = _few_tile(tile, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
@@ -246,9 +259,13 @@ def _few_kernel(
         a_starts = rows_ptr + (rows // K)[:, None] * IN
         if SCALED and not WIDTH:
             scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
+        if EARLY:
+            i = tl.arange(0, BLOCK_IN)[None, :]
+            early = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
+            end_previous(OVERLAPS)
         # A single row is multiplied elementwise and summed at the end. Several rows are multiplied by matrix units.
         total = tl.zeros([BLOCK_OUT, BLOCK_IN] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
-        for start in range(0, IN, BLOCK_IN):
+        for start in range(BLOCK_IN if EARLY else 0, IN, BLOCK_IN):
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
             a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
             weight = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
@@ -262,6 +279,11 @@ def _few_kernel(
                 total += a.to(tl.float32) * weight.to(tl.float32)
             else:
                 total = tl.dot(a, tl.trans(weight), total, input_precision=PRECISION)
+        # The step that was loaded early is added last.
+        if EARLY:
+            i = tl.arange(0, BLOCK_IN)[None, :]
+            a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
+            total += a.to(tl.float32) * early.to(tl.float32)
         sums = tl.sum(total, 1)[None, :] if BLOCK_ROWS == 1 else total
         _few_store(sums, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT, BIAS, BLOCK_ROWS, BLOCK_OUT)
 
@@ -304,9 +326,12 @@ def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weigh
 
 def _launch(
     rows: Tensor, weight: Any, where: Tensor, results: int, K: int, *, is_sorted: bool, one_row: bool = False,
-    act: str = "", limit: float = 0.0, bias: Tensor | None = None,
+    act: str = "", limit: float = 0.0, bias: Tensor | None = None, is_early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix."""
+    """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix.
+
+    With ``is_early``, the weight is dense, and the previous launch is of dense matrices and the same single token.
+    """
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
     storage = weight.format.name if frozen else "dense"
     stored: Any = weight.tensors if frozen else (weight, None)
@@ -317,6 +342,9 @@ def _launch(
     # 4-bit codes, a step reads whole groups. In other formats, these may be any columns of a row.
     one_row = one_row and storage != "nf4"
     block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[storage])
+    warps = ROW_WARPS if one_row else FEW_WARPS
+    if one_row and act and storage == "dense":
+        (block_out, block_in), warps = DENSE_ROW_BLOCKS, DENSE_ROW_WARPS
     blocks = (weight.layout[0] or max(next_power_of_2(width), 16)) if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
@@ -330,7 +358,7 @@ def _launch(
     constants = {
         "PRECISION": _tile(rows)[1]["PRECISION"], "SORTED": is_sorted, "ACT": act, "BIAS": bias is not None,
         "BLOCK": block, "BLOCK_ROWS": block_rows, "BLOCK_OUT": block_out,
-        "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": fitting_stages(rows, FEW_STAGES, stage),
+        "num_warps": warps, "num_stages": fitting_stages(rows, FEW_STAGES, stage),
         **overlap(rows),
     }  # fmt: skip
     sizes: tuple[Any, ...] = count, width, out, K, limit
@@ -345,7 +373,7 @@ def _launch(
         kernel, constants["SCALES_PER_FACTOR"], constants["BLOCK_IN"] = _few_nf4_kernel, weight.layout[1], block_in
     else:
         kernel, constants["BLOCK_IN"] = _few_kernel, block_in
-        constants |= {"SCALED": frozen, "WIDTH": blocks}
+        constants |= {"SCALED": frozen, "WIDTH": blocks, "EARLY": is_early}
     result = rows.new_empty(results, out // inputs_of(act) if act else out)
     with on_device_of(rows):
         kernel[(tiles * cdiv(out, block_out),)](rows, *stored, where, bias, result, *sizes, **constants)
@@ -368,5 +396,6 @@ def few_experts(
     N, K = experts.shape
     options: dict[str, Any] = {"is_sorted": False, "one_row": N == 1}
     gated = _launch(x, gate_up_weight, experts, N * K, K, act=act, limit=limit, bias=gate_up_bias, **options)
-    rows = _launch(gated, down_weight, experts, N * K, 1, **options)
+    is_early = N == 1 and not any(isinstance(weight, FrozenWeight) for weight in (gate_up_weight, down_weight))
+    rows = _launch(gated, down_weight, experts, N * K, 1, is_early=is_early, **options)
     return unpermute(rows, None, weights, N, x.dtype, down_bias, experts, addend)
