@@ -233,6 +233,7 @@ def test_what_is_named_is_adapted_by_peft_and_nothing_else(arch, targets, root, 
     assert under_peft_names(again, lambda parameter: 0) == under_peft_names(ours, lambda parameter: 0)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("arch", sorted(dict(VISION_CASES)))
 def test_a_language_model_beside_a_tower(arch, root, tmp_path):
     """Adapters of it alone and of the head, merged and saved."""

@@ -305,6 +305,7 @@ def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return ids, kinds, batch.mask.flip(1)
 
 
+@pytest.mark.cases(50)
 @one_video_case_each
 @every_batch
 def test_generate(pair, rows, use_cache):
@@ -596,6 +597,7 @@ def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
         assert read_config(config_class, nested | strange) == read_config(config_class, nested)
 
 
+@pytest.mark.cases(60)
 @pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES} - {"mllama"}))
 @pytest.mark.parametrize("top", [None, False, True])
 @pytest.mark.parametrize("text", [None, False, True])

@@ -78,6 +78,7 @@ def by_draft(model):
 WAYS = [by_generate, by_generate_without_a_cache, by_stream, by_rollout, by_draft]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_factors_are_computed_once_and_no_bit_changes(way, kind, calls, monkeypatch):

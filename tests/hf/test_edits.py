@@ -32,6 +32,7 @@ def reload(model, folder, **options):
 # The configuration
 
 
+@pytest.mark.cases(30)
 @every_family
 def test_an_edited_constant_is_computed_with(hf, tmp_path):
     """As by a model that is loaded with it."""
@@ -193,6 +194,7 @@ def test_resizing_a_classifier(root, tmp_path):
 # Head, embedding, loss
 
 
+@pytest.mark.cases(12)
 @one_family_of_each_kind
 def test_a_new_head_and_a_new_embedding(hf, tmp_path):
     """Layers of PyTorch take the place of ours; scales and caps of the model stay."""
@@ -308,6 +310,7 @@ def test_freezing_the_body_leaves_the_head(hf):
         _ = ours.model.language_model
 
 
+@pytest.mark.cases(10)
 @one_family_of_each_kind
 def test_a_body_is_saved(hf, tmp_path):
     """`AutoModel` loads it; a model with a head says that there is none, unless it is the embedding."""

@@ -85,6 +85,7 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     return to_the_right(batch.ids), batch.mask.flip(1), labels, batch.inputs | types
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize(
     ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
 )

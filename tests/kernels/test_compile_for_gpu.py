@@ -21,7 +21,7 @@ PTX = [
     ("target", "variants"),
     [
         ("sm_90", 1),
-        ("gfx942", 1),
+        pytest.param("gfx942", 1, marks=pytest.mark.matrix),
         pytest.param("gfx950", 2, marks=pytest.mark.matrix),
         pytest.param("sm_90", 1000, marks=pytest.mark.matrix),
         pytest.param("gfx942", 2, marks=pytest.mark.matrix),

@@ -140,6 +140,7 @@ def fail(monkeypatch) -> Callable[..., list[str]]:
     return arrange
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
     "options",

@@ -117,6 +117,7 @@ def test_fused_ops_take_a_row(kernel_device, recompute):
         assert error(results[0], wide(results[1][1:2])) <= 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.cases(4)
 @torch.no_grad()
 @pytest.mark.parametrize("size", [*SIZES, (3, LOW_COLUMNS + 3)], ids=str)
 def test_wide_results(backend, size, monkeypatch):

@@ -63,6 +63,7 @@ def test_what_is_sorted_nevertheless(kernel_device, monkeypatch):
             moe_mlp(x, weights, experts, gate_up, down)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("rows", [1, 5, 43])
 @pytest.mark.parametrize("few", [True, False])
 def test_an_addend_gives_the_bits_of_an_addition(kernel_device, rows, few, monkeypatch, poisoned_empty):
