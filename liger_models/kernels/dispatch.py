@@ -128,6 +128,11 @@ def use_triton_for_integers(x: Tensor) -> bool:
     return use_triton(x.new_empty(0, dtype=torch.float32))
 
 
+def is_differentiable(*tensors: Tensor | None) -> bool:
+    """Return whether gradients of any of the tensors are needed."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context manager in which the device of ``x`` is the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+from liger_models.kernels.linear_attention.step_sizes import step_sizes
 from liger_models.layers.linear_attention import LigerGatedRMSNorm, LinearAttention, run
 
 
@@ -115,8 +115,8 @@ class LigerGatedDeltaNet(LinearAttention):
 
         # Update rates β and logarithms of the decays, [B, T, Hv]. Decays are computed in fp32, because their errors
         # multiply. Padding neither writes to the state nor lets it decay.
-        beta, decay = b.sigmoid(), self.own(self.A_log).float().exp()
-        g = -decay * F.softplus(a.float() + self.own(self.dt_bias).float())
+        beta = b.sigmoid()
+        _, g = step_sizes(a, self.own(self.A_log), self.own(self.dt_bias))
         if padding is not None:
             beta, g = (x.masked_fill(padding, 0) for x in (beta, g))
 

@@ -13,9 +13,10 @@ from liger_models.kernels.linear_attention.short_conv import MAX_WIDTH, short_co
 from liger_models.kernels.linear_attention.unit_parts import unit_parts, unit_parts_reference
 from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible, local
-from liger_models.layers.norm import Norm, add_norm_linear
+from liger_models.layers.norm import Norm, add_norm_linear, call_linear
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 
@@ -204,8 +205,7 @@ class LinearAttention(Layer):
     def _of_projected(self, projected: Tensor, layout: BatchLayout) -> Tensor:
         context = self.groups.context
         out = self._mix_all(projected if context is None else to_heads(projected, context), layout)
-        y: Tensor = self.out_proj(out if context is None else to_tokens(out, context))
-        return y
+        return call_linear(self.out_proj, out if context is None else to_tokens(out, context))
 
     def own(self, parameter: Tensor) -> Tensor:
         """Return the part of a parameter that belongs to this rank's units."""
@@ -262,8 +262,12 @@ class LinearAttention(Layer):
         activation: str | None = "silu",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Convolve the parts of all units [B, T, sum of U · size], one after the other. Returns ``(result, state)``."""
-        weight = self.by_part(self.conv_weight, sizes)[:, 0]
-        bias = None if self.conv_bias is None else self.by_part(self.conv_bias, sizes)
+
+        def compute() -> tuple[Tensor, Tensor | None]:
+            bias = None if self.conv_bias is None else self.by_part(self.conv_bias, sizes)
+            return self.by_part(self.conv_weight, sizes)[:, 0], bias
+
+        weight, bias = derive(self, "convolution", compute)
         return run(
             short_conv, short_conv_reference, inputs, weight, bias, initial_state=state, activation=activation,
             **options,

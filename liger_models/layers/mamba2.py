@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.distributed.collectives import Group, gather_channels
-from liger_models.kernels.linear_attention.ssd_scan import ssd_scan_packed, ssd_scan_packed_reference, step_sizes
+from liger_models.kernels.linear_attention.ssd_scan import ssd_scan_packed, ssd_scan_packed_reference
+from liger_models.kernels.linear_attention.step_sizes import NO_LIMITS, step_sizes
 from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
+from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
 from liger_models.layers.linear_attention import LinearAttention, run
-
-NO_LIMITS = (0.0, float("inf"))
 
 
 class GroupedGatedNorm(Layer):
@@ -110,7 +110,8 @@ class StateDecay(Layer):
         if context is not None:
             dt_bias, A_log, D = (t.chunk(context.size)[context.rank] for t in (dt_bias, A_log, D))
         # FSDP frees the gathered parameter, so the result must not be the parameter.
-        return *step_sizes(steps, A_log, dt_bias, self.limits), D.clone()
+        (copied,) = derive(self, "D", lambda: (D.clone(),))
+        return *step_sizes(steps, A_log, dt_bias, self.limits), copied
 
 
 class _Sizes(NamedTuple):

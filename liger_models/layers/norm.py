@@ -372,7 +372,7 @@ def add_norm_linear(
     fused = fused_norm(norm) if recipe or is_fusible(linear) else None
     if fused is None:
         normed, residual = add_norm(norm, x, residual)
-        return linear(normed), residual
+        return call_linear(linear, normed), residual
     # Fused ops do not cast, so the weights are cast to autocast's dtype first.
     weight, (bias,) = weight_of(linear, residual), autocast_weights(residual, local_or_none(linear.bias))
     if recipe:

@@ -51,6 +51,7 @@ from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_r
 from liger_models.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
 from liger_models.kernels.linear_attention.short_conv import short_conv
 from liger_models.kernels.linear_attention.ssd_scan import ssd_scan
+from liger_models.kernels.linear_attention.step_sizes import step_sizes
 from liger_models.kernels.linear_attention.unit_parts import unit_parts
 from liger_models.kernels.loss.accept_drafts import accept_drafts
 from liger_models.kernels.loss.choose_tokens import choose_tokens
@@ -276,6 +277,8 @@ def run_delta_rule(dtype: torch.dtype) -> None:
     differentiate(
         short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
     )
+    with torch.no_grad():
+        short_conv(draw_(2, 1, 640), draw_(640, 4), draw_(640), initial_state=draw_(2, 640, 3), return_state=True)
 
 
 def run_kimi_delta_rule(dtype: torch.dtype, D: int, packed: dict[str, object]) -> None:
@@ -299,6 +302,7 @@ def run_state_space(dtype: torch.dtype) -> None:
         differentiate(ssd_scan(x, B, C, delta, g, D, initial_state=state, return_state=True, cu_seqlens=bounds))
         with torch.no_grad():
             ssd_scan(*(t[:, :1] for t in (x, B, C, delta, g)), D, initial_state=state[:1])
+            step_sizes(draw_(1, 1, heads), D, D, (0.001, 0.1))
 
 
 def run_wide_norm() -> None:

@@ -31,7 +31,7 @@ from liger_models.common.ops import Op
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.activation.xielu import check_coefficients, xielu_backward, xielu_forward, xielu_reference
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.linear.projection import check_linear, linear
+from liger_models.kernels.linear.projection import check_linear, linear, linear_forward
 from liger_models.kernels.tiles import cdiv
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
@@ -149,7 +149,8 @@ class ActLinearUpstream(NamedTuple):
 
 def _forward(inputs: ActLinearInputs) -> Tensor:
     x, weight, bias, act, coefficients = inputs
-    return linear(_activate(x, act) if coefficients is None else xielu_forward(x, coefficients), weight, bias)
+    a = _activate(x, act) if coefficients is None else xielu_forward(x, coefficients)
+    return linear_forward(a, weight, bias)
 
 
 def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:

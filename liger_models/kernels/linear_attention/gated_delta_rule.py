@@ -44,7 +44,14 @@ from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
 from liger_models.common.ops import define_op
-from liger_models.kernels.dispatch import INTERPRET, TensorDescriptor, fitting_stages, on_device_of, use_triton
+from liger_models.kernels.dispatch import (
+    INTERPRET,
+    TensorDescriptor,
+    fitting_stages,
+    is_differentiable,
+    on_device_of,
+    use_triton,
+)
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.gated_delta_backward import (
     key_gradients_kernel,
@@ -512,11 +519,6 @@ def run_delta_rule(
         return STEP(*inputs, scale, normalize)
     out, state, _ = op(*inputs, cu_seqlens, scale, normalize, True)
     return out, state
-
-
-def is_differentiable(*tensors: Tensor | None) -> bool:
-    """Return whether gradients of any of the tensors are needed."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def gated_delta_transition(

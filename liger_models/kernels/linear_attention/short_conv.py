@@ -14,6 +14,8 @@ The sums include only tokens of the same document. x, the weight, the bias and t
 goes through consecutive tokens of some channels and keeps the last inputs in registers, so that each input is read
 once. The gradients of weight and bias are summed in fp32: each program writes a partial sum, and `sum_partials` adds
 the partial sums.
+
+For one token without gradients, as in decoding, a separate kernel computes the output and the state.
 """
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
 from liger_models.common.ops import define_op
-from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import is_differentiable, on_device_of, tl, triton, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, locate, slots
 from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, next_power_of_2
@@ -34,6 +36,9 @@ TOKENS, CHANNELS, WARPS, UNROLL, STAGES = 128, 512, 2, 4, 3
 """Number of tokens and of channels per program, number of warps, number of tokens per step, and number of steps in
 flight. If a step were a single token, Triton would not keep steps in flight, because the loaded input would be carried
 from one step to the next."""
+
+STEP_CHANNELS, STEP_WARPS = 128, 2
+"""Number of channels per program, and number of warps, for a single token per row."""
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
@@ -57,6 +62,14 @@ def _edges(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _final_state(x: Tensor, K: int, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    if cu_seqlens is None:
+        state = x[:, -(K - 1) :].transpose(1, 2)  # [B, C, at most K − 1]
+        missing = K - 1 - state.shape[2]
+        if missing:
+            zeros = x.new_zeros(*state.shape[:2], missing)
+            earlier = zeros if initial_state is None else initial_state[:, :, -missing:].to(x.dtype)
+            state = torch.cat([earlier, state], 2)
+        return state.contiguous()
     edges = _edges(x, cu_seqlens)
     document = torch.arange(len(edges) - 1, device=x.device)
     last = [_inputs(x, edges[1:] - (K - 1) + j, document, edges, initial_state, K) for j in range(K - 1)]
@@ -237,6 +250,48 @@ def _short_conv(
     return out
 
 
+@triton.jit
+def _conv_step_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, final_ptr, C, x_b, K: tl.constexpr, CHANNELS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Compute one token of CHANNELS channels of a row, and the state after it."""
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    x = tl.load(x_ptr + row * x_b + channels, mask=inside, other=0.0)
+    p = tl.zeros([CHANNELS], tl.float32)
+    if HAS_BIAS:
+        p = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    at = (row * C + channels) * (K - 1)
+    for j in tl.static_range(K - 1):
+        earlier = tl.load(state_ptr + at + j, mask=inside, other=0.0)
+        p += _weight(weight_ptr, channels, 4 - K + j, inside, K) * earlier.to(tl.float32)
+        if j > 0:
+            tl.store(final_ptr + at + j - 1, earlier, mask=inside)
+    tl.store(final_ptr + at + K - 2, x, mask=inside)
+    p += _weight(weight_ptr, channels, 3, inside, K) * x.to(tl.float32)
+    if SILU:
+        p = p * tl.sigmoid(p)
+    tl.store(out_ptr + row * C + channels, p.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _short_conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+) -> tuple[Tensor, Tensor]:
+    (C, K), out, final = weight.shape, x.new_empty(x.shape), x.new_empty(state.shape)
+    if x.numel():
+        x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
+        channels = min(next_power_of_2(C), STEP_CHANNELS)
+        with on_device_of(x):
+            # Arguments that the kernel does not use must be tensors, too.
+            _conv_step_kernel[(len(x), cdiv(C, channels))](
+                x, weight, weight if bias is None else bias.contiguous(), state.contiguous(), out, final, C,
+                x.stride(0), K=K, CHANNELS=channels, HAS_BIAS=bias is not None, SILU=silu, num_warps=STEP_WARPS,
+            )  # fmt: skip
+    return out, final
+
+
 def _short_conv_backward(
     d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, silu: bool,
@@ -268,6 +323,10 @@ def _short_conv_backward_fake(d_out, x, weight, bias, initial_state, *_):
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_initial
 
 
+STEP = define_op(
+    "short_conv_step", _short_conv_step,
+    lambda x, weight, bias, state, silu: (x.new_empty(x.shape), x.new_empty(state.shape)),
+)  # fmt: skip
 BACKWARD = define_op("short_conv_backward", _short_conv_backward, _short_conv_backward_fake)
 FORWARD = define_op("short_conv", _short_conv, "x", backward=BACKWARD, gradients="x weight bias initial_state")
 
@@ -321,6 +380,9 @@ def short_conv(
             f"{list(initial_state.shape) if initial_state is not None else None}."
         )
     if use_triton(x):
+        is_step = T == 1 and cu_seqlens is None and return_state
+        if is_step and initial_state is not None and not is_differentiable(x, weight, bias, initial_state):
+            return STEP(x, weight, bias, initial_state, activation == "silu")
         # The final state is a copy of inputs, which is computed in plain PyTorch, so its gradient needs no kernel.
         out = FORWARD(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out

@@ -36,12 +36,11 @@ Source: https://arxiv.org/abs/2405.21060.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.common.errors import check_documents, check_floating
 from liger_models.common.ops import define_op
-from liger_models.kernels.dispatch import fitting_stages, on_device_of, use_triton
+from liger_models.kernels.dispatch import fitting_stages, is_differentiable, on_device_of, use_triton
 from liger_models.kernels.linear_attention.documents import bounds, flat, slots
 from liger_models.kernels.linear_attention.in_chunks import in_chunks
 from liger_models.kernels.linear_attention.ssd_kernels import (
@@ -440,26 +439,6 @@ def is_fused(x: Tensor, B: Tensor) -> bool:
     return use_triton(x) and in_half and fits
 
 
-def step_sizes(
-    dt: Tensor, A_log: Tensor, dt_bias: Tensor, limits: tuple[float, float] = (0.0, float("inf"))
-) -> tuple[Tensor, Tensor]:
-    """Compute the step sizes δ = clamp(softplus(dt + dt_bias), limits) and the decays g = −exp(A_log) · δ in fp32.
-
-    Args:
-        dt: [..., H].
-        A_log, dt_bias: [H].
-        limits: the smallest and the largest step size.
-
-    Returns:
-        δ and g, [..., H], float32, or float64 for a float64 ``dt``.
-    """
-    dtype = torch.promote_types(dt.dtype, torch.float32)
-    delta = F.softplus(dt.to(dtype) + dt_bias.to(dtype))
-    if limits != (0.0, float("inf")):
-        delta = delta.clamp(*limits)
-    return delta, -A_log.to(dtype).exp() * delta
-
-
 def ssd_scan(
     x: Tensor,
     B: Tensor,
@@ -498,7 +477,7 @@ def ssd_scan(
     inputs = x, B, C, delta, g, D, initial_state
     if not is_fused(x, B):
         out, state = ssd_scan_reference(*inputs[:6], initial_state=initial_state, cu_seqlens=cu_seqlens)
-    elif cu_seqlens is None and x.shape[1] <= STEP_TOKENS and not _differentiable(*inputs):
+    elif cu_seqlens is None and x.shape[1] <= STEP_TOKENS and not is_differentiable(*inputs):
         out, state = STEP(*inputs)
     else:
         out, state = FORWARD(*inputs, cu_seqlens)
@@ -542,7 +521,7 @@ def ssd_scan_packed(
         )
     parts = split_packed(packed, delta.shape[2], head_dim, groups)
     options: dict[str, Any] = {"initial_state": initial_state, "return_state": return_state, "cu_seqlens": cu_seqlens}
-    if not is_fused(*parts[:2]) or not _differentiable(packed, delta, g, D, initial_state):
+    if not is_fused(*parts[:2]) or not is_differentiable(packed, delta, g, D, initial_state):
         return ssd_scan(*parts, delta, g, D, **options)
     _check(op, *parts, delta, g, D, initial_state, cu_seqlens)
     out, state = PACKED_FORWARD(packed, delta, g, D, initial_state, cu_seqlens, head_dim, groups)
@@ -554,10 +533,6 @@ def ssd_scan_packed_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output and the final states of `ssd_scan_packed` in plain PyTorch, as `ssd_scan_reference` does."""
     return ssd_scan_reference(*split_packed(packed, delta.shape[2], head_dim, groups), delta, g, D, **options)
-
-
-def _differentiable(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def ssd_transition(

@@ -167,3 +167,25 @@ def test_bad_arguments():
         short_conv(x, weight, activation="relu")
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch.int64"):
         short_conv(x.long(), weight)
+
+
+@pytest.mark.parametrize("size", [(3, 1, 5, 4), (1, 1, 300, 3), (2, 1, 6, 2)], ids=str)
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_one_token_without_gradients(backend, size, activation, poisoned_empty):
+    """The kernel of decoding gives the output of the other kernel, and the same state."""
+    for dtype in dtypes(backend):
+        for bias in (True, False):
+            inputs, _ = make(size, None, dtype, backend, bias)
+            call = on(short_conv, None, bias, activation=activation)
+            want, after = call(*(x.requires_grad_() for x in inputs))
+            with torch.no_grad():
+                got, state = call(*inputs)
+            torch.testing.assert_close(got, want)
+            assert torch.equal(state, after)
+            assert state.is_contiguous()
+
+
+def test_opcheck_of_one_token(kernel_device):
+    (x, weight, bias, state), _ = make((2, 1, 6, 4), None, device=kernel_device)
+    opcheck(torch.ops.liger_models.short_conv_step, (x, weight, bias, state, True))
+    opcheck(torch.ops.liger_models.short_conv_step, (x, weight, None, state, False))

@@ -14,8 +14,8 @@ from liger_models.kernels.linear_attention.ssd_scan import (
     ssd_scan_packed_reference,
     ssd_scan_reference,
     ssd_transition,
-    step_sizes,
 )
+from liger_models.kernels.linear_attention.step_sizes import step_sizes
 
 from ...late import Late
 from ..oracle import opcheck, run, wide
@@ -308,16 +308,6 @@ def test_one_tensor_of_all_inputs(backend, shape, bounds, poisoned_empty):
         assert torch.equal(got, exact)
     with pytest.raises(ValueError, match=rf"ssd_scan_packed: packed must be .*, where P is {P} and G is {G}, got \["):
         ssd_scan_packed(packed[..., 1:], *inputs[3:6], head_dim=P, groups=G)
-
-
-def test_step_sizes():
-    dt, A_log, bias = torch.tensor([[-50.0, 0.0, 1.0, 30.0]]), torch.arange(4.0), torch.full([4], 0.5)
-    for limits in ((0.0, float("inf")), (0.001, 0.1)):
-        delta, g = step_sizes(dt, A_log, bias, limits)
-        want = F.softplus(dt + bias).clamp(*limits)
-        assert torch.equal(delta, want)
-        assert torch.equal(g, -A_log.exp() * want)
-    assert all(x.dtype == torch.float32 for x in step_sizes(dt.bfloat16(), A_log.bfloat16(), bias))
 
 
 def test_transformers(backend):
