@@ -31,6 +31,11 @@ def bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return cu_seqlens.contiguous()
 
 
+def count_documents(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Return the number of documents in x [B, T, ...], which `bounds` bounds."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def slots(tokens: int, documents: int, block: int) -> int:
     """Return an upper bound of the number of blocks, because the host does not know the lengths of the documents."""
     return tokens // block + documents

@@ -36,6 +36,7 @@ For a few tokens without gradients, as in decoding, a separate kernel computes t
 Source: https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2406.06484 (computation in chunks).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,7 @@ from liger_models.kernels.dispatch import (
     on_device_of,
     use_triton,
 )
-from liger_models.kernels.linear_attention.documents import bounds, flat, slots
+from liger_models.kernels.linear_attention.documents import bounds, count_documents, flat, slots
 from liger_models.kernels.linear_attention.gated_delta_backward import (
     key_gradients_kernel,
     pair_kernel,
@@ -139,8 +140,8 @@ class DeltaRule:
     ) -> None:  # fmt: skip
         (self.B, self.T, self.Hk, self.Dk), (self.Hv, self.Dv) = k.shape, v.shape[2:]
         self.tokens = self.B * self.T
-        self.cu = bounds(k, cu_seqlens)
-        self.documents = len(self.cu) - 1
+        self._bounded = k, cu_seqlens
+        self.documents = count_documents(k, cu_seqlens)
         self.counts = self.tokens, self.documents
         self.slots = slots(self.tokens, self.documents, CHUNK)
         self.q, self.k, self.v, self.g, self.beta = map(flat, (q, k, v, g, beta))
@@ -161,6 +162,11 @@ class DeltaRule:
         self.chunked = {"DOCUMENTS": next_power_of_2(self.documents)}
         self.scan_programs = self.documents * self.Hv * cdiv(self.Dv, columns)
         self.columns, self.block_v = columns, block_v
+
+    @functools.cached_property
+    def cu(self) -> Tensor:
+        """The bounds of the documents, which a kernel for a few tokens does not need."""
+        return bounds(*self._bounded)
 
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
@@ -328,7 +334,7 @@ def _gated_delta_step(
 
 def delta_outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) -> tuple[Tensor, Tensor]:
     """Allocate the output, which is empty unless it is needed, and the final states."""
-    documents = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    documents = count_documents(k, cu_seqlens)
     out = v.new_empty(v.shape if need_out else 0)
     return out, v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
 

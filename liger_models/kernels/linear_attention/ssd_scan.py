@@ -33,6 +33,7 @@ For a few tokens without gradients, as in decoding, a separate kernel computes t
 Source: https://arxiv.org/abs/2405.21060.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from torch import Tensor
 from liger_models.common.errors import check_documents, check_floating
 from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import fitting_stages, is_differentiable, on_device_of, use_triton
-from liger_models.kernels.linear_attention.documents import bounds, flat, slots
+from liger_models.kernels.linear_attention.documents import bounds, count_documents, flat, slots
 from liger_models.kernels.linear_attention.in_chunks import in_chunks
 from liger_models.kernels.linear_attention.ssd_kernels import (
     decay_kernel,
@@ -126,8 +127,8 @@ class _Sizes:
     def __init__(self, x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> None:
         (self.B, self.T, self.H, self.P), (self.G, self.N) = x.shape, B.shape[2:]
         self.tokens, self.group = self.B * self.T, self.H // self.G
-        self.cu = bounds(x, cu_seqlens)
-        self.documents = len(self.cu) - 1
+        self._bounded = x, cu_seqlens
+        self.documents = count_documents(x, cu_seqlens)
         self.slots = slots(self.tokens, self.documents, CHUNK)
         least = LEAST_COLUMNS if x.element_size() == 2 else 16
         self.block_n, self.block_p = (max(next_power_of_2(size), least) for size in (self.N, self.P))
@@ -138,6 +139,11 @@ class _Sizes:
         precision = "ieee" if torch.version.hip is not None else "tf32x3"
         self.shape = {"H": self.H, "GROUP": self.group, "C": CHUNK, "N": self.N, "P": self.P, "PRECISION": precision}
         self.chunked = {"DOCUMENTS": next_power_of_2(self.documents)}
+
+    @functools.cached_property
+    def cu(self) -> Tensor:
+        """The bounds of the documents, which a kernel for a few tokens does not need."""
+        return bounds(*self._bounded)
 
     def scan(self, x: Tensor, block: tuple[int, int]) -> tuple[int, dict[str, Any]]:
         """Return the number of programs of one scan, each of which holds a block of the state, and its constants."""
@@ -329,7 +335,7 @@ def _ssd_step(
 
 
 def _outputs(x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    documents = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    documents = count_documents(x, cu_seqlens)
     return x.new_empty(x.shape), x.new_empty(documents, x.shape[2], B.shape[3], x.shape[3], dtype=torch.float32)
 
 
