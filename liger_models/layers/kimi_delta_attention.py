@@ -13,7 +13,7 @@ from liger_models.kernels.linear_attention.kimi_delta_rule import kimi_delta_rul
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ColumnParallelLinear, local
 from liger_models.layers.linear_attention import LigerGatedRMSNorm, LinearAttention, run
-from liger_models.layers.norm import is_plain
+from liger_models.layers.norm import call_linear, is_plain
 
 
 class ForgetGate(Layer):
@@ -187,7 +187,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         if ranks is not None:  # the layer sums the gradient of its input over the ranks
             latent = gather_vocab(latent, ranks, latent.shape[-1] * ranks.size)
         if context is None:
-            return linear(latent)  # type: ignore[no-any-return]
+            return call_linear(linear, latent)
         if is_plain(linear):
             return F.linear(latent, self.own(linear.weight))
         whole: Tensor = linear(latent)  # a layer with adapters, for example, computes all heads

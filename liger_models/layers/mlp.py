@@ -28,6 +28,7 @@ from liger_models.layers.norm import (
     add_norm,
     add_norm_linear,
     autocast_weights,
+    call_linear,
     float8_recipe,
     fused_norm,
     gathered_float8,
@@ -117,7 +118,7 @@ class GatedMLP(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""
         act, (gate_scale, scale) = gated_act if self.kernel else gated_act_reference, self.multipliers
-        y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act, gate_scale))
+        y = call_linear(self.down_proj, act(call_linear(self.gate_up_proj, x), self.act, gate_scale))
         return y if scale == 1.0 else y * scale
 
     def _fuses(self, x: Tensor) -> bool:

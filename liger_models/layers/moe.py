@@ -504,7 +504,8 @@ class LigerSharedExpertMoE(Layer):
     def _shared(self, x: Tensor) -> Tensor:
         """Return the output of the shared expert for x, [..., C]."""
         shared, _ = self.shared_expert.add_norm(None, None, x)
-        return shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared
+        gate = self.shared_expert_gate
+        return shared if gate is None else call_linear(gate, x).sigmoid() * shared
 
 
 @torch.no_grad()

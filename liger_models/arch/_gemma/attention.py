@@ -14,7 +14,7 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.attention_backends import attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec
-from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear, call_linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class GemmaAttention(LigerAttention):
 
         if context is not None:
             out = to_tokens(out, context)
-        y: Tensor = self.o_proj(out)
+        y = call_linear(self.o_proj, out)
         # Keys and values are results, not attributes: the block hands them on, so a recomputed block changes no state.
         return (y, residual) if self.shares else (y, residual, k, v)
 

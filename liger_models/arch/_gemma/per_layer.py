@@ -16,7 +16,7 @@ from liger_models.distributed.collectives import Group
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, call_linear
 
 
 class PerLayerInputs(Layer):
@@ -52,7 +52,8 @@ class PerLayerInputs(Layer):
         """Combine embeddings [B, T, C] and second embeddings [B, T, L · P] into L second inputs [B, T, P]."""
         width = self.norm.hidden_size
         # [B, T, L, P], normalized over P for each block separately.
-        projected = self.norm((self.projection(embeds) * embeds.shape[-1] ** -0.5).unflatten(-1, (-1, width)))
+        projected = call_linear(self.projection, embeds) * embeds.shape[-1] ** -0.5
+        projected = self.norm(projected.unflatten(-1, (-1, width)))
         # The factor keeps the variance of one of the two terms.
         inputs: Tensor = (projected + tokens.view_as(projected)) * 2**-0.5
         return inputs.unbind(2)
@@ -81,7 +82,8 @@ class PerLayerBranch(Layer):
 
     def forward(self, x: Tensor, per_layer: Tensor) -> Tensor:
         """Map x [B, T, C] and per_layer [B, T, P] to [B, T, C]."""
-        y: Tensor = self.norm(self.projection(F.gelu(self.gate(x), approximate="tanh") * per_layer))
+        gated = F.gelu(call_linear(self.gate, x), approximate="tanh") * per_layer
+        y: Tensor = self.norm(call_linear(self.projection, gated))
         return y
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from liger_models.distributed.collectives import Group
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, replicated
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerRMSNorm, call_linear
 
 LEAST = 1e-5
 """Least mean square of a stream by which another one is divided."""
@@ -117,12 +117,12 @@ class AltUp(Layer):
 
     def _coefficients(self, linear: Any, x: Tensor) -> Tensor:
         """Return ``linear(tanh(router(norm(x) / C)))`` [B, T, coefficients] of x [B, T, C]."""
-        routed = self.modality_router(self.router_norm(x) * x.shape[-1] ** -1.0).float().tanh().to(x.dtype)
+        routed = call_linear(self.modality_router, self.router_norm(x) * x.shape[-1] ** -1.0)
+        routed = routed.float().tanh().to(x.dtype)
         if self.training and self.clip is not None and type(linear) in (nn.Linear, ReplicatedLinear):
             weight = replicated(linear.weight, self.group)
             return F.linear(routed, weight.clamp(-self.clip, self.clip))
-        y: Tensor = linear(routed)
-        return y
+        return call_linear(linear, routed)
 
 
 class Laurel(Layer):
@@ -148,5 +148,5 @@ class Laurel(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, T, C] to [B, T, C]."""
-        y: Tensor = x + self.norm(self.right(self.left(x)))
+        y: Tensor = x + self.norm(call_linear(self.right, call_linear(self.left, x)))
         return y

@@ -37,7 +37,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.linear import ranks_of
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import fp32_norm
+from liger_models.layers.norm import call_linear, fp32_norm
 from liger_models.layers.rope import RotaryEmbedding
 
 
@@ -165,12 +165,11 @@ class SparseMLP(GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""
-        gate, up = self.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = call_linear(self.gate_up_proj, x).unflatten(-1, (-1, 2)).unbind(-1)
         centered = gate - self._mean(gate)
         variance = self._mean(centered.square()).clamp_min(torch.finfo(torch.float32).tiny)
         sparse = F.relu(centered - variance.sqrt() * self.cutoff)
-        y: Tensor = self.down_proj(F.gelu(sparse, approximate="tanh") * up)
-        return y
+        return call_linear(self.down_proj, F.gelu(sparse, approximate="tanh") * up)
 
     def _mean(self, x: Tensor) -> Tensor:
         """Return the mean over the gates of all ranks, [..., 1]; x [..., F / R] are the gates of this rank."""
