@@ -11,7 +11,8 @@ from torch import Tensor
 
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from liger_models.kernels.linear_attention.short_conv import short_conv, short_conv_reference
-from liger_models.kernels.linear_attention.ssd_scan import ssd_scan, ssd_scan_reference, step_sizes
+from liger_models.kernels.linear_attention.ssd_scan import ssd_scan, ssd_scan_reference
+from liger_models.kernels.linear_attention.step_sizes import step_sizes
 from liger_models.kernels.norm.gated_norm import gated_norm, gated_norm_reference
 
 from .norm import EPS

@@ -20,7 +20,7 @@ from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen.products import Weight, dense
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.row_linear import MOST_ROWS, wide_inference_linear
-from liger_models.kernels.matmul.wide_linear import wide_linear
+from liger_models.kernels.matmul.wide_linear import wide_linear, wide_linear_reference
 from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
@@ -109,10 +109,10 @@ class WideRouter(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [N, C] to logits [N, X] in fp32."""
         weight = replicated(self.weight, self.groups.tensor)
-        if not self.kernel or is_batch_invariant() or len(x) <= MOST_ROWS:
+        if self.kernel and (is_batch_invariant() or len(x) <= MOST_ROWS):
             return wide_inference_linear(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return wide_linear(x, weight)
+            return (wide_linear if self.kernel else wide_linear_reference)(x, weight)
 
 
 class Fp32Router(WideRouter):

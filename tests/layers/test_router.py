@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from liger_models import AutoLigerModel
+from liger_models.kernels.matmul import row_linear, wide_linear
 from liger_models.kernels.moe import Routing, route
 from liger_models.layers.layer import wide_parameters
 from liger_models.layers.moe import CorrectionBias, WideRouter, update_correction_biases
@@ -73,6 +74,16 @@ def test_logits_are_computed_in_fp32():
         logits = router(x)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, x.float() @ router.weight.float().T)
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_without_kernels_logits_are_computed_by_torch(kernel_device, monkeypatch, rows):
+    router, x = WideRouter(C, X, kernel=False).to(kernel_device), torch.randn(rows, C, device=kernel_device)
+    for module in (row_linear, wide_linear):
+        monkeypatch.setattr(module, "use_triton", lambda _: pytest.fail("a kernel would run"))
+    with torch.no_grad():
+        assert torch.equal(router(x), x @ router.weight.T)
+    assert torch.equal(router(x), x @ router.weight.T)
 
 
 def test_the_bias_stays_in_fp32():
