@@ -652,6 +652,24 @@ def test_a_model_that_changes_is_captured_anew(device, captures):
     assert len(captures) == 2
 
 
+@pytest.mark.parametrize("arch", ["nemotron_h", "lfm2", "qwen3_next", "kimi_linear"])
+def test_a_kept_step_derives_from_new_weights_anew(arch, device, captures):
+    """Steps of recurrent layers read the weights of the convolution in another order."""
+    torch.manual_seed(0)
+    sizes = next(iter(tiny(arch).values())) | {"model_type": arch, "initializer_range": 0.2}
+    model = AutoLigerModel.from_config(sizes, device=device).eval()
+    prompts = [torch.randint(3, 40, (9,)), torch.randint(3, 40, (6,))]
+    options = {"max_new_tokens": NEW, "eos_token_id": []}
+    before = generate(model, prompts, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    got = generate(model, prompts, **options)
+    assert not torch.equal(got, before)
+    assert torch.equal(got, generate(model, prompts, use_cache=False, **options))
+    assert len(captures) == 1
+
+
 @pytest.mark.gpu
 def test_memory_is_given_back(monkeypatch):
     """By a model in training mode and beyond the bound at once, otherwise by `release_steps` and with the model."""
