@@ -30,6 +30,14 @@ def in_chunks(
     (B, H, T, Dk), Dv = k.shape, v.shape[3]
     by_channel = g.dim() == 4
     g = g if by_channel else g[..., None]
+    if T == 1 and cu_seqlens is None:
+        # In a step of decoding, the computation in chunks would take many small operations.
+        state = v.new_zeros(B, H, Dk, Dv) if initial_state is None else initial_state.to(dtype)
+        state = state * g.exp().mT
+        d = v if beta is None else beta[..., None] * (v - k @ state)
+        state = state + k.mT * d
+        return q @ state, state
+
     # Find the document of each token. Without documents, each row is a document.
     token = torch.arange(T, device=v.device)
     edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()

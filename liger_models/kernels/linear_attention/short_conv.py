@@ -42,7 +42,7 @@ STEP_CHANNELS, STEP_WARPS = 128, 2
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """Select x [B, T, C] at the tokens ``at``. Tokens before the start of a document come from its initial state."""
+    """Select x [1, T, C] at the tokens ``at``. Tokens before the start of a document come from its initial state."""
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
     start = edges[document]
@@ -50,15 +50,8 @@ def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_stat
     earlier = torch.zeros_like(inputs)
     if initial_state is not None:
         index = (K - 1 + at - start).clamp(0, K - 2)
-        if len(edges) == 2:  # without documents, the same tokens are selected in each row
-            earlier = initial_state[:, :, index].transpose(1, 2).to(x.dtype)
-        else:
-            earlier = initial_state[document, :, index][None].to(x.dtype)
+        earlier = initial_state[document, :, index][None].to(x.dtype)
     return torch.where((at >= start)[:, None], inputs, earlier)
-
-
-def _edges(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return torch.arange(2, device=x.device) * x.shape[1] if cu_seqlens is None else cu_seqlens.long()
 
 
 def _final_state(x: Tensor, K: int, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -70,7 +63,7 @@ def _final_state(x: Tensor, K: int, initial_state: Tensor | None, cu_seqlens: Te
             earlier = zeros if initial_state is None else initial_state[:, :, -missing:].to(x.dtype)
             state = torch.cat([earlier, state], 2)
         return state.contiguous()
-    edges = _edges(x, cu_seqlens)
+    edges = cu_seqlens.long()
     document = torch.arange(len(edges) - 1, device=x.device)
     last = [_inputs(x, edges[1:] - (K - 1) + j, document, edges, initial_state, K) for j in range(K - 1)]
     return torch.stack(last, 3).flatten(0, 1)
@@ -89,12 +82,17 @@ def short_conv_reference(
 
     The function is differentiable, and keeps fp64 inputs in fp64.
     """
-    K, dtype, edges = weight.shape[1], torch.promote_types(x.dtype, torch.float32), _edges(x, cu_seqlens)
-    token = torch.arange(x.shape[1], device=x.device)
-    document = torch.searchsorted(edges[1:], token, right=True)
+    (B, T, C), K, dtype = x.shape, weight.shape[1], torch.promote_types(x.dtype, torch.float32)
+    if cu_seqlens is None:
+        earlier = x.new_zeros(B, C, K - 1) if initial_state is None else initial_state.to(x.dtype)
+        joined = torch.cat([earlier.mT, x], 1)  # [B, K − 1 + T, C]
+        terms = [joined[:, j : j + T] for j in range(K)]
+    else:
+        edges, token = cu_seqlens.long(), torch.arange(T, device=x.device)
+        document = torch.searchsorted(edges[1:], token, right=True)
+        terms = [_inputs(x, token - (K - 1) + j, document, edges, initial_state, K) for j in range(K)]
     out = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
-    for j in range(K):
-        inputs = _inputs(x, token - (K - 1) + j, document, edges, initial_state, K)
+    for j, inputs in enumerate(terms):
         out = out + inputs.to(dtype) * weight[:, j].to(dtype)
     out = F.silu(out) if activation == "silu" else out
     return out.to(x.dtype), _final_state(x, K, initial_state, cu_seqlens)

@@ -25,6 +25,7 @@ qwen3_next = Late("transformers.models.qwen3_next.modeling_qwen3_next")
 # (B, T, Hk, Hv, Dk, Dv), and the bounds of packed documents
 SHAPES = [
     ((2, 66, 1, 1, 16, 16), None),
+    ((2, 1, 2, 4, 24, 20), None),
     ((1, 130, 1, 1, 16, 40), None),
     ((1, 20, 2, 4, 24, 20), None),
     ((1, 17, 1, 1, 40, 8), None),

@@ -30,6 +30,7 @@ kimi_linear = Late("transformers.models.kimi_linear.modeling_kimi_linear")
 # (B, T, H, Dk, Dv), and the bounds of packed documents
 SHAPES = [
     ((2, 66, 1, 16, 16), None),
+    ((2, 1, 2, 24, 20), None),
     ((1, 130, 1, 16, 40), None),
     ((1, 20, 2, 24, 20), None),
     ((1, 17, 1, 72, 24), None),

@@ -27,6 +27,7 @@ mamba2 = Late("transformers.models.mamba2.modeling_mamba2")
 # (B, T, H, P, G, N), and the bounds of packed documents
 SHAPES = [
     ((2, 130, 1, 16, 1, 16), None),
+    ((2, 1, 4, 8, 2, 16), None),
     ((1, 300, 2, 40, 1, 24), None),
     ((1, 20, 4, 8, 2, 16), None),
     ((1, 17, 3, 16, 1, 160), None),
