@@ -38,7 +38,7 @@ demo: $(DEV) ## train a small Llama on the CPU or the GPU, save, reload, generat
 tutorial: $(DEV) ## run docs/tutorial.md on a tiny model on the CPU: LoRA, generate, merge, generate
 	$(PY) examples/tutorial.py $(ARGS)
 
-test: $(DEV) ## run the tests that need no GPU, in 17 to 22 minutes on two cores (WORKERS=2, ARGS="-k rope")
+test: $(DEV) ## run the tests that need no GPU, in 17 minutes on two cores (WORKERS=2, ARGS="-k rope")
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 test-matrix: $(DEV) ## as test, and what costs most for every family: once for each kind of layer is enough for test

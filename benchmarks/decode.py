@@ -97,10 +97,8 @@ def cached_bytes(config: dict[str, Any], length: int) -> int:
     """
     from liger_models import AutoLigerModel
     from liger_models.layers.attention import LigerAttention
-    from liger_models.layers.gated_conv import LigerGatedConv
     from liger_models.layers.latent_attention import LigerLatentAttention
     from liger_models.layers.linear_attention import LinearAttention
-    from liger_models.layers.mamba2 import LigerMamba2
 
     total = 0
     for layer in AutoLigerModel.from_config(config, device="meta").layers.modules():
@@ -109,12 +107,9 @@ def cached_bytes(config: dict[str, Any], length: int) -> int:
         elif isinstance(layer, LigerAttention):
             total += 2 * min(length, layer.window or length) * 2 * layer.num_kv_heads * layer.head_dim
         elif isinstance(layer, LinearAttention):
-            # The last inputs of the convolution, and the state of the recurrence: for each number of the state, a token
-            # takes 4 operations in the scan of Mamba-2 and 6 in a delta rule.
+            # The last inputs of the convolution, and the state of the recurrence in fp32.
             channels, _, width = layer.conv_weight.shape
-            total += 2 * 2 * channels * (width - 1)
-            if not isinstance(layer, LigerGatedConv):
-                total += 2 * 4 * layer.token_flops // (4 if isinstance(layer, LigerMamba2) else 6)
+            total += 2 * 2 * channels * (width - 1) + 2 * 4 * layer.state_elements
     return total
 
 

@@ -78,9 +78,14 @@ class LigerGatedDeltaNet(LinearAttention):
         self.draw(0.02)
 
     @property
+    def state_elements(self) -> int:  # type: ignore[override]
+        """See `LinearAttention.state_elements`."""
+        return self.units * self.sizes.beta * self.key_dim * self.value_dim
+
+    @property
     def token_flops(self) -> int:  # type: ignore[override]
         """Operations per token: three products of a vector and the state (read, update, query) per value head."""
-        return 6 * self.units * self.sizes.beta * self.key_dim * self.value_dim
+        return 6 * self.state_elements
 
     def shard(self, group: Group) -> dict[str, int]:
         """See `LinearAttention.shard`."""

@@ -128,9 +128,14 @@ class LigerKimiDeltaAttention(LinearAttention):
         return units, (*(heads * head_dim,) * 3, channels, channels, heads)
 
     @property
+    def state_elements(self) -> int:  # type: ignore[override]
+        """See `LinearAttention.state_elements`."""
+        return self.units * self.sizes.beta * self.head_dim**2
+
+    @property
     def token_flops(self) -> int:  # type: ignore[override]
         """Operations per token: three products of a vector and the state (read, update, query) per head."""
-        return 6 * self.units * self.sizes.beta * self.head_dim**2
+        return 6 * self.state_elements
 
     def shard(self, group: Group) -> dict[str, int]:
         """See `LinearAttention.shard`."""

@@ -85,6 +85,8 @@ class LinearAttention(Layer):
     """The name of ``conv_size`` in config.json, for errors."""
     unit_name = "units"
     """The name of ``units`` in config.json, for errors."""
+    state_elements = 0
+    """Number of elements of a sequence's state of the recurrence, on this rank; 0 without a recurrence."""
     out_proj: nn.Linear
 
     def __init__(

@@ -220,9 +220,14 @@ class LigerMamba2(LinearAttention):
         return units, (heads * head_dim, heads * head_dim, shared, shared, heads)
 
     @property
+    def state_elements(self) -> int:  # type: ignore[override]
+        """See `LinearAttention.state_elements`."""
+        return self.units * self.sizes.step * self.head_dim * self.state_size
+
+    @property
     def token_flops(self) -> int:  # type: ignore[override]
         """Operations per token: two products of a vector and the state (update, query) per head."""
-        return 4 * self.units * self.sizes.step * self.head_dim * self.state_size
+        return 4 * self.state_elements
 
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the number of units, and divides the number of groups or is a multiple of it."""
