@@ -19,6 +19,7 @@ PATHS = {
     "lora+train": "`liger-models train`, LoRA, {tokens} tokens, compared with TRL and PEFT",
     "full+trl+door": "TRL's SFTTrainer, full fine-tuning, {tokens} tokens",
     "lora+trl+door": "TRL's SFTTrainer with PEFT's LoRA, {tokens} tokens",
+    "grpo+door": "TRL's GRPOTrainer with PEFT's LoRA, {tokens} tokens",
     "generate+ours": "`generate`, {rows} rows, time per token",
 }
 """Our mode of a path -> its name."""
