@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.linear_attention.step_sizes import NO_LIMITS, step_sizes
 
 from ..oracle import opcheck, wide
@@ -24,6 +25,18 @@ def test_matches_fp64(backend, limits, poisoned_empty):
             assert delta.dtype == g.dtype == torch.float32
             assert ((wide(delta) - want) / want).abs().max() < 2e-6
             assert ((wide(g) / (wide(A_log).exp() * want)) + 1).abs().max() < 2e-6
+
+
+def test_without_the_kernel_it_is_the_formula():
+    dt, A_log, bias = torch.tensor([[-50.0, 0.0, 1.0, 30.0]]), torch.arange(4.0), torch.full([4], 0.5)
+    with reference_backend():
+        for limits in (NO_LIMITS, (0.001, 0.1)):
+            delta, g = step_sizes(dt, A_log, bias, limits)
+            want = F.softplus(dt + bias).clamp(*limits)
+            assert torch.equal(delta, want)
+            assert torch.equal(g, -A_log.exp() * want)
+        assert all(x.dtype == torch.float32 for x in step_sizes(dt.bfloat16(), A_log.bfloat16(), bias))
+    assert all(x.dtype == torch.float32 for x in step_sizes(dt.bfloat16(), A_log.bfloat16(), bias))
 
 
 def test_opcheck(kernel_device):
