@@ -87,15 +87,17 @@ def short_conv_reference(
         earlier = x.new_zeros(B, C, K - 1) if initial_state is None else initial_state.to(x.dtype)
         joined = torch.cat([earlier.mT, x], 1)  # [B, K − 1 + T, C]
         terms = [joined[:, j : j + T] for j in range(K)]
+        state = joined[:, T:].mT.contiguous()
     else:
         edges, token = cu_seqlens.long(), torch.arange(T, device=x.device)
         document = torch.searchsorted(edges[1:], token, right=True)
         terms = [_inputs(x, token - (K - 1) + j, document, edges, initial_state, K) for j in range(K)]
+        state = _final_state(x, K, initial_state, cu_seqlens)
     out = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
     for j, inputs in enumerate(terms):
         out = out + inputs.to(dtype) * weight[:, j].to(dtype)
     out = F.silu(out) if activation == "silu" else out
-    return out.to(x.dtype), _final_state(x, K, initial_state, cu_seqlens)
+    return out.to(x.dtype), state
 
 
 @triton.jit
