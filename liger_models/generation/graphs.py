@@ -172,6 +172,8 @@ class DecodeStep:
         self.moves_padding = False
         """Whether padding of prompts is moved to the right."""
         self._prompts: dict[Hashable, PromptGraph] = {}
+        self._seen: set[Hashable] = set()
+        """The shapes of the prompts so far, as in `PromptBatch.key`."""
         self._pool: Any = None
         self._called = False
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
@@ -224,7 +226,8 @@ class DecodeStep:
     def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int, is_captured: bool) -> Tensor:
         """Run prompts that are padded on the right.
 
-        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, one is captured.
+        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, one is captured the
+        second time that prompts have this shape, because a capture takes as long as an ordinary forward or longer.
         """
         B, length = batch.ids.shape
         self.cache.start(B, length, batch.mask, repeats)
@@ -232,14 +235,16 @@ class DecodeStep:
             return batch.logits(model, self.cache)
         captured = self._prompts.get(batch.key)
         if captured is not None:
+            self.derived.current |= captured.derived
             return captured.replay(batch, self.cache.slots)
 
         # While the device runs the prompts, the host captures the graph for the next prompts of this shape.
         logits = batch.logits(model, self.cache)
         if self.cache.extra:
             self.most_prompt_tokens = 0
-        else:
+        elif batch.key in self._seen:
             self._capture_prompts(model, batch)
+        self._seen.add(batch.key)
         return logits
 
     def reserve(self, tokens: int, most: int) -> None:
@@ -272,6 +277,7 @@ class DecodeStep:
         if self.captured and self._called and self.graph is None:
             self._capture(model)
         if self.graph is not None:
+            self.derived.refresh()  # the graph reads the tensors that only steps derive, and does not compute them
             self.graph.replay()
             return self._logits[:B].clone()  # the next call overwrites the logits
 
@@ -312,7 +318,7 @@ class DecodeStep:
         except RuntimeError:
             self.most_prompt_tokens = 0
         else:
-            self._keep_prompts(PromptGraph(graph, batch, slots, logits))
+            self._keep_prompts(PromptGraph(graph, batch, slots, logits, frozenset(self.derived.current)))
 
     def _keep_prompts(self, captured: PromptGraph) -> None:
         if len(self._prompts) >= MOST_GRAPHS:

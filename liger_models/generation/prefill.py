@@ -2,7 +2,8 @@
 
 The host takes longer to launch the kernels of a short prompt than a GPU takes to run them. A graph needs one launch.
 Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. No token attends to the
-padding, which comes after it, and the cache does not store the padding. Padding on the left is moved to the right, also
+padding, which comes after it, and the cache does not store the padding. For recurrent layers, the padding of a row is a
+document of its own, so that the states are those after the last token. Padding on the left is moved to the right, also
 for long prompts. Prompts of different lengths then need no attention mask. With a mask, the host would wait for the
 GPU, and flex_attention would be compiled again for some lengths.
 """
@@ -10,10 +11,12 @@ GPU, and flex_attention would be compiled again for some lengths.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_models.layers.decoder import Decoder
-from liger_models.layers.layer import layers_of
+from liger_models.layers.derived import Key
+from liger_models.layers.frozen import own_parameters
+from liger_models.layers.layer import layers_of, modules_of
 from liger_models.layers.paged_cache import PagedCache
 
 MOST_OPERATIONS = 1e13
@@ -74,10 +77,19 @@ class PromptBatch:
             return None
         return (torch.arange(self.ids.shape[1], device=self.ids.device) <= self.last[:, None]).long()
 
+    @property
+    def bounds(self) -> Tensor:
+        """[2B + 1] int32, the bounds of each row's tokens and of its padding, in the flattened tokens."""
+        B, length = self.ids.shape
+        starts = torch.arange(0, B * length, length, device=self.ids.device)
+        bounds = torch.stack([starts, starts + self.last + 1], 1).flatten()
+        return torch.cat([bounds, bounds.new_full((1,), B * length)]).int()
+
     def logits(self, model: Decoder, cache: PagedCache) -> Tensor:
         """Run the forward, and return the logits [B, V] of each row's last token."""
         # Without the mask: causal attention does not see the padding.
-        out = model(self.ids, position_ids=self.positions, cache=cache, return_logits=False)
+        with cache.documents(self.bounds):
+            out = model(self.ids, position_ids=self.positions, cache=cache, return_logits=False)
         hidden: Tensor = out.hidden_states[-1]
         hidden = hidden.gather(1, self.last[:, None, None].expand(-1, 1, hidden.shape[2]))  # [B, 1, C]
         logits: Tensor = model.lm_head(hidden)
@@ -92,10 +104,14 @@ class PromptGraph:
         batch: the prompts whose tensors the graph reads. Later prompts are copied into them.
         slots: [B · length] int64, where the cache stores each token; the graph reads this tensor, too.
         logits: [B, V], the result of the last replay.
+        derived: the keys of the `DerivedTensors` that the graph computes.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, batch: PromptBatch, slots: Tensor, logits: Tensor) -> None:
-        self.graph, self.batch, self.slots, self.logits = graph, batch, slots, logits
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, batch: PromptBatch, slots: Tensor, logits: Tensor,
+        derived: frozenset[Key] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.graph, self.batch, self.slots, self.logits, self.derived = graph, batch, slots, logits, derived
 
     def replay(self, batch: PromptBatch, slots: Tensor) -> Tensor:
         """Run the graph for other prompts of the same shapes, and return their logits [B, V]."""
@@ -106,18 +122,20 @@ class PromptGraph:
 
 
 def can_move_padding(model: Decoder) -> bool:
-    """Whether prompts may be padded on the right.
-
-    Padding would change the states of recurrent layers, and rotary frequencies that depend on the length of a row.
-    """
-    return not any(layer.recurrent or getattr(layer, "needs_lengths", False) for layer in layers_of(model))
+    """Whether prompts may be padded on the right, which changes rotary frequencies that depend on a row's length."""
+    return not any(getattr(layer, "needs_lengths", False) for layer in layers_of(model))
 
 
 def most_tokens(model: Decoder) -> int:
     """Return how many tokens a captured forward of prompts may have; 0 if prompts must not be padded on the right."""
     if not can_move_padding(model):
         return 0
-    return int(MOST_OPERATIONS / (2 * sum(parameter.numel() for parameter in model.parameters())))
+    # A token passes through a fraction of the experts.
+    share: dict[nn.Module, float] = {layer: layer.active_share for layer in layers_of(model)}
+    active = sum(
+        share.get(module, 1.0) * size for module in modules_of(model) for size in own_parameters(module).values()
+    )
+    return int(MOST_OPERATIONS / (2 * active))
 
 
 def padded_length(T: int) -> int:

@@ -180,8 +180,10 @@ class BatchLayout:
         if attention_mask is None and alone and text and few and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
         bounds = None
-        if cu_seqlens is not None and needs_bounds:
+        if needs_bounds and cu_seqlens is not None:
             bounds = (segments or Segments.of_rows(B, T, cu_seqlens, device)).cu_seqlens
+        elif needs_bounds and cache is not None:
+            bounds = cache.bounds
 
         # Build a mask for each window.
         if is_batch_invariant() and not torch.is_grad_enabled():

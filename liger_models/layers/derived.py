@@ -15,6 +15,9 @@ from liger_models.common.errors import is_traced
 
 Tensors = TypeVar("Tensors", bound="tuple[Tensor | None, ...]")
 
+Key = tuple[nn.Module, Hashable]
+"""The layer that derives tensors, and their purpose."""
+
 _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 
 
@@ -26,8 +29,10 @@ class DerivedTensors:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[nn.Module, Hashable], tuple[Tensor | None, ...]] = {}
-        self._current: set[tuple[nn.Module, Hashable]] = set()
+        self._tensors: dict[Key, tuple[Tensor | None, ...]] = {}
+        self._compute: dict[Key, Callable[[], tuple[Tensor | None, ...]]] = {}
+        self.current: set[Key] = set()
+        """The keys of the tensors that have been computed since the last `renew`, or by a graph replayed since then."""
 
     @property
     def num_bytes(self) -> int:
@@ -36,7 +41,13 @@ class DerivedTensors:
 
     def renew(self) -> None:
         """Mark all tensors as outdated, so that their next use recomputes them into the same memory."""
-        self._current.clear()
+        self.current.clear()
+
+    def refresh(self) -> None:
+        """Recompute all outdated tensors, for a graph that reads them without computing them."""
+        if len(self.current) < len(self._tensors):
+            for key, compute in self._compute.items():
+                self.find(key, compute)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -47,14 +58,15 @@ class DerivedTensors:
         finally:
             _USED.reset(token)
 
-    def find(self, key: tuple[nn.Module, Hashable], compute: Callable[[], Tensors]) -> Tensors:
+    def find(self, key: Key, compute: Callable[[], Tensors]) -> Tensors:
         """Return the result of ``compute``, which is called only on the first use after each `renew`."""
-        if key not in self._current:
+        if key not in self.current:
             computed = compute()
             for old, new in zip(self._tensors.setdefault(key, computed), computed, strict=True):
                 if old is not None and new is not None and old is not new:
                     old.copy_(new)
-            self._current.add(key)
+            self._compute[key] = compute
+            self.current.add(key)
         tensors: Tensors = self._tensors[key]  # type: ignore[assignment]
         return tensors
 
@@ -66,6 +78,7 @@ def derive(layer: nn.Module, purpose: Hashable, compute: Callable[[], Tensors]) 
         layer: the layer with the weights.
         purpose: key that distinguishes the derived tensors of a layer, such as their dtype.
         compute: function that computes the tuple of tensors. Their shapes must be the same in each call for a purpose.
+            It may be called later, and should not hold activations.
     """
     used = None if is_traced() else _USED.get()
     return compute() if used is None else used.find((layer, purpose), compute)

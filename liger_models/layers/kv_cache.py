@@ -33,6 +33,9 @@ class DecodeCache:
 
     pages: Pages | None = None
     """The location of each row's tokens if `extend` returns pages; see `PagedCache`. Otherwise None."""
+    bounds: Tensor | None = None
+    """`BatchLayout.bounds` of the running forward, if rows are not documents for recurrent layers; see
+    `PagedCache.documents`. Otherwise None."""
     takes_documents = False
     """Whether packed documents may be cached, each as a row of its own; see `PagePool`."""
     width = 1

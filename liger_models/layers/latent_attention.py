@@ -350,11 +350,13 @@ class LigerLatentAttention(BaseAttention):
         if is_plain(linear):
             return _by_heads(local(linear.weight), self.num_heads)
 
+        dtype, device = like.dtype, like.device
+
         def compute() -> tuple[Tensor]:
-            identity = torch.eye(self.kv_rank, dtype=like.dtype, device=like.device)
+            identity = torch.eye(self.kv_rank, dtype=dtype, device=device)
             return (linear(identity).T.contiguous(),)
 
-        return _by_heads(derive(self, like.dtype, compute)[0], self.num_heads)
+        return _by_heads(derive(self, dtype, compute)[0], self.num_heads)
 
     # The interface of layers.
 

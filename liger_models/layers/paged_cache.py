@@ -1,6 +1,7 @@
 """The paged decode cache. Its steps depend on no value on the host, so that a captured step can be replayed."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -43,8 +44,9 @@ class PagedCache(DecodeCache):
         self._table = self._own.clone()
         self._row: Tensor | None = None
         """For each row, the row that it repeats, [rows] int64; None if no row is a repetition."""
-        self._prompt: Tensor | None = None
-        """For each row, the index of its prompt, [rows] int64; None if each row has its own prompt."""
+        self._prompt = torch.zeros(rows, dtype=torch.int64, device=device)
+        """For each row, the index of its prompt, [rows] int64."""
+        self._prompts = 0
         self._shared: tuple[Tensor, Tensor] | None = None
         """For each row, the prompt's partly filled page, and the row's own page to copy it to, both [rows]."""
         self.slots = self.lengths
@@ -63,7 +65,7 @@ class PagedCache(DecodeCache):
         Args:
             B: number of prompts.
             T: number of tokens of each prompt, including padding.
-            mask: [B, T], which is 0 for padding. Padding must be on the left. None for no padding.
+            mask: [B, T], which is 0 for padding, on one side of each row. None for no padding.
             repeats: number of consecutive rows per prompt. These rows share the pages that the prompt fills completely.
 
         Raises:
@@ -82,7 +84,8 @@ class PagedCache(DecodeCache):
         # Rows of a step beyond the N that are needed repeat the last one.
         row = torch.arange(self.rows, device=device).clamp_max_(N - 1)
         self._row = None if self.rows == N else row
-        self._prompt = None if self.rows == B else row // repeats
+        self._prompt.copy_(row // repeats)
+        self._prompts = B
 
         # The tokens of a prompt, without its padding, are stored in the pages of the prompt's first row.
         position = torch.arange(T, device=device).expand(B, T) if mask is None else (mask != 0).cumsum(1) - 1
@@ -103,6 +106,20 @@ class PagedCache(DecodeCache):
         begun = filled.clamp_max(self._own.shape[1] - 1)
         self._shared = self._own[first].gather(1, begun)[:, 0], self._own[row].gather(1, begun)[:, 0]
 
+    @contextmanager
+    def documents(self, bounds: Tensor) -> Iterator[None]:
+        """Context manager for a forward of prompts that are padded on the right.
+
+        Args:
+            bounds: [2B + 1] int32, the bounds of each row's tokens and of its padding, for layers that read
+                `BatchLayout.bounds`. The cache keeps only the states after the tokens.
+        """
+        self.bounds = bounds
+        try:
+            yield
+        finally:
+            self.bounds = None
+
     def grow(self, capacity: int) -> None:
         """Grow to ``capacity`` tokens per row. Pages and table move in memory, so a step must be captured again."""
         (rows, count), new = self._own.shape, -(-capacity // self.page)
@@ -119,7 +136,7 @@ class PagedCache(DecodeCache):
 
     def _of_prompts(self, x: Tensor) -> Tensor:
         """Expand x [B, ...] from prompts to the rows of a step [rows, ...]."""
-        return x if self._prompt is None else x[self._prompt]
+        return x if self._prompts == self.rows else x[self._prompt]
 
     def settle(self) -> bool:
         """Copy the partly filled page and the entries of ``extra`` of each prompt to the prompt's rows.
@@ -185,6 +202,8 @@ class PagedCache(DecodeCache):
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
         """Like `DecodeCache.replace_states`, but at fixed addresses."""
+        if self.bounds is not None:  # every second state is that after padding
+            states = tuple(state[::2] for state in states)
         states = states if self.pages is not None else tuple(map(self._of_prompts, states))
         if layer not in self._states:
             self._states[layer] = tuple(torch.empty_like(state) for state in states)

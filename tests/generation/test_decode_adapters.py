@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base, without_adapters
 from liger_models.adapters.lora_layers import LinearAdapters, adapted_layers
 from liger_models.generation import graphs
@@ -15,7 +16,7 @@ from liger_models.layers import derived
 from liger_models.parallel import apply_fsdp
 
 from ..train.runs import no_group_is_left  # noqa: F401
-from .test_decode_steps import NEW, PROMPTS, captures, device, llama  # noqa: F401
+from .test_decode_steps import NEW, PROMPTS, captures, device, llama, tiny  # noqa: F401
 
 KINDS = {
     "lora": {},
@@ -117,6 +118,44 @@ def test_pages_and_captured_steps_read_new_weights(kind, device, captures, calls
         assert torch.equal(generate(model, PROMPTS, **OPTIONS), generate(llama(device), PROMPTS, **OPTIONS))
     got = generate(model, PROMPTS, **OPTIONS)
     assert torch.equal(got, generate(model, PROMPTS, **OPTIONS, use_cache=False))
+
+
+def test_captured_steps_of_latent_attention_read_new_weights(device, captures):  # noqa: F811
+    """Steps read the absorbed weights of ``kv_b_proj``, which a forward of prompts does not compute."""
+    torch.manual_seed(1)
+    sizes = next(iter(tiny("deepseek_v2").values())) | {"model_type": "deepseek_v2", "initializer_range": 0.2}
+    model = apply_lora(AutoLigerModel.from_config(sizes, device=device), LoRAConfig(target_modules="all-linear")).eval()
+    for _ in range(3):
+        stir(model)
+        got = generate(model, PROMPTS, **OPTIONS, return_logprobs=True)
+        want = generate(model, PROMPTS, **OPTIONS, return_logprobs=True, use_cache=False)
+        assert torch.equal(got.sequences, want.sequences)
+        torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-3, atol=1e-4)
+    assert len(captures) == 1
+
+
+def test_outdated_tensors_are_computed_again_in_place():
+    """By `find` on their next use, and by `refresh` even without a use."""
+    layer, value, calls = torch.nn.Identity(), torch.ones(2), []
+
+    def compute():
+        calls.append(0)
+        return (2 * value, None)
+
+    kept = derived.DerivedTensors()
+    with kept.used():
+        (tensor, _) = derived.derive(layer, "double", compute)
+    kept.refresh()
+    assert len(calls) == 1
+    value += 1
+    kept.renew()
+    kept.refresh()
+    kept.refresh()
+    assert len(calls) == 2
+    assert tensor.tolist() == [4, 4]
+    with kept.used():
+        assert derived.derive(layer, "double", compute)[0] is tensor
+    assert len(calls) == 2
 
 
 def test_factors_count_as_memory_of_a_step(device, captures):  # noqa: F811

@@ -365,9 +365,11 @@ def captures(device, monkeypatch):
 def test_replayed_steps_are_ordinary_steps(arch, device, captures, monkeypatch):
     """For prompts of several lengths on one graph: the tokens of ordinary steps, and of the other cache."""
     torch.manual_seed(0)
+    replays, replay = [], PromptGraph.replay
+    monkeypatch.setattr(PromptGraph, "replay", lambda *args: replays.append(args[1].key) or replay(*args))
     sizes = next(iter(tiny(arch).values())) | {"model_type": arch, "initializer_range": 0.2}
     model = AutoLigerModel.from_config(sizes, device=device).eval()
-    for lengths in ([9, 3, 6], [40, 1, 30, 17], [70, 2, 80]):
+    for lengths in ([9, 3, 6], [16, 1, 8], [12, 5, 2], [40, 1, 30, 17], [70, 2, 80]):
         prompts = [torch.randint(3, 40, (length,)) for length in lengths]
         options = {"max_new_tokens": NEW, "repetition_penalty": 1e9, "eos_token_id": []}
         got = generate(model, prompts, **options)
@@ -378,6 +380,7 @@ def test_replayed_steps_are_ordinary_steps(arch, device, captures, monkeypatch):
             patch.setattr(logits_module, "takes_pages", lambda model: False)
             assert torch.equal(generate(model, prompts, **options), got)
     assert captures == [(4, 64), (4, 128)]
+    assert len(replays) == (most_tokens(model) > 0)  # the third prompts on the graph of the second
 
 
 def test_a_graph_serves_all_lengths_and_batches_of_its_size(device, captures):
@@ -413,31 +416,32 @@ def test_a_graph_of_prompts_serves_similar_lengths(device, monkeypatch):
 
     for lengths in ((20,), (17,), (32,), (31,)):
         check(of_length(*lengths))
-    assert len(replays) == 3
+    assert len(replays) == 2  # the graph is captured for the second prompts
     for lengths in ((9, 3, 12), (16, 5, 1), (10, 10, 2)):
         check(of_length(*lengths))
-    assert len(replays) == 5
+    assert len(replays) == 3
     for T in (10, 16, 2):
         check(torch.randint(0, VOCAB, (3, T)))
-    assert len(replays) == 7
+    assert len(replays) == 4
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     check(of_length(25))
     check(of_length(11, 4, 13))
-    assert len(replays) == 9
+    assert len(replays) == 6
     sampled = {"num_return_sequences": 2, "do_sample": True, "seed": 0}
-    check(of_length(18), **sampled)
-    check(of_length(24), **sampled)
+    for length in (18, 24, 22):
+        check(of_length(length), **sampled)
     (step,) = (step for step in graphs._kept[model] if step.cache.rows == 2)
     assert len(step._prompts) == 1
-    assert len(replays) == 10
+    assert len(replays) == 7
 
 
 def test_the_host_does_little_before_prompts_run_and_nothing_after(device, monkeypatch):
     """Few operations precede a graph of prompts without padding, and nobody waits for the last token."""
     model, prompts = llama(device), torch.randint(3, VOCAB, (8, 16))
-    generate(model, prompts, max_new_tokens=1)
+    for _ in range(2):
+        generate(model, prompts, max_new_tokens=1)
     operations, before = [], []
 
     class Record(TorchDispatchMode):
@@ -481,7 +485,8 @@ def test_graphs_of_prompts_are_few(device):
     model = llama(device)
 
     def run(B, T):
-        generate(model, torch.randint(0, VOCAB, (B, T)), max_new_tokens=NEW, eos_token_id=[])
+        for _ in range(2):
+            generate(model, torch.randint(0, VOCAB, (B, T)), max_new_tokens=NEW, eos_token_id=[])
 
     for T in range(16, 16 * (MOST_GRAPHS + 3), 16):
         run(1, T)
@@ -507,7 +512,7 @@ def test_prompts_that_padding_would_change_stay_as_they_are():
         return most_tokens(model)
 
     assert most("llama", "gqa") > 2**20
-    assert most("qwen3_next", next(iter(tiny("qwen3_next")))) == 0
+    assert most("qwen3_next", next(iter(tiny("qwen3_next")))) > 0
     assert most("phi3", "longrope-partial") == 0
     dynamic = replace(CONFIG, rope_scaling=DynamicScaling(factor=2.0))
     assert most_tokens(LigerLlama.from_config(dynamic, device="meta")) == 0
