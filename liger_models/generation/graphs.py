@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_models.distributed.groups import ParallelGroups
+from liger_models.generation.model_state import ModelState, state_of
 from liger_models.generation.prefill import (
     MOST_GRAPHS,
     PromptBatch,
@@ -30,15 +30,12 @@ from liger_models.generation.prefill import (
     padded_length,
 )
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.overlap import overlapping
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.layer import modules_of
-from liger_models.layers.linear import is_sharded
 from liger_models.layers.paged_cache import PagedCache
-from liger_models.layers.recompute import has_hooks, is_compiled
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
@@ -155,7 +152,7 @@ class DecodeStep:
         cache: PagedCache,
         *,
         captured: bool,
-        model_state: list[Any] | None = None,
+        model_state: ModelState | None = None,
         records_routing: bool = False,
         returns_hidden: bool = False,
     ) -> None:
@@ -327,25 +324,26 @@ class DecodeStep:
 
 
 @contextmanager
-def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
+def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Iterator[DecodeStep]:
     """Context manager that yields a step for B rows of up to ``tokens`` tokens, if possible one from an earlier call.
 
     Args:
         model: the model. The step is kept for later calls if the model is on one GPU and no module is in training mode.
             Under tensor parallelism no step is kept, because a process group can't be destroyed while a graph uses it.
+        state: the result of `state_of`.
         B: number of rows.
         tokens: number of tokens per row that the cache must hold.
     """
-    if not can_capture(model):
+    if not can_capture(model, state):
         step = DecodeStep(PagedCache(B, tokens, model.device), captured=False)
         step.moves_padding = can_move_padding(model)
         yield step
         return
 
     # Take the smallest kept step that is large enough, or make one. Steps of an earlier state of the model are dropped.
-    state, rows = state_of(model), rounded_rows(B)
+    rows = rounded_rows(B)
     kept = _kept.setdefault(model, [])
-    kept[:] = [step for step in kept if step.model_state == state]
+    kept[:] = [step for step in kept if step.model_state is state]
     fits = [step for step in kept if step.cache.rows == rows and step.cache.capacity >= tokens]
     if fits:
         step = min(fits, key=lambda step: step.cache.capacity)
@@ -378,67 +376,19 @@ def release_steps(model: Decoder) -> None:
     _kept.pop(model, None)
 
 
-def can_capture(model: Decoder) -> bool:
-    """Whether steps of a model run as CUDA graphs.
+def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
+    """Whether steps of a model, whose `state_of` may be given, run as CUDA graphs.
 
     The model must be on one GPU, or sharded by `apply_tp`, in which case the all-reduces are captured, too. There must
     be no compiled modules, no autocast, and no hooks except those of `run_preparing_hooks`, which must have run.
     """
-
-    def is_changed(module: nn.Module) -> bool:
-        return "forward" in vars(module) or has_hooks(module, ignored=("only_checks", "only_prepares"))
-
-    # A hook would run only once, during the capture, and a compiled module may launch kernels in other ways.
-    device, tensor, modules = model.device.type, model.groups.tensor, modules_of(model)
-    parameters = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+    device = model.device.type
     return (
         device == "cuda"
         and use_triton(model.embed_tokens.weight)
         and not torch.is_autocast_enabled(device)  # the cast weights are freed when autocast ends
-        and model.groups == ParallelGroups(tensor=tensor)
-        and not any(is_changed(module) or is_compiled(module) for module in modules)
-        and (tensor is not None or not any(map(is_sharded, parameters)))
+        and (state or state_of(model)).can_capture
     )
-
-
-def state_of(model: nn.Module) -> list[Any]:
-    """Return everything that the launches of a forward may depend on, except values of tensors.
-
-    The result consists of lists that can be compared by ``==``.
-    """
-
-    def state(value: Any) -> Any:
-        kind = type(value)
-        if kind in VALUES:
-            return value
-        if kind in (Tensor, nn.Parameter):  # not subclasses, which may have no memory of their own
-            return value.data_ptr(), value.dtype, value.shape, value.stride()
-        if isinstance(value, dict):
-            return [(name, state(item)) for name, item in value.items()]
-        if isinstance(value, list | tuple):
-            return [state(item) for item in value]
-        return id(value)
-
-    modes: list[Any] = [
-        torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), is_batch_invariant()
-    ]  # fmt: skip
-    # This runs for every call of `generate`, so the empty containers that every module has are left out.
-    return modes + [
-        (
-            type(module),
-            [
-                (name, state(value))
-                for name, value in vars(module).items()
-                if name not in OWN_ATTRIBUTES or (value and name != "training")
-            ],
-        )
-        for module in modules_of(model)
-    ]
-
-
-VALUES = bool, int, float, str, type(None)
-OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Names of the attributes of every module, which are mostly empty containers of hooks."""
 
 
 def rounded_rows(B: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_models.generation.graphs import FIRST_TOKENS, DecodeStep, borrow_step, last_logits
+from liger_models.generation.model_state import ModelState, state_of
 from liger_models.generation.options import Settings
 from liger_models.generation.prefix import cut_to_prefix, remember
 from liger_models.generation.rows import Rows
@@ -15,8 +16,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import layers_of, modules_of
-from liger_models.layers.recompute import is_compiled
+from liger_models.layers.layer import layers_of
 from liger_models.layers.rope import DynamicScaling, switch_columns
 
 PAGED_DEVICES = ACCELERATORS
@@ -99,22 +99,23 @@ def next_logits(
         yield lambda end: of_all(end, settings.cache)
     elif not settings.use_cache:
         yield lambda end: of_all(end, None)
-    elif takes_pages(model) and (mask is None or not bool((mask.diff(dim=1) < 0).any())):  # no padding between tokens
+    elif (state := paged_state(model)) and (mask is None or not bool((mask.diff(dim=1) < 0).any())):
+        # There is no padding between tokens.
         first = min(new, FIRST_TOKENS)
-        with borrow_step(model, len(ids), T + first - 1) as step:  # the last new token is never cached
+        with borrow_step(model, state, len(ids), T + first - 1) as step:  # the last new token is never cached
             yield lambda end: of_last(end, step)
     else:
         cache = DecodeCache(T + new - 1)
         yield lambda end: of_all(end, cache)
 
 
-def takes_pages(model: Decoder) -> bool:
-    """Whether a model decodes on a `PagedCache`.
+def paged_state(model: Decoder) -> ModelState | None:
+    """Return the state of a model that decodes on a `PagedCache`; None if it does not.
 
     The model must be on one of `PAGED_DEVICES`, all its attention layers must support pages, and no module may be
     compiled.
     """
-    if model.device.type not in PAGED_DEVICES or any(map(is_compiled, modules_of(model))):
-        return False
-    specs = [layer.attention for layer in layers_of(model.layers)]
-    return all(spec is None or spec.takes_pages for spec in specs)
+    if model.device.type not in PAGED_DEVICES:
+        return None
+    state = state_of(model)
+    return state if state.takes_pages else None

@@ -7,7 +7,7 @@ import torch
 
 from liger_models.generation import logits as module
 from liger_models.generation.graphs import DecodeStep
-from liger_models.generation.logits import next_logits, takes_pages
+from liger_models.generation.logits import next_logits, paged_state
 from liger_models.generation.options import resolve
 from liger_models.generation.prefill import can_move_padding
 from liger_models.generation.rows import Rows
@@ -42,7 +42,7 @@ def step(monkeypatch):
     """The step that models borrow: with a row and pages more than the prompts need."""
     shared = DecodeStep(PagedCache(3, T + NEW + 20, torch.device("cpu")), captured=False)
 
-    def borrow_step(model, B, count):
+    def borrow_step(model, state, B, count):
         shared.moves_padding = can_move_padding(model)
         return nullcontext(shared)
 
@@ -75,11 +75,11 @@ def test_pages_give_the_logits_of_the_other_cache(pair, step, monkeypatch):
     """Also for other prompts after them, of which nothing may be left."""
     arch, variant, _, ours = pair
     ours.eval()
-    assert takes_pages(ours)
+    assert paged_state(ours)
     batches = [batch(arch, variant), batch(arch, variant, 1, 3), (batch(arch, variant, 2)[0][:1], None)]
     got = [logits_of_steps(ours, *each) for each in batches]
     assert step.cache.length > T  # it was used
-    monkeypatch.setattr(module, "takes_pages", lambda model: False)
+    monkeypatch.setattr(module, "paged_state", lambda model: None)
     for logits, each in zip(got, batches, strict=True):
         assert error(logits, logits_of_steps(ours, *each)) <= LIMIT
 

@@ -22,10 +22,10 @@ from liger_models.generation.graphs import (
     release_steps,
     rounded_rows,
     rounded_tokens,
-    state_of,
 )
-from liger_models.generation.logits import takes_pages
+from liger_models.generation.logits import paged_state
 from liger_models.generation.loop import generate, steps_ahead, stream
+from liger_models.generation.model_state import describe, state_of
 from liger_models.generation.options import resolve
 from liger_models.generation.prefill import (
     MOST_GRAPHS,
@@ -171,23 +171,23 @@ def test_an_attention_of_ones_own_keeps_its_cache(model):
         def attention(self):
             return super().attention._replace(takes_pages=False)
 
-    assert takes_pages(model)
+    assert paged_state(model)
     model.layers[0].self_attn = Own(64, 4, 2, 16, layer=0)
-    assert not takes_pages(model)
+    assert not paged_state(model)
     want = generate(model, PROMPTS, max_new_tokens=NEW, use_cache=False)
     assert torch.equal(generate(model, PROMPTS, max_new_tokens=NEW), want)
 
 
 @pytest.mark.compile
 def test_compiled_models_keep_their_cache(model):
-    assert takes_pages(model)
+    assert paged_state(model)
     model.layers[1].compile(backend="eager")
-    assert not takes_pages(model)
+    assert not paged_state(model)
 
 
 def test_the_cpu_decodes_without_pages_and_graphs():
     """With pages, which tests ask for, each step would copy all keys and values."""
-    assert not takes_pages(llama())
+    assert not paged_state(llama())
     assert not can_capture(llama())
 
 
@@ -245,13 +245,23 @@ def test_rounding():
 
 
 def test_a_step_is_kept_as_long_as_the_model_is_what_it_was(model):
-    def same():
-        return state_of(model) == before
+    """The quick comparison with the last state gives the same answer as the whole description."""
+    last = before = describe(model)
+    state = state_of(model)
 
-    before = state_of(model)
+    def same():
+        nonlocal last, state
+        found, now = state_of(model), describe(model)
+        assert (found is state) == (now == last)
+        last, state = now, found
+        return now == before
+
     model.train()
     with torch.no_grad():
         model.norm.weight.mul_(2)  # a captured step reads the new values
+    assert same()
+    model.eval()
+    model.norm.eps = float(str(model.norm.eps))  # an equal number
     assert same()
     changes = {
         "a number": (model.layers[0].self_attn, "scale", 0.5),
@@ -273,6 +283,18 @@ def test_a_step_is_kept_as_long_as_the_model_is_what_it_was(model):
     assert not same()
     handle.remove()
     assert same()
+    weight = model.norm.weight.data
+    model.norm.weight.data = weight.clone()
+    assert not same()
+    model.norm.weight.data = weight
+    assert same()
+    model.layers[0].noted = noted = []
+    assert not same()
+    before = last
+    noted.append(1)  # changes in place
+    assert not same()
+    noted.clear()
+    assert same()
     with torch.inference_mode():
         assert not same()
 
@@ -283,14 +305,14 @@ def test_adapters_and_weights_of_4_bits_have_a_state():
     apply_lora(model, LoRAConfig(target_modules="all-linear"))
     quantize_base(model)
     before = state_of(model)
-    assert state_of(model) == before
+    assert state_of(model) is before
     with without_adapters(model):
-        assert state_of(model) != before
+        assert state_of(model) is not before
     before = state_of(model)
     layer = model.layers[0].mlp.down_proj
     assert layer.weight.dtype == torch.uint8  # codes
     layer.weight = nn.Parameter(torch.ones(2, 2))
-    assert state_of(model) != before
+    assert state_of(model) is not before
 
 
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
@@ -339,7 +361,7 @@ def device(request, monkeypatch):
     if request.param == "gpu":
         return "cuda"
     monkeypatch.setattr(logits_module, "PAGED_DEVICES", ("cpu",))
-    monkeypatch.setattr(graphs, "can_capture", lambda model: True)
+    monkeypatch.setattr(graphs, "can_capture", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**35))
     monkeypatch.setattr(DecodeStep, "_capture", capture_a_stand_in)
     monkeypatch.setattr(DecodeStep, "_capture_prompts", capture_stand_in_prompts)
@@ -375,9 +397,9 @@ def test_replayed_steps_are_ordinary_steps(arch, device, captures, monkeypatch):
         got = generate(model, prompts, **options)
         assert len(got[0, -NEW:].unique()) > 2
         with monkeypatch.context() as patch:
-            patch.setattr(graphs, "can_capture", lambda model: False)
+            patch.setattr(graphs, "can_capture", lambda *_: False)
             assert torch.equal(generate(model, prompts, **options), got)
-            patch.setattr(logits_module, "takes_pages", lambda model: False)
+            patch.setattr(logits_module, "paged_state", lambda model: None)
             assert torch.equal(generate(model, prompts, **options), got)
     assert captures == [(4, 64), (4, 128)]
     assert len(replays) == (most_tokens(model) > 0)  # the third prompts on the graph of the second
@@ -637,7 +659,7 @@ def test_sampled_tokens_do_not_depend_on_the_graph(device, monkeypatch):
         return generate(model, PROMPTS, max_new_tokens=NEW, do_sample=True, generator=generator, eos_token_id=[])
 
     got = draw()
-    monkeypatch.setattr(graphs, "can_capture", lambda model: False)
+    monkeypatch.setattr(graphs, "can_capture", lambda *_: False)
     assert torch.equal(draw(), got)
 
 

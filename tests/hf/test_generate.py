@@ -9,6 +9,7 @@ import torch
 
 from liger_models.adapters import unpack_projections
 from liger_models.generation import graphs
+from liger_models.generation.model_state import describe
 from liger_models.layers import recompute
 
 from ..arch.families import FIRST_CASES, LIMIT, error, take_longest_row, tokens
@@ -582,18 +583,18 @@ def test_steps_with_adapters_of_peft_are_captured(hf, monkeypatch):
         unpack_projections(ours), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     )
     assert graphs.can_capture(decoder)
-    before = graphs.state_of(decoder)
-    assert before == graphs.state_of(decoder)
+    before = describe(decoder)
+    assert before == describe(decoder)
     with adapted.disable_adapter():
-        assert before != graphs.state_of(decoder)
-    assert before == graphs.state_of(decoder)
+        assert before != describe(decoder)
+    assert before == describe(decoder)
 
     # A module of the tree that PEFT replaces without notice.
     mlp = adapted.base_model.model.get_submodule("model.layers.0.mlp")
     layer = mlp.down_proj
     mlp.down_proj = layer.base_layer
     recompute.run_preparing_hooks(decoder)
-    assert before != graphs.state_of(decoder)
+    assert before != describe(decoder)
     assert not any(module is layer for module in decoder.modules())
     decoder.layers[0].register_forward_hook(lambda *_: None)
     assert not graphs.can_capture(decoder)

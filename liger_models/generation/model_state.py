@@ -1,0 +1,145 @@
+"""What the launches of a model's forward depend on, and what follows from it for the steps of decoding.
+
+`generate` asks for the state of its model in every call, before it launches anything. A description takes about a
+millisecond, so it is only made again if the addresses of the attributes have changed.
+"""
+
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.distributed.groups import ParallelGroups
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import Layer, modules_of
+from liger_models.layers.linear import is_sharded
+from liger_models.layers.recompute import has_hooks, is_compiled
+
+VALUES = bool, int, float, str, type(None)
+PLAIN = Tensor, nn.Parameter
+"""Tensors that have memory of their own. Subclasses may have none."""
+OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Names of the attributes of every module, which are mostly empty containers of hooks."""
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+_states: WeakKeyDictionary[nn.Module, "ModelState"] = WeakKeyDictionary()
+
+
+def state_of(model: Decoder) -> "ModelState":
+    """Return the state of a model: the object of an earlier call if `describe` is the same as it was then."""
+    modules, state = modules_of(model), _states.get(model)
+    if state is None or not state.is_of(model, modules):
+        state = _states[model] = ModelState(model, modules)
+    return state
+
+
+class ModelState:
+    """The state of a model in which steps were captured.
+
+    Args:
+        model: the model, to which the state keeps no reference.
+        modules: the result of `modules_of` for the model.
+    """
+
+    def __init__(self, model: Decoder, modules: list[nn.Module]) -> None:
+        self._description = describe(model)
+        self._observe(modules)
+
+        layers = [layer for layer in modules_of(model.layers) if isinstance(layer, Layer)]
+        specs = [layer.attention for layer in layers]
+        compiled = any(map(is_compiled, modules))
+        self.takes_pages = not compiled and all(spec is None or spec.takes_pages for spec in specs)
+        """Whether all attention layers support pages, and no module is compiled."""
+
+        # A hook would run only once, during a capture, and a compiled module may launch kernels in other ways.
+        tensor = model.groups.tensor
+        changed = any(
+            "forward" in vars(module) or has_hooks(module, ignored=("only_checks", "only_prepares"))
+            for module in modules
+        )
+        parameters = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+        self.can_capture = (
+            not (compiled or changed)
+            and model.groups == ParallelGroups(tensor=tensor)
+            and (tensor is not None or not any(map(is_sharded, parameters)))
+        )
+        """Whether a forward can be captured if its device and the modes of PyTorch allow it."""
+
+    def is_of(self, model: Decoder, modules: list[nn.Module]) -> bool:
+        """Whether this is the state of the model, whose `modules_of` are given."""
+        if len(modules) == self._count and self._observed == self._observation(modules):
+            return True
+        if self._description != describe(model):
+            return False
+        self._observe(modules)
+        return True
+
+    def _observe(self, modules: list[nn.Module]) -> None:
+        attributes = [(i, name, value) for i, module in enumerate(modules) for name, value in vars(module).items()]
+        # Containers may change in place. The values are kept, so that no other value gets the address of one of them.
+        self._containers = [
+            (i, name)
+            for i, name, value in attributes
+            if name not in OWN_ATTRIBUTES and isinstance(value, dict | list | tuple)
+        ]
+        self._values = [value for _, _, value in attributes if type(value) in VALUES]
+        self._count = len(modules)
+        self._observed = self._observation(modules)
+
+    def _observation(self, modules: list[nn.Module]) -> tuple[Any, ...]:
+        """Return the addresses of all attributes, and the contents of those that may change in place."""
+        attributes = [vars(module) for module in modules]
+        tensors = [
+            tensor
+            for each in attributes
+            for tensor in (*each["_parameters"].values(), *each["_buffers"].values())
+            if tensor is not None
+        ]
+        return (
+            _modes(),
+            [*map(id, chain(modules, map(type, modules), *map(dict.values, attributes)))],
+            [_describe(tensor) for tensor in tensors],
+            [tuple(hooks) for each in attributes for name in HOOKS if (hooks := each[name])],
+            [_describe(attributes[i].get(name)) for i, name in self._containers],
+        )
+
+
+def describe(model: nn.Module) -> list[Any]:
+    """Return everything that the launches of a forward may depend on, except values of tensors.
+
+    The result consists of lists that can be compared by ``==``.
+    """
+    return [
+        *_modes(),
+        *(
+            (
+                type(module),
+                [
+                    (name, _describe(value))
+                    for name, value in vars(module).items()
+                    if name not in OWN_ATTRIBUTES or (value and name != "training")
+                ],
+            )
+            for module in modules_of(model)
+        ),
+    ]
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), is_batch_invariant()
+
+
+def _describe(value: Any) -> Any:
+    kind = type(value)
+    if kind in VALUES:
+        return value
+    if kind in PLAIN:
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    if isinstance(value, dict):
+        return [(name, _describe(item)) for name, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_describe(item) for item in value]
+    return id(value)
