@@ -23,6 +23,7 @@ from liger_models.hf.classification import LigerForSequenceClassification
 from liger_models.hf.config import class_name, config_class
 from liger_models.hf.model import LigerForCausalLM
 
+MODULE = "liger_models.hf"
 CLASSIFIER = "AutoModelForSequenceClassification"
 AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names), CLASSIFIER)
 """The names of transformers' auto classes that `register` changes."""
@@ -44,7 +45,7 @@ def model_class(model_type: str) -> type[LigerForCausalLM]:
 def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
     members: dict[str, Any] = {
         "__doc__": f"`{arch.__name__}` as a model of transformers; see `LigerForCausalLM`.",
-        "__module__": "liger_models.hf",
+        "__module__": MODULE,
         "config_class": config_class(model_type),
     }
     # For families with images, the signature of the forward names their inputs, and the towers can be called alone.
@@ -73,7 +74,7 @@ def classifier_class(model_type: str) -> type[LigerForSequenceClassification] | 
 def _classifier_of(arch: type[CausalLM], model_type: str, name: str) -> type[LigerForSequenceClassification]:
     members = {
         "__doc__": f"`{arch.__name__}` with a head for classification; see `LigerForSequenceClassification`.",
-        "__module__": "liger_models.hf",
+        "__module__": MODULE,
         "config_class": config_class(model_type),
     }
     return type(name, (LigerForSequenceClassification,), members)
@@ -124,7 +125,10 @@ def find_class(name: str) -> Any:
     Raises:
         AttributeError: no model type has such a class.
     """
-    for model_type in (*built_in(), *list_archs()):
+    # A model type for which transformers has this name comes first, because each look at another imports its family.
+    autos = _auto_classes()
+    model_types = dict.fromkeys((*built_in(), *list_archs()))
+    for model_type in sorted(model_types, key=lambda each: all(class_name(auto, each) != name for auto in autos)):
         for hf_class in _classes_of(model_type):
             if name == hf_class.__name__:
                 return hf_class
@@ -158,78 +162,104 @@ def register() -> None:
     Raises:
         ValueError: another class has been registered for one of the model types.
     """
-    # All entries are checked before the first one changes.
-    entries = _entries()
-    for auto_class, config, ours in entries:
-        other = _registrations(auto_class).get(config, ours)
-        if other.__module__ != ours.__module__ and not other.__module__.startswith("transformers."):
-            raise ValueError(
-                f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
-                f"{other.__module__}.{other.__qualname__}. Do not register both, or use "
-                f"liger_models.hf.{ours.__name__}.from_pretrained."
-            )
+    # All auto classes are checked before the first one changes.
+    for auto_class in _auto_classes():
+        for config, other in _foreign(auto_class).items():
+            ours = _find(auto_class, config)
+            if ours is not None:
+                raise ValueError(
+                    f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
+                    f"{other.__module__}.{other.__qualname__}. Do not register both, or use "
+                    f"liger_models.hf.{ours.__name__}.from_pretrained."
+                )
     # AutoConfig does not know the model types of a user's architectures yet.
     for model_type in set(list_archs()) - set(built_in()):
         AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
-    for auto_class, config, ours in entries:
-        auto_class._model_mapping.register(config, ours, exist_ok=True)
-        if auto_class._model_mapping.get(config, None) is not ours:
-            raise ValueError(
-                f"register: transformers must be 5.20 or later, got {transformers.__version__}, which takes no other "
-                f"class for {config.__name__}. Upgrade it, or use liger_models.hf.{ours.__name__}.from_pretrained."
-            )
+    for auto_class in _auto_classes():
+        auto_class._model_mapping._extra_content = _Registrations(auto_class, _foreign(auto_class))
 
 
 def unregister() -> None:
     """Make transformers' auto classes return transformers' own models again."""
-    for auto_class, config, ours in _entries():
-        if _registrations(auto_class).get(config) is ours:
-            del _registrations(auto_class)[config]
+    for auto_class in _auto_classes():
+        auto_class._model_mapping._extra_content = _foreign(auto_class)
 
 
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
     """Context manager that registers the models of this package, and restores the auto classes at its end."""
-    places = [(_registrations(auto_class), config) for auto_class, config, _ in _entries()]
-    before = [(place, config, place.get(config)) for place, config in places]
+    before = [(auto_class._model_mapping, auto_class._model_mapping._extra_content) for auto_class in _auto_classes()]
     register()
     try:
         yield
     finally:
-        for place, config, hf_class in before:
-            if hf_class is None:
-                place.pop(config, None)
-            else:
-                place[config] = hf_class
+        for mapping, registrations in before:
+            mapping._extra_content = registrations
 
 
-def _registrations(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
-    """Return the classes that have been registered in an auto class, besides transformers' own.
+class _Registrations(dict[type[PreTrainedConfig], Any]):
+    """The classes that are registered in an auto class, of which ours are made when transformers looks for them.
 
-    The lookup of a class of transformers would import its module, which takes a second for all model types.
+    Importing all families would take longer than loading a small model.
+
+    Args:
+        auto_class: the auto class.
+        others: the registered classes that are not ours.
     """
+
+    def __init__(self, auto_class: Any, others: dict[type[PreTrainedConfig], Any]) -> None:
+        super().__init__(others)
+        self.auto_class = auto_class
+
+    def __contains__(self, config: Any) -> bool:
+        if super().__contains__(config):
+            return True
+        ours = _find(self.auto_class, config)
+        if ours is not None:
+            self[config] = ours
+        return ours is not None
+
+    def __missing__(self, config: Any) -> Any:
+        if config in self:
+            return self[config]
+        raise KeyError(config)
+
+
+def _auto_classes() -> list[Any]:
+    """Return the auto classes that this version of transformers has."""
+    found = (getattr(transformers, name, None) for name in AUTO_CLASSES)
+    return [auto_class for auto_class in found if auto_class is not None]
+
+
+def _foreign(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
+    """Return the classes that others have registered in an auto class, without those of transformers and ours."""
     registrations: dict[type[PreTrainedConfig], Any] = auto_class._model_mapping._extra_content
-    return registrations
+    return {
+        config: other
+        for config, other in registrations.items()
+        if not other.__module__.startswith("transformers.") and other.__module__ != MODULE
+    }
 
 
-def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any]]:
-    """Return (auto class, configuration class, our class) for each model type and auto class."""
-    entries: list[tuple[Any, type[PreTrainedConfig], Any]] = []
-    for model_type, ours in ((name, ours) for name in list_archs() for ours in _classes_of(name)):
-        added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type
-        for auto_name in AUTO_CLASSES:
-            auto_class: Any = getattr(transformers, auto_name, None)
-            if auto_class is None:
-                continue
-            # A model type of transformers is registered in the auto classes that have a class of the same name. A new
-            # model type, or a language model that transformers lists only as a part of other models, is registered as a
-            # causal language model.
-            listed = class_name(auto_class, model_type)
-            unlisted = added or (listed is None and ours.__name__.endswith("ForCausalLM"))
-            if (unlisted and auto_name == AUTO_CLASSES[0]) or listed == ours.__name__:
-                entries.append((auto_class, ours.config_class, ours))
+def _find(auto_class: Any, config: Any) -> Any:
+    """Return our class for a configuration class in an auto class; None if there is none.
+
+    A model type of transformers has our class in the auto classes that have a class of the same name. A new model type,
+    or a language model that transformers lists only as a part of other models, is a causal language model.
+    """
+    outer = getattr(config, "model_type", None)
+    listed = class_name(auto_class, outer) if isinstance(outer, str) else None
+    for model_type in list_archs():
+        if model_type != outer and (listed is None or class_name(auto_class, model_type) != listed):
+            continue
+        for ours in _classes_of(model_type):
+            if config is ours.config_class:
+                is_new = config.__module__ == config_class.__module__  # transformers has no such model type
+                unlisted = is_new or (listed is None and ours.__name__.endswith("ForCausalLM"))
+                if listed == ours.__name__ or (unlisted and auto_class.__name__ == AUTO_CLASSES[0]):
+                    return ours
             # A text model can be read from checkpoints with images, whose configuration contains its own.
-            for outer in format_of(get_arch(model_type)).contained_in:
-                if class_name(auto_class, outer) == ours.__name__:
-                    entries.append((auto_class, config_class(outer), ours))
-    return entries
+            is_contained = listed == ours.__name__ and outer in format_of(get_arch(model_type)).contained_in
+            if is_contained and config is config_class(outer):
+                return ours
+    return None

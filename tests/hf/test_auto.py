@@ -90,6 +90,27 @@ def test_every_family_has_its_class(case):
                 assert found is made
 
 
+@pytest.mark.parametrize(
+    ("auto_name", "config_name", "class_name"),
+    [
+        ("AutoModelForCausalLM", "Llama4Config", "Llama4ForCausalLM"),  # the text of a checkpoint with images
+        ("AutoModelForImageTextToText", "Llama4Config", "Llama4ForConditionalGeneration"),
+        ("AutoModelForCausalLM", "Mistral4Config", "Mistral4ForCausalLM"),  # transformers has no class of this name
+        ("AutoModelForSequenceClassification", "LlamaConfig", "LlamaForSequenceClassification"),
+        ("AutoModelForCausalLM", "GPT2Config", None),
+    ],
+)
+def test_where_a_class_is_registered(auto_name, config_name, class_name):
+    mapping, config = getattr(transformers, auto_name)._model_mapping, getattr(transformers, config_name)
+    with liger_models.hf.registered():
+        found = mapping[config]
+        assert (config in mapping._extra_content) == (class_name is not None)
+    if class_name is None:
+        assert found.__module__.startswith("transformers.")
+    else:
+        assert (found.__module__, found.__name__) == (OURS, class_name)
+
+
 @pytest.mark.slow
 def test_code_in_the_checkpoint(folder, tmp_path):
     """Ours with trust_remote_code, that of transformers without; a copy of the copy, too."""

@@ -71,10 +71,26 @@ def test_importing_a_model_leaves_out_the_compiler():
     assert {"torch._dynamo", "torch.distributed.tensor"}.isdisjoint(loaded)
 
 
-def test_registering_the_models_imports_none_of_transformers():
-    loaded = run("import sys, liger_models.hf; liger_models.hf.register(); print(*sys.modules)").split()
-    models = [name for name in loaded if name.startswith("transformers.models.") and ".modeling_" in name]
+REGISTER = """
+import sys
+import liger_models.hf
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+liger_models.hf.register()
+print(*sys.modules)
+AutoModelForCausalLM._model_mapping[LlamaConfig]
+print(*sys.modules)
+"""
+
+
+def test_registering_the_models_imports_none():
+    """None of transformers, and of this package only the family of a model that is loaded."""
+    registered, used = (line.split() for line in run(REGISTER).splitlines())
+    models = [name for name in used if name.startswith("transformers.models.") and ".modeling_" in name]
     assert models == ["transformers.models.auto.modeling_auto"]
+    families = {f"liger_models.arch.{name}" for name in ("llama", "qwen3", "mamba2")}
+    assert families.isdisjoint(registered)
+    assert families & {*used} == {"liger_models.arch.llama"}
 
 
 STEP = """
