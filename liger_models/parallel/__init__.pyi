@@ -2,8 +2,8 @@ from liger_models.parallel.agreement import check_ranks as check_ranks
 from liger_models.parallel.context import apply_cp as apply_cp
 from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
 from liger_models.parallel.fsdp import compile_blocks as compile_blocks
-from liger_models.parallel.fsdp import reshard as reshard
-from liger_models.parallel.fsdp import unsharded as unsharded
+from liger_models.parallel.gathered import reshard as reshard
+from liger_models.parallel.gathered import unsharded as unsharded
 from liger_models.parallel.state import load_state as load_state
 from liger_models.parallel.state import save_state as save_state
 from liger_models.parallel.step import clip_grad_norm_ as clip_grad_norm_

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from liger_models.layers.linear import local
+from liger_models.layers.linear import is_sharded, local
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Maps the number of bytes of an element to the integer dtype as which its bits are summed."""
@@ -36,7 +35,8 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
     # Sum this rank's shards. Tensors with the same mesh and placements share one reduction below.
     groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors:
-        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        sharded: Any = tensor
+        key = (sharded.device_mesh, sharded.placements) if is_sharded(tensor) else None
         names, sums = groups.setdefault(key, ([], []))
         names.append(name)
         sums.append(_sum_of_shard(tensor))
@@ -46,6 +46,8 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for key, (names, sums) in groups.items():
         total = torch.stack([value.to(sums[0].device) for value in sums])
         if key is not None:
+            from torch.distributed.tensor import DTensor, Partial, Replicate  # slow to import
+
             mesh, placements = key
             kinds = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
             total = DTensor.from_local(total.to(mesh.device_type), mesh, kinds, run_check=False).full_tensor()

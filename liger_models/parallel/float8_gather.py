@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from liger_models.adapters.float8 import Float8Linear
+from liger_models.common.uncompiled import uncompiled
 from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, tensor_scale
 
 
@@ -119,7 +120,7 @@ class Float8Gather:
         self.amax.data[:, 0] = amax
         self.inverse.data[:, 0] = tensor_scale(amax, float8_dtype(amax.device)).reciprocal()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, *_: Any) -> None:
         self.refresh()
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from liger_models.common.uncompiled import uncompiled
 from liger_models.distributed.collectives import reduce_into
 from liger_models.kernels.add_parts import add_parts
 
@@ -31,7 +32,7 @@ class BackwardPasses:
             dist.all_gather_object(self.hosts[group], socket.gethostname(), group=group)
         return len(set(self.hosts[group])) == 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook that counts the backward passes which reach an input or an output of a module.
 

@@ -15,17 +15,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from liger_models.adapters.lora_layers import adapter_config
@@ -33,7 +27,10 @@ from liger_models.common.device import available_device
 from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank, wait_for_ranks, world_size
 from liger_models.parallel.checksum import frozen_checksum
-from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.gathered import reshard
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 LATEST = "latest"
 SHARED = "shared.pt"
@@ -141,6 +138,9 @@ def save_state(
         _add_checksums(temporary, f"rank-{rank()}.pt")
 
     # What torch.distributed.checkpoint writes.
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # slow to import
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     tensors = _tensors(model)
     if optimizer is not None:
         fresh = not optimizer.state
@@ -155,27 +155,28 @@ def save_state(
         if background:
             _save_in_background(tensors, temporary, checkpoint, keep, group, finished)
             return finished
-        save(tensors, storage_writer=_Writer(temporary), process_group=group)
+        save(tensors, storage_writer=_writer(temporary), process_group=group)
     with raise_on_all_ranks(group), _write_errors(folder):
         _publish(temporary, checkpoint, keep)
     finished.set_result(None)
     return finished
 
 
-class _Writer(_FileSystemWriter):
-    """Writes the files of torch.distributed.checkpoint, and their checksums to separate files.
+def _writer(folder: Path) -> Any:
+    """Return a writer of the files of torch.distributed.checkpoint, and of their checksums in separate files."""
+    from torch.distributed.checkpoint.filesystem import _FileSystemWriter  # slow to import
 
-    torch.distributed.checkpoint defines and calls the methods.
-    """
+    class Writer(_FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            written = super().write_data(plan, planner)
+            _add_checksums(folder, *{result.storage_data.relative_path for result in written.wait()})
+            return written
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        written = super().write_data(plan, planner)
-        _add_checksums(Path(self.path), *{result.storage_data.relative_path for result in written.wait()})
-        return written
+        def finish(self, metadata: "Metadata", results: Any) -> None:
+            super().finish(metadata, results)
+            _add_checksums(folder, ".metadata")
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        _add_checksums(Path(self.path), ".metadata")
+    return Writer(folder)
 
 
 def _checksums(checkpoint: Path, writer: int) -> Path:
@@ -234,6 +235,8 @@ def _save_in_background(
     tensors: dict[str, Any], temporary: Path, checkpoint: Path, keep: int | None, group: Any, finished: "Future[None]"
 ) -> None:
     """Copy the tensors to host memory and return. A thread then writes and publishes them, and sets ``finished``."""
+    from torch.distributed.checkpoint.state_dict_saver import async_save  # slow to import
+
     folder = checkpoint.parent
 
     def publish_when_written(saving: "Future[Any]") -> None:
@@ -254,7 +257,7 @@ def _save_in_background(
 
     _in_flight.add(folder)
     try:
-        saving = async_save(tensors, storage_writer=_Writer(temporary), process_group=group)
+        saving = async_save(tensors, storage_writer=_writer(temporary), process_group=group)
     except BaseException:
         _in_flight.discard(folder)
         raise
@@ -361,6 +364,8 @@ def load_state(
         with_state = {path[2] for path in paths if path[:2] == ("optimizer", "state")}  # names of parameters
 
     # Model and optimizer.
+    from torch.distributed.checkpoint.state_dict_loader import load  # slow to import
+
     tensors = _tensors(model)
     if optimizer is not None:
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
@@ -402,6 +407,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
 
     A parameter that never had a gradient has no state in the checkpoint.
     """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # slow to import
+
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     # PyTorch creates a missing state only if there is neither any state nor any gradient.
     if not names <= state["state"].keys():
@@ -471,7 +478,7 @@ def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, s
         raise ValueError(f"load_state: the model must be that of {checkpoint}, got {changes}. {_ANOTHER}")
 
 
-def _check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], metadata: Metadata) -> None:
+def _check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], metadata: "Metadata") -> None:
     """Raise ValueError unless the checkpoint has the state of this optimizer, in the same format.
 
     Args:
@@ -505,7 +512,7 @@ def _check_settings(checkpoint: Path, now: Mapping[str, Any], saved: Mapping[str
         raise ValueError(f"load_state: the run must be that of {checkpoint}, got {'; '.join(changes)}. {_ANOTHER}")
 
 
-def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: "Metadata") -> None:
     """Raise ValueError unless the names and shapes of the tensors in the checkpoint are those of ``tensors``."""
     saved = {
         name.removeprefix("model."): tuple(getattr(tensor, "size", ()))
@@ -530,12 +537,14 @@ def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: Me
 _ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
 
 
-def _read_metadata(checkpoint: Path) -> Metadata:
+def _read_metadata(checkpoint: Path) -> "Metadata":
     """Read the metadata of a checkpoint, which lists its tensors and their files.
 
     Raises:
         OSError: the metadata cannot be read; or, on rank 0, a file is shorter than when it was written.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
+
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:
@@ -666,6 +675,8 @@ def _write_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
     """Context manager that raises errors of torch.distributed.checkpoint as OSError."""
+    from torch.distributed.checkpoint.api import CheckpointException  # slow to import
+
     # PyTorch warns that there is a single process.
     if not is_distributed():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from liger_models.distributed.ranks import is_distributed, rank, world_size
 from liger_models.layers.batch import BatchLayout, mark_padding, number_documents
 from liger_models.layers.decoder import take_cu_seqlens
+from liger_models.layers.linear import is_sharded, local
 
 _compared: set[torch.device] = set()
 """The devices on which `targets_per_rank` has already compared the ranks' numbers of batches."""
@@ -114,12 +114,13 @@ def clip_grad_norm_(
     # One norm for each mesh, because torch computes no norm of DTensors of different meshes.
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        key = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+        gradient: Any = parameter.grad
+        key = gradient.device_mesh if is_sharded(gradient) else None
         groups.setdefault(key, []).append(parameter)
     norms = []
     for group in groups.values():
-        norm = get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm: Any = get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if is_sharded(norm) else norm)
     if not norms:
         return torch.tensor(0.0)
 
@@ -133,7 +134,7 @@ def clip_grad_norm_(
     # Each rank scales its own shards, because DTensor would first search for a layout of the result on each mesh.
     shards: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        shard = local(gradient)
         shards.setdefault((shard.device, shard.dtype), []).append(shard)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     with torch.no_grad():

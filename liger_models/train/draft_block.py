@@ -12,7 +12,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import format_of
 from liger_models.data.batch import Batch
 from liger_models.generation.eval_mode import evaluating
-from liger_models.parallel.fsdp import unsharded
+from liger_models.parallel.gathered import unsharded
 from liger_models.train.objectives import INPUTS
 from liger_models.train.report import say
 

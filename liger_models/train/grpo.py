@@ -28,7 +28,7 @@ from liger_models.generation.rollout_checks import refusal
 from liger_models.generation.rollouts import free_memory
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
-from liger_models.parallel.fsdp import reshard, unsharded
+from liger_models.parallel.gathered import reshard, unsharded
 from liger_models.parallel.step import targets_per_rank
 from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of
 

@@ -45,11 +45,9 @@ from liger_models.data.sources import find_files
 from liger_models.layers.compile_ahead import compile_early
 from liger_models.layers.layer import layers_of
 from liger_models.memory.plan import MemoryPlan, parse_memory
-from liger_models.parallel.context import apply_cp
-from liger_models.parallel.fsdp import apply_fsdp, compile_blocks, reshard
+from liger_models.parallel.gathered import reshard
 from liger_models.parallel.state import load_state, newest_checkpoint, save_state
 from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
-from liger_models.parallel.tensor import apply_tp
 from liger_models.train.defaults import choose_dtype, choose_folder, choose_objective
 from liger_models.train.draft_block import (
     MEASURED_SAMPLES,
@@ -157,6 +155,8 @@ def run(
     # What is recomputed or offloaded, by a policy or by a plan.
     step_plan = StepPlan(options, model, dtype, budget, restarts=restarts)
     if options.compile:
+        from liger_models.parallel.fsdp import compile_blocks  # slow to import
+
         compile_blocks(model)
 
     # The optimizer, and the saved state if the run resumes. The current options override the saved ones.
@@ -607,6 +607,10 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         if not needs_fsdp(options, dtype):
             start_kernels(options, model, device)
             return model
+        from liger_models.parallel.context import apply_cp  # slow to import
+        from liger_models.parallel.fsdp import apply_fsdp
+        from liger_models.parallel.tensor import apply_tp
+
         if options.tensor_parallel > 1:
             model = apply_tp(model, mesh["shared"], sequence_parallel=True)
             return apply_fsdp(model, mesh["dp"], param_dtype=dtype)
@@ -664,6 +668,8 @@ def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
 
 def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """Load a reference model or teacher without gradients, sharded over all ranks, in the dtype of the computation."""
+    from liger_models.parallel.fsdp import apply_fsdp  # slow to import
+
     shard = partial(apply_fsdp, mesh=all_ranks(device), param_dtype=dtype)
     model = load_by_name(name, shard=shard, dtype=dtype, device=device)
     return model.requires_grad_(False).eval()

@@ -29,7 +29,7 @@ from liger_models.losses.orpo import LigerFusedLinearORPOLoss
 from liger_models.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_models.losses.tvd import LigerFusedLinearTVDLoss
 from liger_models.parallel.checksum import weight_checksum
-from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.gathered import reshard
 from liger_models.parallel.step import mean_over_ranks, targets_per_rank
 from liger_models.text.tokenizer import Tokenizer
 

@@ -1,5 +1,6 @@
 """AdamW in one kernel launch for all parameters, optionally within the backward or with moments in host memory."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
+from liger_models.common.uncompiled import uncompiled
 from liger_models.distributed.ranks import world_size
 from liger_models.kernels.optimizer.adamw import Hyper, Update, adamw_
 from liger_models.kernels.optimizer.moments import moment_bytes
@@ -174,7 +176,11 @@ class LigerAdamW(torch.optim.Optimizer):
             self._staging[device] = Staging(device, size, left)
         return self._staging[device]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    # Those of torch import the compiler.
+    add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
+    zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
+
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. ``closure`` is as for every optimizer of torch.

@@ -25,7 +25,7 @@ from liger_models.kernels.optimizer.moments import moment_bytes
 from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.linear import is_sharded, local
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
-from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.gathered import reshard
 from liger_models.train.moments import moment_dtype
 from liger_models.train.objective_options import make_objective
 from liger_models.train.train_options import STORED, TrainOptions

@@ -26,7 +26,7 @@ from liger_models.data.pairs import PairDataset
 from liger_models.distributed.collectives import gather_channels, group_of
 from liger_models.distributed.ranks import is_distributed, rank, run_on_rank_zero, world_size
 from liger_models.losses.contrastive import LigerContrastiveLoss, LigerCoSENTLoss
-from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.gathered import reshard
 from liger_models.parallel.step import mean_over_ranks
 from liger_models.retrieval.embedder import EmbedderTexts, embed, write_settings
 from liger_models.retrieval.metrics import ndcg, ranks_of_targets, recall

@@ -22,7 +22,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.plan import MemoryPlan, plan_memory, usable_share
-from liger_models.parallel.fsdp import end_pass
+from liger_models.parallel.gathered import end_pass
 from liger_models.train.folder import replace_json
 from liger_models.train.objective_options import make_objective
 from liger_models.train.report import estimate, say

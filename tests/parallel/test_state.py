@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 
 from liger_models import LigerLlama, LigerMistral, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
@@ -300,7 +301,7 @@ def test_errors_of_a_save_in_the_background(tmp_path):
         go.wait()
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(state._Writer, "write_data", fail):
+    with mock.patch.object(_FileSystemWriter, "write_data", fail):
         done = save_state(tmp_path, 1, *run.parts, background=True)
         with pytest.raises(ValueError, match=r"Call its result\(\) first"):
             save_state(tmp_path, 2, *run.parts)
@@ -515,8 +516,8 @@ def stop_while_saving(folder: Path, point: str, background: bool, pipe: Connecti
     save_state(folder, 1, *run.parts)
     run.train(1)
     owner, name = {
-        "data": (state._Writer, "write_data"),
-        "metadata": (state._Writer, "finish"),
+        "data": (_FileSystemWriter, "write_data"),
+        "metadata": (_FileSystemWriter, "finish"),
         "rename": (Path, "rename"),
         "latest": (Path, "replace"),
     }[point]

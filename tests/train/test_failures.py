@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 
-from liger_models.parallel import clip_grad_norm_, state
+from liger_models.parallel import clip_grad_norm_
 from liger_models.train.loop import main
 
 from ..data.conftest import tokenizer  # noqa: F401
@@ -63,7 +64,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def die_in_a_save() -> Any:
-    write, calls = state._Writer.write_data, 0
+    write, calls = _FileSystemWriter.write_data, 0
 
     def write_once(writer: Any, *given: Any) -> Any:
         nonlocal calls
@@ -72,7 +73,7 @@ def die_in_a_save() -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(writer, *given)
 
-    return mock.patch.object(state._Writer, "write_data", write_once)
+    return mock.patch.object(_FileSystemWriter, "write_data", write_once)
 
 
 def die_in_the_export() -> Any:

@@ -27,7 +27,7 @@ from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import collate
 from liger_models.memory import training_memory
-from liger_models.parallel import clip_grad_norm_, compile_blocks, save_state
+from liger_models.parallel import clip_grad_norm_, compile_blocks, fsdp, save_state
 from liger_models.train import loop
 from liger_models.train.loop import (
     TrainOptions,
@@ -240,8 +240,8 @@ def test_a_single_process_in_bfloat16_needs_no_fsdp(folder, tmp_path, monkeypatc
     given: dict[str, Any] = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64}
     given |= {"workers": 0, "batch_size": 2, "dtype": "bfloat16", "log_every": 1, "save_every": 2, "lr": 1e-2}
     given |= options
-    wraps = mock.Mock(side_effect=loop.apply_fsdp)
-    monkeypatch.setattr(loop, "apply_fsdp", wraps)
+    wraps = mock.Mock(side_effect=fsdp.apply_fsdp)
+    monkeypatch.setattr(fsdp, "apply_fsdp", wraps)
     train(TrainOptions(**given, output=str(tmp_path / "plain"), steps=4))
     assert not wraps.called
     with monkeypatch.context() as patch:

@@ -1,0 +1,25 @@
+"""Functions that `torch.compile` leaves out, without importing the compiler, which takes half a second."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Decorate a function like `torch.compiler.disable`, which however imports the compiler at once."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nothing can be compiled yet
+            return function(*args, **options)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **options)
+
+    return run  # type: ignore[return-value]
