@@ -8,6 +8,7 @@ import torch
 
 from liger_models import AutoLigerModel, LigerMTP
 from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.generation.draft_rounds import DraftRound
 from liger_models.kernels.dispatch import reference_backend
 
 from ..arch.families import tiny
@@ -64,6 +65,42 @@ def test_tokens_are_those_without_drafts(arch):
             if expected.routed_experts is not None:
                 assert torch.equal(row.routed_experts.sort(-1)[0], expected.routed_experts.sort(-1)[0])
         assert sum(row.rounds for row in found) < sum(len(row.tokens) for row in found)  # some drafts are accepted
+
+
+@torch.no_grad()
+def drafts_after(model, mtp, tokens, count):
+    """The drafts for the tokens after ``tokens``, by forwards of the block without a cache."""
+    ids = torch.tensor([tokens])
+    hidden, ahead = model(ids[:, :-1], return_logits=False).hidden_states[-1], ids[:, 1:]
+    for _ in range(count):
+        embeds, layout = model.prepare(ahead)
+        last = mtp.predict(hidden, embeds, layout)[:, -1:]
+        hidden = torch.cat([hidden, last], 1)
+        ahead = torch.cat([ahead, model.lm_head(last)[:, 0].argmax(-1, keepdim=True)], 1)
+    return ahead[0, -count:].tolist()
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_drafts_are_those_of_the_block_without_a_cache(arch, monkeypatch):
+    """After each round, however many drafts of the rounds before were accepted."""
+    model, mtp = drafting(arch)
+    (prompt,), rounds = prompts_of(model, [5]), []
+    run = DraftRound._run
+
+    def watch(self, *arguments):
+        result = run(self, *arguments)
+        rounds.append((int(result.counts), self._tokens[0, 1:].tolist()))
+        return result
+
+    monkeypatch.setattr(DraftRound, "_run", watch)
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [], "batch_size": 1}
+    (row,) = model.rollout([prompt], **options, draft_model=mtp, num_draft_tokens=3)
+    tokens, length = prompt + row.tokens.tolist(), len(prompt)
+    for count, drafts in rounds[:-1]:  # the last round ends the row
+        length += count
+        assert drafts == drafts_after(model, mtp, tokens[:length], 3)
+    assert len({count for count, _ in rounds}) > 2
 
 
 def test_generate_and_stream_are_those_without_drafts():
