@@ -5,11 +5,8 @@
 - ``latest`` holds the name of the newest complete checkpoint.
 """
 
-import dataclasses
-import json
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,8 +23,18 @@ from liger_models.adapters.lora_layers import adapter_config
 from liger_models.common.device import available_device
 from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.distributed.ranks import is_distributed, raise_on_all_ranks, rank, wait_for_ranks, world_size
-from liger_models.parallel.checksum import frozen_checksum
 from liger_models.parallel.gathered import reshard
+from liger_models.parallel.state_checks import (
+    add_checksums,
+    check_model,
+    check_optimizer,
+    check_settings,
+    check_tensors,
+    complete_checkpoints,
+    describe,
+    incomplete,
+    verify_files,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -35,10 +42,6 @@ if TYPE_CHECKING:
 LATEST = "latest"
 SHARED = "shared.pt"
 """Name of the file with the state that all ranks share: step, number of ranks, scheduler, loss scale, description."""
-MAY_DIFFER = ("dropout", "initializer_range")
-"""Endings of the names of settings that may change when a run resumes, because weights mean the same."""
-FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
-"""Key of the checksum in the description of a model, and the key of the checksum that version 0.1.0 wrote."""
 
 _in_flight: set[Path] = set()
 """The folders in which a save in the background is in progress."""
@@ -111,7 +114,7 @@ def save_state(
     checkpoint, temporary = _checkpoint(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
     reshard(model)
-    described = _describe(model)
+    described = describe(model)
 
     # What torch.save writes: rank 0 creates the folder and writes the shared state, then each rank writes its own.
     with raise_on_all_ranks(group):
@@ -132,10 +135,10 @@ def save_state(
                 _remove_stale(folder)
                 temporary.mkdir()
                 torch.save(shared, temporary / SHARED)
-                _add_checksums(temporary, SHARED)
+                add_checksums(temporary, SHARED)
     with raise_on_all_ranks(group), _write_errors(folder):
         torch.save(of_rank, temporary / f"rank-{rank()}.pt")
-        _add_checksums(temporary, f"rank-{rank()}.pt")
+        add_checksums(temporary, f"rank-{rank()}.pt")
 
     # What torch.distributed.checkpoint writes.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # slow to import
@@ -169,57 +172,14 @@ def _writer(folder: Path) -> Any:
     class Writer(_FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             written = super().write_data(plan, planner)
-            _add_checksums(folder, *{result.storage_data.relative_path for result in written.wait()})
+            add_checksums(folder, *{result.storage_data.relative_path for result in written.wait()})
             return written
 
         def finish(self, metadata: "Metadata", results: Any) -> None:
             super().finish(metadata, results)
-            _add_checksums(folder, ".metadata")
+            add_checksums(folder, ".metadata")
 
     return Writer(folder)
-
-
-def _checksums(checkpoint: Path, writer: int) -> Path:
-    """Return the path of the JSON file with the checksums of all files that a rank has written, by their names."""
-    return checkpoint / f"checksums-{writer}.json"
-
-
-def _add_checksums(checkpoint: Path, *names: str) -> None:
-    """Add the checksums of files that this rank has written to the rank's file of checksums."""
-    path = _checksums(checkpoint, rank())
-    sums = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(sums | {name: _checksum(checkpoint / name) for name in names}))
-
-
-def _checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def _verify_files(checkpoint: Path, ranks: int) -> None:
-    """Raise OSError unless the files of a checkpoint match their checksums. The files are divided among the ranks.
-
-    Args:
-        checkpoint: folder of the checkpoint. Checkpoints of earlier versions have no checksums, and are accepted.
-        ranks: number of ranks that have written the checkpoint.
-    """
-    for writer in range(rank(), ranks, world_size()):
-        path = _checksums(checkpoint, writer)
-        try:
-            sums = json.loads(path.read_text()) if path.exists() else {}
-        except (OSError, ValueError) as error:
-            raise _incomplete(checkpoint, writer, error, path.name) from error
-        for name, expected in sums.items():
-            try:
-                actual = _checksum(checkpoint / name)
-            except OSError as error:
-                raise _incomplete(checkpoint, writer, error, name) from error
-            if actual != expected:
-                raise _incomplete(checkpoint, writer, ValueError("other bytes than were written"), name)
 
 
 def _remove_stale(folder: Path) -> None:
@@ -282,7 +242,7 @@ def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
     pointer.write_text(checkpoint.name + "\n")
     pointer.replace(folder / LATEST)
     shutil.rmtree(old, ignore_errors=True)
-    steps = _steps(folder)
+    steps = complete_checkpoints(folder)
     surplus = len(steps) - (keep or len(steps))
     for outdated in [step for step in steps if step != checkpoint][: max(surplus, 0)]:
         shutil.rmtree(outdated)
@@ -339,16 +299,16 @@ def load_state(
 
     # Everything is checked before anything is loaded.
     reshard(model)
-    described = _describe(model)
+    described = describe(model)
     with raise_on_all_ranks(group):
         shared = _load(checkpoint / SHARED)
         # Rank 0 has saved its own description.
         if rank() == 0:
-            _check_model(checkpoint, described, shared.get("model"))
-            _check_settings(checkpoint, settings or {}, shared.get("settings", {}))
-        _verify_files(checkpoint, shared["ranks"])
+            check_model(checkpoint, described, shared.get("model"))
+            check_settings(checkpoint, settings or {}, shared.get("settings", {}))
+        verify_files(checkpoint, shared["ranks"])
         metadata = _read_metadata(checkpoint)
-        _check_tensors(checkpoint, _tensors(model)["model"], metadata)
+        check_tensors(checkpoint, _tensors(model)["model"], metadata)
         file = checkpoint / f"rank-{rank()}.pt"
         of_rank = _load(file) if rank() < shared["ranks"] else {}
     if data is not None and shared["ranks"] != world_size():
@@ -370,7 +330,7 @@ def load_state(
     if optimizer is not None:
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
         with raise_on_all_ranks(group):
-            _check_optimizer(checkpoint, tensors["optimizer"]["state"], metadata)
+            check_optimizer(checkpoint, tensors["optimizer"]["state"], metadata)
     parameters = [group["params"] for group in tensors.get("optimizer", {}).get("param_groups", [])]
     with _checkpoint_errors(checkpoint):
         load(tensors, checkpoint_id=checkpoint, process_group=group)
@@ -418,125 +378,6 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
     return {**state, "state": {name: value for name, value in state["state"].items() if name in names}}
 
 
-def _describe(model: nn.Module) -> dict[str, str]:
-    """Describe what must be the same when a run resumes, besides the saved tensors. All ranks must call this function.
-
-    The description contains the settings of the model and of its adapters, the tied tensors, and a checksum of the base
-    weights under adapters, which are not saved.
-    """
-    # The settings.
-    configs = (getattr(module, "config", None) for module in model.modules())
-    adapters = adapter_config(model)
-    description = _flatten("config", next((config for config in configs if dataclasses.is_dataclass(config)), None))
-    description |= _flatten("adapters", adapters)
-
-    # Names of the same tensor.
-    names: dict[int, list[str]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), []).append(name)
-    ties = [" = ".join(aliases) for aliases in names.values() if len(aliases) > 1]
-    description["tied weights"] = ", ".join(ties) or "none"
-
-    # Weights under adapters.
-    if adapters is not None:
-        description[FROZEN] = frozen_checksum(model)
-    return description
-
-
-def _flatten(name: str, value: Any) -> dict[str, str]:
-    """Map dotted paths to the fields of a dataclass and of dataclasses in it. ``name`` itself is mapped to the type.
-
-    For a value that is not a dataclass, the result has one entry, ``name``.
-    """
-    if not dataclasses.is_dataclass(value):
-        return {name: repr(value)}
-    settings = {name: type(value).__name__}
-    for field in dataclasses.fields(value):
-        setting = getattr(value, field.name)
-        # States of older versions do not have this field.
-        is_new = (field.name, setting) == ("target_parameters", ())
-        if not is_new and not field.name.endswith(MAY_DIFFER):
-            settings |= _flatten(f"{name}.{field.name}", setting)
-    return settings
-
-
-def _check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
-    """Raise ValueError if the model is not the same as the saved model.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        now: description of the model, from `_describe`.
-        saved: description in the checkpoint; None if an earlier version has written the checkpoint.
-    """
-    saved = now if saved is None else saved
-    skipped = {FROZEN, FORMER} if FORMER in saved else set()
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name) and name not in skipped]
-    # If the classes of two dataclasses differ, differences of their fields are not listed.
-    names = [name for name in names if "." not in name or name.partition(".")[0] not in names]
-    if names:
-        changes = "; ".join(f"{name} {now.get(name)} instead of {saved.get(name)}" for name in names)
-        raise ValueError(f"load_state: the model must be that of {checkpoint}, got {changes}. {_ANOTHER}")
-
-
-def _check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], metadata: "Metadata") -> None:
-    """Raise ValueError unless the checkpoint has the state of this optimizer, in the same format.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        state: maps the name of each parameter with an optimizer state to the state to load into.
-        metadata: metadata of the checkpoint.
-    """
-    # Name of a parameter -> names of the values in its state.
-    saved: dict[str, set[str]] = {}
-    for path in (metadata.planner_data or {}).values():
-        if path[:2] == ("optimizer", "state"):
-            saved.setdefault(path[2], set()).add(path[3])
-    for name, values in state.items():
-        if saved.get(name, set()) != set(values):
-            got, expected = (", ".join(sorted(keys)) or "none" for keys in (values, saved.get(name, ())))
-            raise ValueError(
-                f"load_state: the optimizer's state must be that of {checkpoint}, got {got} instead of {expected} for "
-                f"{name}. Use another folder for another optimizer, or for moments in another format; moments in 8 "
-                "bits need a multiple of 128 columns on each rank that shares the layer."
-            )
-
-
-def _check_settings(checkpoint: Path, now: Mapping[str, Any], saved: Mapping[str, str]) -> None:
-    """Raise ValueError if a saved setting has another value now."""
-    changes = [
-        f"{name} {value} instead of {saved[name]}"
-        for name, value in now.items()
-        if saved.get(name, str(value)) != str(value)
-    ]
-    if changes:
-        raise ValueError(f"load_state: the run must be that of {checkpoint}, got {'; '.join(changes)}. {_ANOTHER}")
-
-
-def _check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: "Metadata") -> None:
-    """Raise ValueError unless the names and shapes of the tensors in the checkpoint are those of ``tensors``."""
-    saved = {
-        name.removeprefix("model."): tuple(getattr(tensor, "size", ()))
-        for name, tensor in metadata.state_dict_metadata.items()
-        if name.startswith("model.")
-    }
-    now = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    faults = {
-        "without": [name for name in saved if name not in now],
-        "that also has": [name for name in now if name not in saved],
-        "with another shape of": [name for name in saved if now.get(name, saved[name]) != saved[name]],
-    }
-    changes = [
-        f"one {fault} {', '.join(names[:3])}{', ...' * (len(names) > 3)}" for fault, names in faults.items() if names
-    ]
-    if changes:
-        raise ValueError(
-            f"load_state: the model must have the tensors of {checkpoint}, got {'; '.join(changes)}. {_ANOTHER}"
-        )
-
-
-_ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
-
-
 def _read_metadata(checkpoint: Path) -> "Metadata":
     """Read the metadata of a checkpoint, which lists its tensors and their files.
 
@@ -548,7 +389,7 @@ def _read_metadata(checkpoint: Path) -> "Metadata":
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:
-        raise _incomplete(checkpoint, rank(), error, ".metadata") from error
+        raise incomplete(checkpoint, rank(), error, ".metadata") from error
     # The smallest size that each file must have.
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
@@ -556,7 +397,7 @@ def _read_metadata(checkpoint: Path) -> "Metadata":
     for name, end in ends.items() if rank() == 0 else ():
         size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else 0
         if size < end:
-            raise _incomplete(checkpoint, rank(), EOFError(f"{size} of {end} bytes"), name)
+            raise incomplete(checkpoint, rank(), EOFError(f"{size} of {end} bytes"), name)
     return metadata
 
 
@@ -572,7 +413,7 @@ def _find(folder: Path, step: int | None) -> Path | None:
         FileNotFoundError: there is no checkpoint of ``step``, or ``latest`` names a checkpoint but no checkpoint
             exists.
     """
-    steps = _steps(folder)
+    steps = complete_checkpoints(folder)
     if step is None:
         pointer = folder / LATEST
         named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
@@ -599,13 +440,8 @@ def _find(folder: Path, step: int | None) -> Path | None:
 
 def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in the folder of a run; None if there is none."""
-    steps = _steps(Path(folder))
+    steps = complete_checkpoints(Path(folder))
     return steps[-1] if steps else None
-
-
-def _steps(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, ordered by step."""
-    return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
 def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
@@ -645,7 +481,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise _incomplete(path.parent, rank(), error, path.name) from error
+        raise incomplete(path.parent, rank(), error, path.name) from error
     return content
 
 
@@ -684,25 +520,4 @@ def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:  # not an Exception
         failed_rank, (reason, _) = next(iter(error.failures.items()))
-        raise _incomplete(checkpoint, failed_rank, reason) from error
-
-
-def _incomplete(checkpoint: Path, failed_rank: int, reason: BaseException, file: str = "") -> OSError:
-    """Return the error for a checkpoint that could not be written or read.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        failed_rank: the rank on which writing or reading failed.
-        reason: the exception.
-        file: name of the damaged file, if it is known.
-    """
-    got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
-    message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {failed_rank}: {got}."
-    # A checkpoint that is being written has another name.
-    if not checkpoint.exists():
-        return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
-    hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
-    earlier = [path.name for path in _steps(checkpoint.parent) if path.name < checkpoint.name]
-    if earlier:
-        return OSError(f"{message} {hint}, delete {checkpoint} to resume from {earlier[-1]}, which is unchanged.")
-    return OSError(f"{message} {hint}, delete {checkpoint.parent} to start again: there is no earlier checkpoint.")
+        raise incomplete(checkpoint, failed_rank, reason) from error

@@ -34,7 +34,7 @@ from liger_models.kernels import dispatch
 from liger_models.layers.frozen import frozen_parts, frozen_weights
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, routed_layers
 from liger_models.memory.estimate import training_memory
-from liger_models.parallel.state import _describe
+from liger_models.parallel.state_checks import describe
 from liger_models.train.loop import TrainOptions, load_model
 from liger_models.train.report import estimate
 
@@ -358,8 +358,8 @@ def test_the_training_command_adapts_experts(tmp_path, no_group_is_left):
 
 
 def test_states_of_adapters_without_experts_are_described_as_before():
-    assert "adapters.target_parameters" not in _describe(mixture(config=LoRAConfig()))
-    assert _describe(mixture(config=experts()))["adapters.target_parameters"] == str(EXPERTS)
+    assert "adapters.target_parameters" not in describe(mixture(config=LoRAConfig()))
+    assert describe(mixture(config=experts()))["adapters.target_parameters"] == str(EXPERTS)
 
 
 WIDE = MIXTURE | {"hidden_size": 64, "intermediate_size": 64}
