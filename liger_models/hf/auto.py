@@ -172,11 +172,15 @@ def register() -> None:
                     f"{other.__module__}.{other.__qualname__}. Do not register both, or use "
                     f"liger_models.hf.{ours.__name__}.from_pretrained."
                 )
-    # AutoConfig does not know the model types of a user's architectures yet.
-    for model_type in set(list_archs()) - set(built_in()):
-        AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
+    # AutoConfig does not know the model types of a user's architectures yet, and pipelines do not know their classes.
+    new = [config_class(model_type) for model_type in set(list_archs()) - set(built_in())]
+    for config in new:
+        AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto_class in _auto_classes():
-        auto_class._model_mapping._extra_content = _Registrations(auto_class, _foreign(auto_class))
+        registrations = _Registrations(auto_class, _foreign(auto_class))
+        for config in new:
+            registrations.add(config)
+        auto_class._model_mapping._extra_content = registrations
 
 
 def unregister() -> None:
@@ -211,16 +215,18 @@ class _Registrations(dict[type[PreTrainedConfig], Any]):
         super().__init__(others)
         self.auto_class = auto_class
 
-    def __contains__(self, config: Any) -> bool:
-        if super().__contains__(config):
-            return True
+    def add(self, config: Any) -> bool:
+        """Add our class for a configuration class, and return whether there is one."""
         ours = _find(self.auto_class, config)
         if ours is not None:
             self[config] = ours
         return ours is not None
 
+    def __contains__(self, config: Any) -> bool:
+        return super().__contains__(config) or self.add(config)
+
     def __missing__(self, config: Any) -> Any:
-        if config in self:
+        if self.add(config):
             return self[config]
         raise KeyError(config)
 

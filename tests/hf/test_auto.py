@@ -211,7 +211,9 @@ def test_an_architecture_of_ones_own(own_registry, tmp_path):
     assert wrapped.config.vocab_size == 64
     wrapped.save_pretrained(tmp_path)
     with liger_models.hf.registered():
+        known = {**transformers.AutoModelForCausalLM._model_mapping._extra_content}  # pipelines read the names
         loaded = load(tmp_path)
+    assert known == {type(wrapped.config): type(wrapped)}
     ids = torch.arange(9)[None]
     torch.testing.assert_close(loaded(ids).logits, wrapped(ids).logits)
     assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 12)
