@@ -15,7 +15,10 @@ FILTERS = [name for name in DRAWING if name in UNFILTERED]
 """Options that exclude tokens depending on the probabilities of all tokens."""
 LOWEST_TEMPERATURE = 1e-30
 """Below this temperature, all probabilities except the largest are 0 in fp32."""
-NOT_FINITE = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
+NOT_FINITE = (
+    "generate: logits must be numbers below infinity, and finite for some token, got others in a row. Look for NaN in "
+    "the weights, and in what a logits_processor returns."
+)
 
 
 class Sampler:
@@ -138,7 +141,11 @@ class Sampler:
         """
         settings = self.settings
         if not settings.do_sample:
-            return logits.argmax(1)
+            tokens = logits.argmax(1)
+            # NaN is the largest of all numbers, so broken weights would repeat a token without an error.
+            if isinstance(step, int) and step == 0:
+                check_values(logits.gather(1, tokens[:, None]).isfinite().all(), NOT_FINITE)
+            return tokens
 
         # Draw a token, as the argmax of seeded scores or with the generator.
         if self.seeds is not None:

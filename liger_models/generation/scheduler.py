@@ -15,6 +15,7 @@ start in the order of their prompts. When pages run out, the rows that started l
 The order of rows is thus always preserved, the first row can always continue, and every row eventually ends.
 """
 
+import math
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -364,9 +365,18 @@ class Scheduler:
         ]
 
     def _extend(self, row: Row, tokens: list[int], log_probs: list[float]) -> None:
-        """Add new tokens to a row, up to the row's maximum or the first stop token."""
+        """Add new tokens to a row, up to the row's maximum or the first stop token.
+
+        Raises:
+            ValueError: the model has computed NaN.
+        """
         count = row.remaining
         for token, log_prob in zip(tokens[:count], log_probs[:count], strict=True):
+            if math.isnan(log_prob):
+                raise ValueError(
+                    f"rollout: log-probabilities must be numbers, got NaN for token {len(row.log_probs)} of row "
+                    f"{row.number}. Look for NaN in the weights."
+                )
             row.tokens.append(token)
             row.log_probs.append(log_prob)
             if token in row.stops:

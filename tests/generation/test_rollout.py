@@ -409,6 +409,14 @@ def test_unknown_arguments_are_named(model):
         rollout(model, [[3]], max_new_tokens=2, temprature=0.5)
 
 
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=str)
+def test_weights_that_are_no_numbers_are_an_error(model, options):
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="must be numbers"):
+        model.rollout([[5, 6, 7]], max_new_tokens=3, **options)
+
+
 @pytest.mark.parametrize("case", [("llama", "dynamic"), ("phi3", "longrope-partial")], ids="-".join)
 def test_frequencies_that_change_while_a_row_grows_are_refused(case):
     model = family(*case)

@@ -222,14 +222,14 @@ def test_low_temperatures_take_the_most_likely_token(ours, seed):
         assert torch.equal(generate(ours, PROMPTS, max_new_tokens=NEW, **options), want)
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 3}], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_logits_without_probabilities_are_an_error(ours, value, seed):
+def test_logits_without_probabilities_are_an_error(ours, value, options):
     def spoil(ids, logits):
         return torch.full_like(logits, value)
 
     with pytest.raises(ValueError, match="logits must be numbers below infinity"):
-        generate(ours, PROMPTS, max_new_tokens=1, do_sample=True, seed=seed, logits_processor=spoil)
+        generate(ours, PROMPTS, max_new_tokens=1, logits_processor=spoil, **options)
 
 
 def test_draws_with_seeds_have_the_probabilities_of_the_logits(ours):
