@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Decorate a function like `torch.compiler.disable`, which however imports the compiler at once."""
+    """Decorate a function like `torch.compiler.disable`, but import the compiler only once something else has."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""What the launches of a model's forward depend on, and what follows from it for the steps of decoding.
+"""The state of a model: everything that a captured forward depends on, except the values of tensors.
 
-`generate` asks for the state of its model in every call, before it launches anything. A description takes about a
-millisecond, so it is only made again if the addresses of the attributes have changed.
+`generate` asks for the state of its model in every call, before it launches anything. Describing a model takes about a
+millisecond. A model is therefore described again only if the address of an attribute has changed.
 """
 
 from itertools import chain
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.decoder import Decoder
-from liger_models.layers.layer import Layer, modules_of
+from liger_models.layers.layer import layers_of, modules_of
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import has_hooks, is_compiled
 
@@ -31,8 +31,11 @@ _states: WeakKeyDictionary[nn.Module, "ModelState"] = WeakKeyDictionary()
 def state_of(model: Decoder) -> "ModelState":
     """Return the state of a model: the object of an earlier call if `describe` is the same as it was then."""
     modules, state = modules_of(model), _states.get(model)
-    if state is None or not state.is_of(model, modules):
-        state = _states[model] = ModelState(model, modules)
+    if state is None or state.has_changed(modules):
+        description = describe(model)
+        if state is None or state.description != description:
+            state = _states[model] = ModelState(model, modules, description)
+        state.observe(modules)
     return state
 
 
@@ -42,14 +45,13 @@ class ModelState:
     Args:
         model: the model, to which the state keeps no reference.
         modules: the result of `modules_of` for the model.
+        description: the result of `describe` for the model.
     """
 
-    def __init__(self, model: Decoder, modules: list[nn.Module]) -> None:
-        self._description = describe(model)
-        self._observe(modules)
+    def __init__(self, model: Decoder, modules: list[nn.Module], description: list[Any]) -> None:
+        self.description = description
 
-        layers = [layer for layer in modules_of(model.layers) if isinstance(layer, Layer)]
-        specs = [layer.attention for layer in layers]
+        specs = [layer.attention for layer in layers_of(model.layers)]
         compiled = any(map(is_compiled, modules))
         self.takes_pages = not compiled and all(spec is None or spec.takes_pages for spec in specs)
         """Whether all attention layers support pages, and no module is compiled."""
@@ -68,16 +70,12 @@ class ModelState:
         )
         """Whether a forward can be captured if its device and the modes of PyTorch allow it."""
 
-    def is_of(self, model: Decoder, modules: list[nn.Module]) -> bool:
-        """Whether this is the state of the model, whose `modules_of` are given."""
-        if len(modules) == self._count and self._observed == self._observation(modules):
-            return True
-        if self._description != describe(model):
-            return False
-        self._observe(modules)
-        return True
+    def has_changed(self, modules: list[nn.Module]) -> bool:
+        """Whether the modules differ from those at the last `observe`, where equal values may count as changes."""
+        return len(modules) != self._count or self._observed != self._observation(modules)
 
-    def _observe(self, modules: list[nn.Module]) -> None:
+    def observe(self, modules: list[nn.Module]) -> None:
+        """Note the addresses of all attributes of the modules, for `has_changed`."""
         attributes = [(i, name, value) for i, module in enumerate(modules) for name, value in vars(module).items()]
         # Containers may change in place. The values are kept, so that no other value gets the address of one of them.
         self._containers = [

@@ -8,6 +8,7 @@ for long prompts. Prompts of different lengths then need no attention mask. With
 GPU, and flex_attention would be compiled again for some lengths.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class PromptBatch:
     def logits(self, model: Decoder, cache: PagedCache) -> Tensor:
         """Run the forward, and return the logits [B, V] of each row's last token."""
         # Without the mask: causal attention does not see the padding.
-        with cache.documents(self.bounds):
+        with cache.documents(self.bounds) if model.needs_bounds else nullcontext():
             out = model(self.ids, position_ids=self.positions, cache=cache, return_logits=False)
         hidden: Tensor = out.hidden_states[-1]
         hidden = hidden.gather(1, self.last[:, None, None].expand(-1, 1, hidden.shape[2]))  # [B, 1, C]
@@ -108,9 +109,8 @@ class PromptGraph:
     """
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, batch: PromptBatch, slots: Tensor, logits: Tensor,
-        derived: frozenset[Key] = frozenset(),
-    ) -> None:  # fmt: skip
+        self, graph: torch.cuda.CUDAGraph, batch: PromptBatch, slots: Tensor, logits: Tensor, derived: frozenset[Key]
+    ) -> None:
         self.graph, self.batch, self.slots, self.logits, self.derived = graph, batch, slots, logits, derived
 
     def replay(self, batch: PromptBatch, slots: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from liger_models.hf.config import class_name, config_class
 from liger_models.hf.model import LigerForCausalLM
 
 MODULE = "liger_models.hf"
+"""The module that the classes name as their own."""
 CLASSIFIER = "AutoModelForSequenceClassification"
 AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names), CLASSIFIER)
 """The names of transformers' auto classes that `register` changes."""

@@ -179,7 +179,7 @@ class Decoder(nn.Module):
         self.bidirectional = False
         """Whether each token attends to all tokens of its document; see `set_bidirectional`."""
         # What the layers need from the layout of every batch.
-        self._needs_bounds = False
+        self.needs_bounds = False
         """Whether a layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
         """Maps each window to whether an attention layer with this window always needs a mask; set by `post_init`."""
@@ -264,7 +264,7 @@ class Decoder(nn.Module):
         self._windows = {}
         slots: dict[int, str] = {}  # maps a slot in the decode cache to the path of its layer
         for path, layer in named_layers(self.layers, remove_duplicate=False):
-            self._needs_bounds = self._needs_bounds or layer.needs_bounds
+            self.needs_bounds = self.needs_bounds or layer.needs_bounds
             spec = layer.attention
             if spec is None:
                 continue
@@ -665,7 +665,7 @@ class Decoder(nn.Module):
                 )
             options["causal"] = False
         return self.layout_class.build(
-            shape, embeds.device, rotary, windows=windows, needs_bounds=self._needs_bounds, dtype=embeds.dtype,
+            shape, embeds.device, rotary, windows=windows, needs_bounds=self.needs_bounds, dtype=embeds.dtype,
             chunks=self._chunks, **options,
         )  # fmt: skip
 

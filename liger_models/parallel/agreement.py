@@ -20,6 +20,7 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
 from liger_models.layers.linear import is_sharded
 from liger_models.parallel.checksum import sum_bits, version_of
+from liger_models.parallel.gathered import fsdp_modules
 
 SAMPLED = 4096
 """Number of elements of each weight that are compared between the ranks."""
@@ -220,7 +221,7 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
     over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
     # The meshes come from FSDP's states, not from parameters: FSDP's hook may already have gathered the parameters of
     # the model's own group.
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [module._get_fsdp_state() for module in fsdp_modules(model)]
     sharded: list[Any] = [state._fsdp_param_group for state in states if state._fsdp_param_group]
     over += [group.mesh_info.mesh.mesh.flatten().tolist() for group in sharded]
     if (ddp is None and not _all_in_fsdp(model)) or not all(needed.issubset(ranks) for ranks in over):
@@ -234,7 +235,7 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
 
 def _check_hand_written(model: Decoder) -> None:
     """Raise ValueError if ``fully_shard`` has left out trained parameters, whose gradients are then not averaged."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()) and not _all_in_fsdp(model):
+    if fsdp_modules(model) and not _all_in_fsdp(model):
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         left_out = next((name for name in trained if not is_sharded(model.get_parameter(name))), "some")
         raise ValueError(

@@ -352,7 +352,8 @@ class PromptStandIn:
 
 def capture_stand_in_prompts(step, model, batch):
     logits = torch.full((len(batch.ids), model.config.vocab_size), torch.nan)
-    step._keep_prompts(PromptGraph(PromptStandIn(step, model, batch), batch, step.cache.slots, logits))
+    # No derived tensors, because the forward of the stand-in computes them as any forward does.
+    step._keep_prompts(PromptGraph(PromptStandIn(step, model, batch), batch, step.cache.slots, logits, frozenset()))
 
 
 @pytest.fixture(params=["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
