@@ -221,9 +221,12 @@ def _row_linear_kernel(
 def _rows_linear_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, sums_ptr, M, N, K, R, weight_n, share,
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x. With several PARTS, sum over one part of the columns of W."""
+    """Compute ROWS results for up to COLUMNS rows of x. With several PARTS, sum over one part of the columns of W.
+
+    With EARLY, the kernel may start before the previous kernel has ended, and W has no scales.
+    """
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, lane = tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
@@ -234,7 +237,16 @@ def _rows_linear_kernel(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     if HAS_SCALE:
         scale = tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
-    for start in range(first, end, BLOCK):
+    if EARLY:
+        # The first step of W is loaded before the previous kernel ends, because no kernel writes to weights.
+        inside = first + lane < end
+        weight = tl.load(
+            weights + first, mask=(row < N)[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        end_previous(OVERLAPS)
+        x = tl.load(rows + first, mask=inside[:, None] & (column < M)[None, :], other=0.0)
+        total = tl.dot(weight, x, total)
+    for start in range(first + BLOCK if EARLY else first, end, BLOCK):
         inside = start + lane < end
         mask = (row < N)[:, None] & inside[None, :]
         weight = tl.load(weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -326,8 +338,8 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of its launch. Only the
-        kernel for a single row has the constant LOW. The kernel for several rows does not start early, because its
-        programs would be distributed unevenly over the multiprocessors.
+        kernel for a single row has the constant LOW. The kernel for several rows starts early only if the weight is
+        small, because the programs for a large one would be distributed unevenly over the multiprocessors.
     """
     overlaps, one = overlap(x), x.numel() == x.shape[-1]
     constants = {"LOW": "", **overlaps} if one else {"OVERLAPS": overlaps["OVERLAPS"]}
@@ -388,12 +400,13 @@ def row_linear_forward(
             parts = max(min(cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
         share = cdiv(cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
         sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)
+        early = is_small and scales is None
         constants |= {"PARTS": parts, "COLUMNS": columns}
         stage = TILE_COLUMNS * (rows * weight.itemsize + columns * x.itemsize)
         _rows_linear_kernel[(tiles, parts)](
             x, weight, scales, *ends, sums, M, N, K, R, weight.stride(0), share, HAS_SCALE=scales is not None,
-            ROWS=rows, BLOCK=TILE_COLUMNS, **constants, num_warps=TILE_WARPS,
-            num_stages=fitting_stages(x, TILE_STAGES, stage),
+            EARLY=early, ROWS=rows, BLOCK=TILE_COLUMNS, **constants | (overlap(x) if early else {}),
+            num_warps=TILE_WARPS, num_stages=fitting_stages(x, TILE_STAGES, stage),
         )  # fmt: skip
         if parts > 1:
             constants |= overlap(x)
