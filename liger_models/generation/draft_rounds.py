@@ -18,7 +18,9 @@ the distribution of the model.
 Sources: https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2412.19437.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from torch import Tensor
 from liger_models.common.errors import check_values
 from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.graphs import try_record
+from liger_models.generation.model_state import ModelState
 from liger_models.generation.options import is_draft_block
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import NOT_FINITE, Sampler
@@ -79,9 +82,10 @@ class Round(NamedTuple):
 
 
 class DraftRound:
-    """A round for all rows of a `PagePool`. It is captured on its second call.
+    """A round for all rows of a `PagePool`. It is captured on its second call, like a `DecodeStep`.
 
     Args:
+        model_state: the result of `state_of` for the model.
         pool: the cache of the rows, whose layers include those of the block.
         block: the block that drafts.
         sampler: the sampling options.
@@ -96,6 +100,7 @@ class DraftRound:
 
     def __init__(
         self,
+        model_state: ModelState,
         pool: PagePool,
         block: DraftBlock,
         sampler: Sampler,
@@ -112,6 +117,9 @@ class DraftRound:
         self.seeded, self.captured = seeded, captured
         self.records_routing, self.deterministic = records_routing, deterministic
         rows, device = pool.rows, pool.lengths.device
+        self._state, options = model_state, (num_drafts, stops, seeded, records_routing, deterministic)
+        draws = sampler.settings.do_sample, sampler.restricts
+        self._kind: Hashable = (ref(block), rows, pool.capacity, *options, *draws)
 
         # A captured round reads and writes these tensors. The first drafts of a row are arbitrary, so they are accepted
         # only by chance.
@@ -151,7 +159,8 @@ class DraftRound:
 
     def __call__(self, model: Decoder) -> Round:
         """Run a round. The next call may overwrite the result."""
-        if self.captured and self._called and self._graph is None:
+        is_ready = self._called or self._state.is_ready(self._kind)
+        if self.captured and self._graph is None and is_ready:
             step = f"rollout: a round of {type(model).__name__} with drafts"
             generator = self.sampler.settings.generator
             with overlapping():
@@ -161,9 +170,11 @@ class DraftRound:
             else:
                 self._graph, self._result = recorded
         if self._graph is None:
-            self._called = True
             with overlapping(self.captured):  # the kernels that the capture launches are compiled here
-                return self._run(model)
+                result = self._run(model)
+            self._called = True
+            self._state.add_step(self._kind)
+            return result
         self._graph.replay()
         assert self._result is not None
         return self._result
@@ -247,12 +258,14 @@ class DraftRound:
 
 
 @torch.no_grad()
-def add_layers(cache: DecodeCache, block: DraftBlock, prompt: Any) -> None:
-    """Add the layers of a block to a cache of one token, the first token of ``prompt``."""
-    model, own = block.model, DecodeCache(1)
-    embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=own)
+def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
+    """Return a cache of one token, the first token of ``prompt``, with the layers of a cache and those of a block."""
+    model, joined = block.model, DecodeCache(1)
+    embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)
     block.predict(embeds, embeds, layout)
-    cache._layers.update(own._layers)
+    joined._layers |= cache._layers
+    joined._states |= cache._states
+    return joined
 
 
 def draft_refusal(model: Decoder, block: Any) -> str | None:

@@ -137,12 +137,13 @@ def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
 class DecodeStep:
     """The forward of one token per row, which is captured on its second call.
 
-    The first call is an ordinary forward, in which kernels are compiled and libraries allocate their memory.
+    The first call is an ordinary forward, in which kernels are compiled and libraries allocate their memory. It is
+    omitted if a step of the same shapes has run before.
 
     Args:
         cache: the cache that the step reads and extends.
         captured: whether to capture the step.
-        model_state: the result of `state_of` for the model, if the model is to keep the step.
+        model_state: the result of `state_of` for the model; None if it is not known.
         records_routing: whether to store the chosen experts of each step in ``routed_experts``.
         returns_hidden: whether to return the input of the head, [B, C], instead of the logits.
     """
@@ -271,7 +272,10 @@ class DecodeStep:
         # A graph reads its inputs from these two tensors, which have all rows of the cache, while B may be smaller.
         self._tokens.copy_(self.cache.of_rows(tokens)[:, None])
         self._positions.copy_(self.cache.of_rows(positions, -2))
-        if self.captured and self._called and self.graph is None:
+        state, cache = self.model_state, self.cache
+        kind = type(cache), cache.rows, cache.capacity, positions.dim(), self.records_routing, self.returns_hidden
+        is_ready = self._called or (state is not None and cache.is_settled and state.is_ready(kind))
+        if self.captured and self.graph is None and is_ready:
             self._capture(model)
         if self.graph is not None:
             self.derived.refresh()  # the graph reads the tensors that only steps derive, and does not compute them
@@ -281,7 +285,9 @@ class DecodeStep:
         # The first call, and every call of a step that is not to be captured, is an ordinary forward.
         logits = self._run(model)
         self._called = True
-        self.captured = self.captured and self.cache.is_settled
+        self.captured = self.captured and cache.is_settled
+        if state is not None:
+            state.add_step(kind)
         return logits[:B]
 
     def _run(self, model: Decoder) -> Tensor:

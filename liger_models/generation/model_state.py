@@ -4,6 +4,7 @@
 millisecond. A model is therefore described again only if the address of an attribute has changed.
 """
 
+from collections.abc import Hashable
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.derived import num_derived
+from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of, modules_of
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import has_hooks, is_compiled
@@ -57,7 +60,7 @@ class ModelState:
         """Whether all attention layers support pages, and no module is compiled."""
 
         # A hook would run only once, during a capture, and a compiled module may launch kernels in other ways.
-        tensor = model.groups.tensor
+        tensor, self.is_distributed = model.groups.tensor, model.groups != ParallelGroups()
         changed = any(
             "forward" in vars(module) or has_hooks(module, ignored=("only_checks", "only_prepares"))
             for module in modules
@@ -69,6 +72,23 @@ class ModelState:
             and (tensor is not None or not any(map(is_sharded, parameters)))
         )
         """Whether a forward can be captured if its device and the modes of PyTorch allow it."""
+
+        self._steps: dict[Hashable, int] = {}
+        """Maps kinds of steps that have run to the result of `num_derived` afterwards."""
+        self.cached: DecodeCache | None = None
+        """What the layers cache for one token, on the meta device; None if no token has run yet."""
+
+    def add_step(self, kind: Hashable) -> None:
+        """Note that a step has run, so that its kernels are compiled. The kind determines the shapes of the step."""
+        self._steps[kind] = num_derived()
+
+    def is_ready(self, kind: Hashable) -> bool:
+        """Whether a step of this kind has run before and would not derive any tensors now.
+
+        Such a step can be captured at once. If it derived tensors, every replay would compute them again. The result is
+        False if the model is distributed, because all ranks must run the same forwards.
+        """
+        return not self.is_distributed and self._steps.get(kind) == num_derived()
 
     def has_changed(self, modules: list[nn.Module]) -> bool:
         """Whether the modules differ from those at the last `observe`, where equal values may count as changes."""

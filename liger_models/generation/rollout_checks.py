@@ -14,6 +14,7 @@ from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.draft_rounds import draft_refusal
 from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
@@ -96,7 +97,7 @@ def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
 
 
 def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
-    """Return a cache with the first token of ``prompt``, or the reason that `refusal` returns."""
+    """Return what layers cache of the first token of ``prompt``, on the meta device, or the reason of `refusal`."""
     name, groups = type(model).__name__, model.groups
 
     # Attention layers must work on pages, and the model must be distributed in a way that rollouts support.
@@ -124,10 +125,15 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
                 f"other frequencies, got {tokens}"
             )
 
-    # The layers must cache only what a pool of pages can hold: run a token and look.
-    cache = DecodeCache(1)
+    # The layers must cache only what a pool of pages can hold: run a token and look. This is done once, except if the
+    # model is distributed, because all ranks must then run the same forwards.
     with torch.no_grad(), evaluating(list(model.modules())):
-        model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)
+        state = state_of(model)
+        cache = state.cached
+        if cache is None or state.is_distributed:
+            used = DecodeCache(1)
+            model(torch.tensor([prompt[:1]], device=model.device), cache=used, return_logits=False)
+            cache = state.cached = used.on_meta()
     if cache.extra:
         return f"layers must cache only keys, values and states, got other tensors in {name}"
     if not cache._layers:

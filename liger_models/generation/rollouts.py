@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from liger_models.distributed.collectives import all_gather
-from liger_models.generation.draft_rounds import add_layers
+from liger_models.generation.draft_rounds import with_layers_of
 from liger_models.generation.eval_mode import evaluating, resharded
+from liger_models.generation.graphs import rounded_tokens
 from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve
 from liger_models.generation.rollout_checks import (
@@ -120,7 +121,7 @@ def rollout(
     check_features(model, record_routing=record_routing, deterministic=deterministic)
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
-    # A forward of one token shows what the layers cache, which depends on the mode.
+    # What the layers cache depends on the mode.
     derived, draft = DerivedTensors(), settings.draft_model
     modules = list((model if draft is None else draft).modules())
     with derived.used(), batch_invariant(deterministic), evaluating(modules):
@@ -128,7 +129,7 @@ def rollout(
         if isinstance(cache, str):
             raise ValueError(f"rollout: {cache}. Use generate.")
         if draft is not None:
-            add_layers(cache, draft, tokens[0])
+            cache = with_layers_of(draft, cache, tokens[0])
 
     invariant = batch_invariant() if deterministic else nullcontext()
     with resharded(model), evaluating(modules), derived.used(), invariant, in_lockstep(model):
@@ -178,7 +179,7 @@ def drafted_steps(
         cache = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
         if isinstance(cache, str):
             raise ValueError(f"generate: with LigerMTP as draft_model, {cache}. Omit draft_model.")
-        add_layers(cache, draft, tokens[0])
+        cache = with_layers_of(draft, cache, tokens[0])
     pool = _make_pool(cache, rows, len(rows), None, model, _overhang(settings))
     scheduler = Scheduler(model, rows, pool, settings, CHUNK_SIZE, ROUNDS_PER_READ, draft=draft)
 
@@ -279,7 +280,8 @@ def _make_pool(
             f"rollout: cache_bytes must be at least {(needed + 1) * page_bytes} for prompt {longest.prompt}, which may "
             f"have {longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens."
         )
-    return PagePool(num_rows, longest.end - 1 + overhang, device, pages=pages, like=probe)
+    # With rounded lengths, the steps of many rollouts have the same shapes, see `ModelState.is_ready`.
+    return PagePool(num_rows, rounded_tokens(longest.end - 1 + overhang), device, pages=pages, like=probe)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.draft_rounds import DraftBlock, DraftRound
 from liger_models.generation.graphs import DecodeStep, can_capture
+from liger_models.generation.model_state import state_of
 from liger_models.generation.options import Settings
 from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import log_probs_of
@@ -79,7 +80,8 @@ class Scheduler:
         self.model, self.pool, self.chunk_size, self.steps_per_read = model, pool, chunk_size, steps_per_read
         self.record_routing, self.deterministic = record_routing, deterministic
         self.draft, self.width = draft, 1 if draft is None else 1 + settings.num_draft_tokens
-        self.captured = can_capture(model)
+        self.model_state = state_of(model)
+        self.captured = can_capture(model, self.model_state)
         self.prefill_options: dict[str, Any] = {"return_logits": False}
         if model.groups.data:  # under FSDP, every forward must run the head, see `in_lockstep`
             self.prefill_options = {"logits_to_keep": 1}
@@ -126,12 +128,13 @@ class Scheduler:
         """Make a new step with as many slots as the cache has rows, and assign the first slots to the running rows."""
         shape, device = (self.steps_per_read, self.pool.rows, self.width), self.model.device
         self.step = DecodeStep(
-            self.pool, captured=self.captured, records_routing=self.record_routing, returns_hidden=self.deterministic
-        )
+            self.pool, captured=self.captured, model_state=self.model_state,
+            records_routing=self.record_routing, returns_hidden=self.deterministic,
+        )  # fmt: skip
         self.round: DraftRound | None = None
         if self.draft is not None:
             self.round = DraftRound(
-                self.pool, self.draft, self.sampler, self.width - 1, self.model.config.vocab_size,
+                self.model_state, self.pool, self.draft, self.sampler, self.width - 1, self.model.config.vocab_size,
                 stops=self.most_stops, seeded=self.is_seeded, captured=self.captured,
                 records_routing=self.record_routing, deterministic=self.deterministic,
             )  # fmt: skip

@@ -34,6 +34,9 @@ class DerivedTensors:
         self.current: set[Key] = set()
         """The keys of the tensors that have been computed since the last `renew`, or by a graph replayed since then."""
 
+    def __len__(self) -> int:
+        return len(self._tensors)
+
     @property
     def num_bytes(self) -> int:
         """Number of bytes of the tensors."""
@@ -69,6 +72,12 @@ class DerivedTensors:
             self.current.add(key)
         tensors: Tensors = self._tensors[key]  # type: ignore[assignment]
         return tensors
+
+
+def num_derived() -> int:
+    """Return the number of tuples that the `DerivedTensors` in use hold; 0 if there are none in use."""
+    used = _USED.get()
+    return 0 if used is None else len(used)
 
 
 def derive(layer: nn.Module, purpose: Hashable, compute: Callable[[], Tensors]) -> Tensors:

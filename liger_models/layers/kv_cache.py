@@ -106,6 +106,15 @@ class DecodeCache:
         """Whether the cache has states of linear attention, from which the last tokens cannot be removed."""
         return bool(self._states)
 
+    def on_meta(self) -> "DecodeCache":
+        """Return a cache with tensors of the same shapes and dtypes on the meta device."""
+        cache = DecodeCache(self.capacity)
+        cache.length = self.length
+        cache.extra = {name: kept.to("meta") for name, kept in self.extra.items()}
+        cache._layers = {layer: (k.to("meta"), v.to("meta")) for layer, (k, v) in self._layers.items()}
+        cache._states = {layer: tuple(state.to("meta") for state in states) for layer, states in self._states.items()}
+        return cache
+
     def select(self, rows: Tensor) -> None:
         """Select, repeat or reorder sequences, where ``rows`` [B'] int64 are indices into the batch."""
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}

@@ -23,7 +23,8 @@ class PagePool(PagedCache):
     Args:
         rows, capacity, device: as in `PagedCache`.
         pages: number of pages, including page 0.
-        like: a cache that all layers of the model have already used. Keys, values and states get its shapes and dtypes.
+        like: a cache that all layers of the model have already used, on any device. Keys, values and states get its
+            shapes and dtypes.
     """
 
     takes_documents = True
@@ -32,14 +33,17 @@ class PagePool(PagedCache):
         super().__init__(rows, capacity, device)
         self._make_tables(rows)
         self._states = {
-            layer: tuple(state.new_zeros(rows, *state.shape[1:]) for state in states)
+            layer: tuple(state.new_zeros(rows, *state.shape[1:], device=device) for state in states)
             for layer, states in like._states.items()
         }
         self._filled = self._history = self.lengths
         """The rows in the forward after `fill`, [n] int64, and the pages of the first of these rows.
         """
         self._layers = {
-            layer: (k.new_zeros(pages, self.page, *k.shape[2:]), v.new_zeros(pages, self.page, *v.shape[2:]))
+            layer: (
+                k.new_zeros(pages, self.page, *k.shape[2:], device=device),
+                v.new_zeros(pages, self.page, *v.shape[2:], device=device),
+            )
             for layer, (k, v) in like._layers.items()
         }
         self._drafted: dict[int, list[tuple[Tensor, ...]]] = {}

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base, without_adapters
 from liger_models.arch.llama import LigerLlama, LlamaConfig
-from liger_models.generation import graphs
+from liger_models.generation import graphs, scheduler
 from liger_models.generation import logits as logits_module
 from liger_models.generation import loop as loop_module
 from liger_models.generation.graphs import (
@@ -25,7 +25,7 @@ from liger_models.generation.graphs import (
 )
 from liger_models.generation.logits import paged_state
 from liger_models.generation.loop import generate, steps_ahead, stream
-from liger_models.generation.model_state import describe, state_of
+from liger_models.generation.model_state import ModelState, describe, state_of
 from liger_models.generation.options import resolve
 from liger_models.generation.prefill import (
     MOST_GRAPHS,
@@ -404,6 +404,33 @@ def test_replayed_steps_are_ordinary_steps(arch, device, captures, monkeypatch):
             assert torch.equal(generate(model, prompts, **options), got)
     assert captures == [(4, 64), (4, 128)]
     assert len(replays) == (most_tokens(model) > 0)  # the third prompts on the graph of the second
+
+
+@pytest.mark.parametrize(
+    ("arch", "adapted", "calls"),
+    [("llama", False, 1), ("llama", True, 1), ("qwen3_next", False, 1), ("deepseek_v2", True, 2)],
+)
+def test_a_later_rollout_captures_its_steps_at_once(arch, adapted, calls, device, captures, monkeypatch):
+    """Without an ordinary step, if a step of the same shapes has run and derives nothing that prompts do not derive."""
+    monkeypatch.setattr(scheduler, "can_capture", lambda *_: True)
+    ordinary, add_step = [], ModelState.add_step
+    monkeypatch.setattr(ModelState, "add_step", lambda self, kind: ordinary.append(kind) or add_step(self, kind))
+    torch.manual_seed(0)
+    model = AutoLigerModel.from_config({**next(iter(tiny(arch).values())), "model_type": arch}, device=device)
+    if adapted:
+        apply_lora(model, LoRAConfig(r=2))
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from logits that are all alike
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
+
+    options = {"max_new_tokens": NEW, "eos_token_id": []}
+    for prompts in (PROMPTS, [prompt[1:] for prompt in PROMPTS]):
+        rows = model.rollout([[token % 40 for token in prompt] for prompt in prompts], **options)
+        for prompt, row in zip(prompts, rows, strict=True):
+            alone = generate(model.eval(), [[token % 40 for token in prompt]], **options, use_cache=False)
+            assert row.tokens.tolist() == alone[0, len(prompt) :].tolist()
+        model.train()
+    assert (len(ordinary), len(captures)) == (calls, 2)
 
 
 def test_a_graph_serves_all_lengths_and_batches_of_its_size(device, captures):

@@ -18,7 +18,8 @@ FAMILIES = ["qwen3_next", "deepseek_v3", "nemotron_h", "glm4_moe", "glm4_moe_lit
 
 @pytest.fixture(autouse=True)
 def _plain_torch(request):
-    with nullcontext() if "kernel_device" in request.fixturenames else reference_backend():
+    on_kernels = "kernel_device" in request.fixturenames or request.node.get_closest_marker("gpu")
+    with nullcontext() if on_kernels else reference_backend():
         yield
 
 
@@ -101,6 +102,24 @@ def test_drafts_are_those_of_the_block_without_a_cache(arch, monkeypatch):
         length += count
         assert drafts == drafts_after(model, mtp, tokens[:length], 3)
     assert len({count for count, _ in rounds}) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5_text", "nemotron_h"])
+def test_a_later_rollout_captures_its_rounds_at_once(arch, monkeypatch):
+    """Without an ordinary round, because the kernels of a round of the same shapes are compiled."""
+    model, mtp = drafting(arch)
+    model, mtp = model.to("cuda"), mtp.to("cuda")
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [], "batch_size": 4}
+    calls, run, is_capturing = [], DraftRound._run, torch.cuda.is_current_stream_capturing
+    monkeypatch.setattr(DraftRound, "_run", lambda *args: calls.append(is_capturing()) or run(*args))
+    for lengths, ordinary in (((1, 5, 9, 3), 1), ((2, 4, 8, 6), 0)):
+        prompts = prompts_of(model, lengths)
+        want = model.rollout(prompts, **options)
+        calls.clear()
+        found = model.rollout(prompts, **options, draft_model=mtp, num_draft_tokens=2)
+        assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in want]
+        assert calls == [False] * ordinary + [True]
 
 
 def test_generate_and_stream_are_those_without_drafts():

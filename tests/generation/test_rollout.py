@@ -322,6 +322,20 @@ def test_states_of_rows_of_one_prompt_are_computed_once_if_they_start_together(e
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
+def test_what_layers_cache_is_found_once(model):
+    """A single token shows it, until the model changes."""
+    forwards = []
+    model.norm.register_forward_hook(lambda *_: forwards.append(1))
+    counts = []
+    for change in (False, False, True):
+        if change:
+            model.norm.eps *= 2
+        forwards.clear()
+        rollout(model, [[3, 4, 5]], max_new_tokens=1)
+        counts.append(len(forwards))
+    assert counts == [3, 2, 3]  # one token, the prompt, and a step
+
+
 def pool_of(rows=2, pages=6):
     probe = DecodeCache(1)
     probe.extend(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))

@@ -508,7 +508,8 @@ def test_grpo_draws_from_the_model_itself(folder, monkeypatch):
     torch.manual_seed(5)
     got = objective.batch(model, rows)
     assert torch.equal(got["input_ids"], want["input_ids"])
-    assert sizes[:4] == [[1, 1], [1, 1], [1, 8], [8, 1]]  # the last token of a prompt is left to the first step
+    # A token shows what the layers cache. The last token of a prompt is left to the first step.
+    assert sizes[:3] == [[1, 1], [1, 8], [8, 1]]
 
 
 @pytest.mark.parametrize("kind", ["gathered", "no room", "refused"])
