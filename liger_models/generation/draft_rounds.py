@@ -173,7 +173,8 @@ class DraftRound:
             with overlapping(self.captured):  # the kernels that the capture launches are compiled here
                 result = self._run(model)
             self._called = True
-            self._state.add_step(self._kind)
+            if self.captured:
+                self._state.add_step(self._kind)
             return result
         self._graph.replay()
         assert self._result is not None

@@ -286,7 +286,7 @@ class DecodeStep:
         logits = self._run(model)
         self._called = True
         self.captured = self.captured and cache.is_settled
-        if state is not None:
+        if state is not None and self.captured:
             state.add_step(kind)
         return logits[:B]
 

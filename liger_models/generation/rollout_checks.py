@@ -125,15 +125,18 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
                 f"other frequencies, got {tokens}"
             )
 
-    # The layers must cache only what a pool of pages can hold: run a token and look. This is done once, except if the
-    # model is distributed, because all ranks must then run the same forwards.
+    # The layers must cache only what a pool of pages can hold: run a token and look. This is done once, except under
+    # autocast, which changes dtypes, or if the model is distributed, because all ranks must run the same forwards.
     with torch.no_grad(), evaluating(list(model.modules())):
         state = state_of(model)
-        cache = state.cached
-        if cache is None or state.is_distributed:
+        is_stored = not (state.is_distributed or torch.is_autocast_enabled(model.device.type))
+        cache = state.cached if is_stored else None
+        if cache is None:
             used = DecodeCache(1)
             model(torch.tensor([prompt[:1]], device=model.device), cache=used, return_logits=False)
-            cache = state.cached = used.on_meta()
+            cache = used.on_meta()
+            if is_stored:
+                state.cached = cache
     if cache.extra:
         return f"layers must cache only keys, values and states, got other tensors in {name}"
     if not cache._layers:

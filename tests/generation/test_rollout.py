@@ -336,6 +336,18 @@ def test_what_layers_cache_is_found_once(model):
     assert counts == [3, 2, 3]  # one token, the prompt, and a step
 
 
+def test_what_layers_cache_under_autocast_is_not_kept(model):
+    prompts, options = make_prompts(), {"max_new_tokens": 4, "eos_token_id": []}
+    fresh = [rollout(llama(), prompts, **options)]
+    with torch.autocast("cpu", torch.bfloat16):
+        fresh.append(rollout(llama(), prompts, **options))
+    for dtype, wants in ((torch.float32, fresh[0]), (torch.bfloat16, fresh[1]), (torch.float32, fresh[0])):
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            for row, want in zip(rollout(model, prompts, **options), wants, strict=True):
+                assert torch.equal(row.tokens, want.tokens)
+                assert torch.equal(row.log_probs, want.log_probs)
+
+
 def pool_of(rows=2, pages=6):
     probe = DecodeCache(1)
     probe.extend(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
