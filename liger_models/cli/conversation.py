@@ -50,16 +50,17 @@ class Conversation:
     def answer(self, prompt: str) -> Iterator[str]:
         """Yield the answer to a prompt in pieces of whole characters. In a chat, the history gets prompt and answer.
 
-        If an error is raised, the history stays as it was.
+        If an error is raised, the history and the attached media stay as they were.
 
         Raises:
             ValueError: the prompt has no tokens, or the chat template does not accept it.
         """
-        turns = len(self.history)
+        turns, media = len(self.history), self.media
         try:
             yield from self._answer(prompt)
         except ValueError:
             del self.history[turns:]
+            self.media = media
             raise
 
     def _answer(self, prompt: str) -> Iterator[str]:

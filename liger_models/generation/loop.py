@@ -140,7 +140,7 @@ def stream(
 
     Returns:
         An iterator over the new tokens, [B] int64 for each step. The model is in eval mode only while a step is
-        computed. Changes of adapters after the first token have no effect.
+        computed. Weights and adapters must not change before the iterator ends.
 
     Raises:
         TypeError, ValueError: as in `generate`.

@@ -281,6 +281,10 @@ class Settings:
 
 def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     """Fill in defaults, including those of the checkpoint, and check that all options are valid."""
+    if model.bidirectional:
+        raise ValueError(
+            "generate: the model must be causal, got one that attends to later tokens. Call set_bidirectional(False)."
+        )
     # Options of the call override those of the checkpoint.
     names = [name for name in Options.__annotations__ if name not in PromptInputs.__annotations__]
     options = cast(Options, translate("generate", options, ["max_new_tokens", *names, *model.prompt_inputs]))

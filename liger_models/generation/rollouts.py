@@ -6,6 +6,7 @@ and passes both to the scheduler (`scheduler.py`), which runs the model.
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -225,9 +226,7 @@ def _overhang(settings: Settings) -> int:
     return 0 if settings.draft_model is None else 1 + settings.num_draft_tokens
 
 
-def _make_rows(
-    prompts: list[list[int]], limits: list[int], stop_tokens: Sequence[Sequence[int]] | None, settings: Settings
-) -> list[Row]:
+def _make_rows(prompts: list[list[int]], limits: list[int], stop_tokens: Any, settings: Settings) -> list[Row]:
     """Return one row per continuation, with ``num_return_sequences`` consecutive rows for each prompt.
 
     Args:
@@ -236,7 +235,11 @@ def _make_rows(
         stop_tokens: the stop tokens of each prompt; None for those of the settings.
         settings: the options.
     """
-    stops = [settings.eos_token_id] * len(prompts) if stop_tokens is None else [list(ids) for ids in stop_tokens]
+    stops: list[Any] = [settings.eos_token_id] * len(prompts)
+    if stop_tokens is not None:
+        stops = [ids.tolist() if isinstance(ids, Tensor) else ids for ids in stop_tokens]
+        if not all(isinstance(ids, Sequence) and all(isinstance(token, Integral) for token in ids) for ids in stops):
+            raise ValueError(f"rollout: stop_tokens must be a list of integers for each prompt, got {stop_tokens!r}.")
     if len(stops) != len(prompts):
         raise ValueError(
             f"rollout: stop_tokens must be a list for each of the {len(prompts)} prompts, got {len(stops)}."
@@ -251,7 +254,7 @@ def _make_rows(
     for number, seed in enumerate(seeds):
         prompt = number // repeats
         begin = len(prompts[prompt])
-        rows.append(Row(number, prompt, [*prompts[prompt]], begin, begin + limits[prompt], stops[prompt], seed))
+        rows.append(Row(number, prompt, [*prompts[prompt]], begin, begin + limits[prompt], [*stops[prompt]], seed))
     return rows
 
 

@@ -67,10 +67,8 @@ def choose_objective(options: TrainOptions) -> TrainOptions:
     objective = OBJECTIVE_OF.get(name or "")
     if objective is None:
         return options
-    # The default learning rate depends on the objective. KTO needs batches of several answers, because it compares the
-    # answers of a batch.
-    batch_size = max(options.batch_size, 2) if objective == "kto" else options.batch_size
-    return options.changed(objective=objective, lr=options.given["lr"], batch_size=batch_size)
+    # The default learning rate and the default number of examples in a batch depend on the objective.
+    return options.changed(objective=objective, lr=options.given["lr"], batch_size=options.given["batch_size"])
 
 
 def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:

@@ -62,17 +62,19 @@ class ObjectiveOptions:
     ref_model: str | None = _of(
         "dpo, kto, grpo", "reference model (default: the model before training; with adapters, without them)"
     )
-    cpo_alpha: float | None = _of("cpo, simpo", "weight of the chosen answers' NLL (default: 1; for simpo 0)")
+    cpo_alpha: float | None = _of(
+        "cpo, simpo", "weight of the chosen answers' NLL (default: 1; for simpo 0)", at_least=0
+    )
     simpo_gamma: float | None = _of("simpo", "margin of the rewards (default: 0.5)")
-    desirable_weight: float | None = _of("kto", "weight of good answers (default: 1)")
-    undesirable_weight: float | None = _of("kto", "weight of bad answers (default: 1)")
+    desirable_weight: float | None = _of("kto", "weight of good answers (default: 1)", at_least=0)
+    undesirable_weight: float | None = _of("kto", "weight of bad answers (default: 1)", at_least=0)
     teacher: str | None = _of("distill", "model whose distributions are learned: a folder, or a name on the hub")
     divergence: str | None = _of("distill", "jsd (default), forward_kl, reverse_kl, tvd or cosine")
     temperature: float | None = _of(
         "distill, grpo, embed", "divisor of the logits (default: 1), or of the cosines (0.05)"
     )
-    weight_hard_loss: float | None = _of("distill", "weight of the cross entropy (default: 0.5)")
-    weight_soft_loss: float | None = _of("distill", "weight of the divergence (default: 0.5)")
+    weight_hard_loss: float | None = _of("distill", "weight of the cross entropy (default: 0.5)", at_least=0)
+    weight_soft_loss: float | None = _of("distill", "weight of the divergence (default: 0.5)", at_least=0)
 
     mtp_weight: float | None = _of(
         "sft, pretrain, grpo",

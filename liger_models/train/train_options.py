@@ -117,7 +117,7 @@ class AdapterOptions:
     """Adapters (LoRA)."""
 
     lora_r: int = option("rank of LoRA adapters, which alone are then trained; 0: none", 0, at_least=0)
-    lora_alpha: float | None = _adapter_option("adapter scale times rank; default: 2 lora_r", None)
+    lora_alpha: float | None = _adapter_option("adapter scale times rank; default: 2 lora_r", None, more_than=0)
     lora_dropout: float = _adapter_option("dropout probability of the adapters' input", 0.0, is_share=True)
     lora_targets: list[str] = _adapter_option("adapted layers; default: all linear ones", [])
     lora_plus_ratio: float | None = _adapter_option(
@@ -182,9 +182,10 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
 
     def __post_init__(self) -> None:
         # The user's values of the options whose default depends on other options.
-        self.given = {name: getattr(self, name) for name in ("objective", "lr", "dtype", "output")}
+        self.given = {name: getattr(self, name) for name in ("objective", "lr", "dtype", "output", "batch_size")}
         self.objective = self.objective or "sft"
-        self.batch_size = self.batch_size or BATCH_SIZES.get(self.objective, 1)
+        if self.given["batch_size"] is None:
+            self.batch_size = BATCH_SIZES.get(self.objective, 1)
         if self.dtype is None and not self.lora_r:
             self.dtype = "float32"
 

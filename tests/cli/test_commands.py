@@ -24,6 +24,7 @@ import liger_models
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
 from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
 from liger_models.cli import commands
+from liger_models.cli.conversation import Conversation
 from liger_models.data import PromptDataset
 from liger_models.kernels.optimizer.moments import moment_bytes
 
@@ -443,6 +444,20 @@ def test_generate_with_images(seeing):
     plain = answer([asked[0], {"role": "user", "content": "Hi"}])
     assert heard.stdout == f"> > > {plain}\n> "
     assert "image must be a file, got nowhere.png" in run("generate", "seeing", "Hi", "--image", "nowhere.png", code=1)
+
+
+def test_images_stay_attached_if_an_answer_fails(seeing, monkeypatch):
+    conversation = Conversation(seeing, {"max_new_tokens": 2, "do_sample": False}, [], True, None)
+    conversation.attach("/image", "a b.png")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(seeing), "stream", mock.Mock(side_effect=ValueError("no answer")))
+        with pytest.raises(ValueError, match="no answer"):
+            list(conversation.answer("What?"))
+    assert conversation.history == []
+    assert len(conversation.media) == 1
+    assert "".join(conversation.answer("What?"))
+    assert [part["type"] for part in conversation.history[0]["content"]] == ["image", "text"]
+    assert conversation.media == []
 
 
 def test_generate_with_videos(tmp_path, monkeypatch):

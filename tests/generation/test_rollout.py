@@ -122,7 +122,8 @@ def test_every_row_is_what_generate_finds_for_it_alone(case):
     assert_alone(model, prompts, new, free)
     stops = [[row.tokens[len(row.tokens) // 2].item(), 2] if number % 2 else [] for number, row in enumerate(free)]
     options = {"batch_size": 5, "chunk_size": 60, "steps_per_read": 4}
-    found = rollout(model, prompts, max_new_tokens=new, stop_tokens=stops, **options)
+    given = [tuple(tokens) if number % 3 else torch.tensor(tokens).long() for number, tokens in enumerate(stops)]
+    found = rollout(model, prompts, max_new_tokens=new, stop_tokens=given, **options)
     assert_alone(model, prompts, new, found, stops)
     assert {row.reason for row in found} == {"stop", "length"}
 
@@ -403,6 +404,8 @@ def test_packed_documents_need_a_cache_that_takes_them(model):
         ({"batch_size": 1.5}, "batch_size must be an integer, got 1.5"),
         ({"max_new_tokens": [3, 4]}, "or one for each of the 1 prompts, got 2"),
         ({"stop_tokens": [[1], [2]]}, "a list for each of the 1 prompts, got 2"),
+        ({"stop_tokens": [[33.5]]}, r"stop_tokens must be a list of integers for each prompt, got \[\[33\.5\]\]"),
+        ({"stop_tokens": [33]}, r"stop_tokens must be a list of integers for each prompt, got \[33\]"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
         ({"steps_per_read": 0}, "steps_per_read must be at least 1"),

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from liger_models import AutoLigerModel
 from liger_models.kernels.dispatch import reference_backend
+from liger_models.layers.kv_cache import DecodeCache
 from liger_models.retrieval import EmbedderSettings, LigerEmbedder
 from liger_models.retrieval.embedder import embed
 from liger_models.retrieval.texts import POOLINGS, encode_texts, pack_texts
@@ -87,8 +88,11 @@ def test_padding_is_invisible_to_a_bidirectional_model(checkpoint):
 def test_a_bidirectional_model_does_not_generate(checkpoint):
     model = load(checkpoint).model
     model.set_bidirectional()
+    for options in ({}, {"use_cache": False}, {"cache": DecodeCache()}):
+        with pytest.raises(ValueError, match=r"the model must be causal, .* Call set_bidirectional\(False\)"):
+            model.generate(torch.tensor([[5]]), max_new_tokens=2, **options)
     with pytest.raises(ValueError, match="a bidirectional model has no decode cache"):
-        model.generate(torch.tensor([[5]]), max_new_tokens=2)
+        model(torch.tensor([[5]]), cache=DecodeCache())
 
 
 def test_a_config_that_is_not_causal_makes_a_bidirectional_model(checkpoint):

@@ -661,9 +661,14 @@ def test_options_that_cannot_be(capsys):
         ("--objective=dpo --format=text", "format must be one of preference, got 'text'"),
         ("--output=", "output must have a name, got ''"),
         ("--data=", "data must be files or folders, got ''"),
-        ("--objective=kto --batch-size=2 --desirable-weight=nan", "desirable_weight must be finite, got nan"),
+        ("--objective=kto --batch-size=2 --desirable-weight=nan", "desirable_weight must be at least 0, got nan"),
+        ("--objective=kto --desirable-weight=-1", "desirable_weight must be at least 0, got -1"),
+        ("--objective=cpo --cpo-alpha=-1", "cpo_alpha must be at least 0, got -1"),
+        ("--objective=distill --teacher=t --weight-soft-loss=-1", "weight_soft_loss must be at least 0, got -1"),
+        ("--lora-r=4 --lora-alpha=0", "lora_alpha must be more than 0, got 0"),
+        ("--batch-size=0", "batch_size must be at least 1, got 0"),
         ("--objective=simpo --simpo-gamma=inf", "simpo_gamma must be finite, got inf"),
-        ("--lora-r=4 --lora-alpha=nan", "lora_alpha must be finite, got nan"),
+        ("--lora-r=4 --lora-alpha=nan", "lora_alpha must be more than 0, got nan"),
         ("--objective=dpo --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_parallel"),
     ):
         with pytest.raises(SystemExit):
