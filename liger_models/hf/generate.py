@@ -282,7 +282,8 @@ def _run(
 
     cache = inputs.get("past_key_values")
     if cache is not None:
-        cache.fill_later(_filling(decoder, sequences[:, :-1], mask, positions, pixels))
+        # The caller may change the sequences before the cache is filled.
+        cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), mask, positions, pixels))
     kept = output.steps
     return GenerateDecoderOnlyOutput(
         sequences=sequences,

@@ -257,11 +257,12 @@ def test_going_on_with_the_returned_cache(hf, reasons):
     options = {"do_sample": False, "use_cache": True}
     want = ours.generate(ids, max_new_tokens=7, **options)
     first = ours.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **options)
-    cache = first.past_key_values
+    cache, given = first.past_key_values, first.sequences.clone()
+    first.sequences.fill_(3)  # the cache does not depend on what the caller does with the sequences
     assert cache.get_seq_length() == T + 2
-    if bool((first.sequences == ours.generation_config.pad_token_id).any()):  # would be masked without a mask
-        options["attention_mask"] = torch.ones_like(first.sequences)
-    assert torch.equal(ours.generate(first.sequences, past_key_values=cache, max_new_tokens=4, **options), want)
+    if bool((given == ours.generation_config.pad_token_id).any()):  # would be masked without a mask
+        options["attention_mask"] = torch.ones_like(given)
+    assert torch.equal(ours.generate(given, past_key_values=cache, max_new_tokens=4, **options), want)
     assert reasons == [None, None, "past_key_values"]
 
 
