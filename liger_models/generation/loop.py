@@ -135,8 +135,8 @@ def stream(
     """Generate continuations of prompts, and yield the new tokens of each step.
 
     Args:
-        model, input_ids, max_new_tokens, options: as in `generate`. They are checked when this function is called, not
-            when the first token is requested.
+        model, input_ids, max_new_tokens, options: as in `generate`. They are checked when this function is called,
+            except for what ``draft_model`` does not support, which is checked when the first token is requested.
 
     Returns:
         An iterator over the new tokens, [B] int64 for each step. The model is in eval mode only while a step is

@@ -253,8 +253,8 @@ class Settings:
         # Check numbers with a range. A tensor with one element counts as a number.
         for name, allowed in RANGES.items():
             value = getattr(self, name)
-            is_number = isinstance(value, Tensor) or (isinstance(value, allowed.number) and not isinstance(value, bool))
-            if not is_number:
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if not isinstance(number, allowed.number) or isinstance(number, bool):
                 article = "an integer" if allowed.number is Integral else "a number"
                 raise ValueError(f"generate: {name} must be {article}, got {value!r}.")
             if not allowed.allows(value):

@@ -1,6 +1,6 @@
 """Conversion of prompts to a padded batch of token ids."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -94,7 +94,7 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
 
 def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Pad a list of prompts, or a single prompt, on the left; return ``(ids, mask)``, both [B, T]."""
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | Mapping):
         raise ValueError(f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.")
     items: list[Any] = list(prompts)
     rows = [torch.as_tensor(prompt) for prompt in ([items] if items and isinstance(items[0], Integral) else items)]
