@@ -104,9 +104,13 @@ class LigerRMSNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens."""
+        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens.
+
+        Returns:
+            False if a derived class has further parameters, whose gradients this method does not all-reduce.
+        """
         self.group = group
-        return True
+        return self._parameters.keys() <= {"weight"}
 
     def local_weight(self, x: Tensor) -> Tensor:
         """Return the weight [C], or this rank's part of it; ones in the dtype of x if there is no weight."""
@@ -206,9 +210,13 @@ class LigerLayerNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens."""
+        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens.
+
+        Returns:
+            False if a derived class has further parameters, whose gradients this method does not all-reduce.
+        """
         self.group = group
-        return True
+        return self._parameters.keys() <= {"weight", "bias"}
 
     def extra_repr(self) -> str:
         """Return sizes and constants for ``print(model)``."""

@@ -21,7 +21,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer
 from liger_models.layers.linear import local
 from liger_models.layers.linear import replicated as replicated_weight
 from liger_models.layers.mlp import LigerMLP
-from liger_models.layers.norm import LigerLayerNorm
+from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.parallel import (
     apply_ep,
     apply_fsdp,
@@ -222,8 +222,20 @@ class PlainNorm(nn.Module):
         return local(self.weight) * x / (1 + x.square().mean(-1, keepdim=True)).sqrt()
 
 
+class BiasNorm(LigerRMSNorm):
+    """A derived norm with a parameter whose gradient its base class does not know."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        return y + self.bias
+
+
 def silent_norms() -> None:
-    for norm in (SilentNorm, PlainNorm):
+    for norm in (SilentNorm, PlainNorm, BiasNorm):
         message = rf"layers.0.input_layernorm \({norm.__name__}\) must be a Layer whose sum_gradients"
         with pytest.raises(ValueError, match=message):
             own_norms(True, norm)
