@@ -56,9 +56,14 @@ def recomputes(part: Any) -> bool:
 
 
 def draws(part: nn.Module, dropout: float) -> bool:
-    """Whether a part of a block may draw random numbers: in dropout, in hooks or in wrappers of its layers."""
+    """Whether a part of a block may draw random numbers.
+
+    It may do so in dropout, in hooks or wrappers of its layers, and in training in layers that are not of this package.
+    """
     return (part.training and dropout > 0) or any(
-        is_hooked(module) or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
+        is_hooked(module)
+        or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
+        or (module.training and not type(module).__module__.startswith(("liger_models.", "torch.")))
         for module in part.modules()
     )
 

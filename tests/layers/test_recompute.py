@@ -120,6 +120,23 @@ def test_what_is_drawn_in_attention_is_drawn_again(training):
     torch.testing.assert_close(gradients(model, "full", "cpu"), want)
 
 
+class DropsQueries(nn.Linear):
+    """A layer of one's own that draws without a module for it."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_what_a_layer_of_ones_own_draws_is_drawn_again():
+    model = build(LigerMixtral, "cpu").train()  # a block of experts recomputes its attention by itself
+    for block in model.layers:
+        block.self_attn.qkv_proj.__class__ = DropsQueries
+    expected = gradients(model, "none", "cpu")
+    for policy in ("selective", "full"):
+        for got, want in zip(gradients(model, policy, "cpu"), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
 def test_keys_and_values_of_a_decode_cache_are_appended_once():
     model = build(LigerLlama, "cpu", layers=1)
     ids, found = torch.arange(6)[None], []
