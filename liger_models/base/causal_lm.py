@@ -314,7 +314,7 @@ class CausalLM(Decoder):
         model.check_buffers()
         model.to_empty(device=device)
         if model.device.type != "meta":  # meta tensors have no values to draw; PyTorch would take seconds
-            model.reset_parameters()
+            model.initialize()
         return model
 
     @classmethod

@@ -125,6 +125,16 @@ def check_policy(name: str, policy: str) -> None:
         raise ValueError(f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
 
 
+def _resets_itself(module: nn.Module) -> bool:
+    """Whether a subclass of a linear layer, an embedding or a layer with `Layer.draw` adds ``reset_parameters``."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        bases = (nn.Linear, nn.Embedding, LigerEmbedding)
+        return type(module).reset_parameters not in [base.reset_parameters for base in bases]
+    # The `draw` of a class with this method calls it.
+    drawer = next(cls for cls in type(module).__mro__ if "draw" in vars(cls))
+    return hasattr(module, "reset_parameters") and not hasattr(drawer, "reset_parameters")
+
+
 class Decoder(nn.Module):
     """A decoder with a language-model head.
 
@@ -288,7 +298,31 @@ class Decoder(nn.Module):
 
         self.tie_weights()
         if self.device.type != "meta":
-            self.reset_parameters()
+            self.initialize()
+
+    def initialize(self) -> None:
+        """Call `reset_parameters`, and check that it gives every parameter its values.
+
+        Raises:
+            ValueError: a parameter is not initialized.
+        """
+        # One NaN per parameter shows which ones have not been written, in whatever way the others are.
+        weights = {name: weight.data for name, weight in self.named_parameters() if weight.is_floating_point()}
+        marked = {name: weight[(0,) * weight.dim()] for name, weight in weights.items() if weight.numel()}
+        for first in marked.values():
+            first.fill_(float("nan"))
+        self.reset_parameters()
+        for name, weight in self.named_parameters():
+            first = marked.get(name)
+            # A parameter that has new memory has been replaced by one with values.
+            if first is None or first.data_ptr() != weight.data_ptr() or not first.float().isnan():
+                continue
+            owner = type(self.get_submodule(name.rpartition(".")[0])).__name__
+            raise ValueError(
+                f"{type(self).__name__}: {owner} must have a method reset_parameters that initializes {name}, got one "
+                "that leaves it without values, or none. Models are built on the meta device first, and then "
+                "initialized."
+            )
 
     def check_buffers(self) -> None:
         """Raise ValueError if the model has a buffer. Loading calls this again, as subclasses may add buffers later."""
@@ -310,7 +344,8 @@ class Decoder(nn.Module):
 
         The weights of linear layers and embeddings are drawn from a normal distribution with ``initializer_range``;
         biases and the embedding of the padding token are set to 0. Other layers initialize their parameters by
-        `Layer.draw`, and all other modules by ``reset_parameters``, submodules first.
+        `Layer.draw`, and all other modules by ``reset_parameters``, submodules first. The ``reset_parameters`` of
+        subclasses of linear layers, embeddings and layers is called as well.
 
         Raises:
             ValueError: a module has parameters but no method ``reset_parameters``.
@@ -330,7 +365,7 @@ class Decoder(nn.Module):
 
         # Then initialize all other modules, submodules first, so that a module may change values of its submodules.
         for name, module in reversed([*self.named_modules()]):
-            if module in drawn:
+            if module in drawn and not _resets_itself(module):
                 continue
             parameters = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
             reset = getattr(type(module), "reset_parameters", None)

@@ -26,8 +26,10 @@ from liger_models.base import CausalLM
 from liger_models.convert import format_of
 from liger_models.convert.files import read_headers
 from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, gate_up_rows
-from liger_models.layers import LigerEmbedding, LigerLMHead, LigerRMSNorm, RotaryEmbedding
+from liger_models.kernels.moe import Routing
+from liger_models.layers import LigerEmbedding, LigerLayerNorm, LigerLMHead, LigerMoE, LigerRMSNorm, RotaryEmbedding
 from liger_models.layers.config import DecoderConfig
+from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
 from liger_models.parallel import compile_blocks
 
 from ..convert.conftest import assert_same_bits, edit_json, read_tensors
@@ -517,6 +519,78 @@ def test_modules_draw_their_own_parameters(own_registry):
     model = Mine.from_config(Mine.config_class(**TINY))
     assert torch.equal(model.layers[0].extra.scale, torch.full((3,), 2.0))
     assert torch.equal(model.layers[0].extra.linear.weight, torch.zeros(3, 3))
+
+
+class GainLinear(nn.Linear):
+    """A linear layer with one more parameter, which has no values of its own in a new model."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+class BiasedRMSNorm(LigerRMSNorm):
+    """The same for a layer of this package."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+class BiasedLayerNorm(LigerLayerNorm):
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+class ScaledMoE(LigerMoE):
+    def __init__(self) -> None:
+        super().__init__(4, 4, 2, Routing(1))
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+class ScaledDeltaNet(LigerGatedDeltaNet):
+    def __init__(self) -> None:
+        super().__init__(8, 2, 2, 4, 4, 2, layer=None)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+EXTENDED = [GainLinear, BiasedRMSNorm, BiasedLayerNorm, ScaledMoE, ScaledDeltaNet]
+
+
+def with_extra(extra: type[nn.Module]) -> Any:
+    """A model whose second block has a module of the given class."""
+
+    class Mine(LigerLlama):
+        config_class = make_config(base=LlamaConfig)
+
+        def build_block(self, config: Any, layer: int) -> nn.Module:
+            block = super().build_block(config, layer)
+            if layer == 1:
+                block.extra = extra()
+            return block
+
+    return Mine.from_config(Mine.config_class(**TINY))
+
+
+@pytest.mark.parametrize("extended", EXTENDED)
+def test_a_parameter_that_a_subclass_adds_and_does_not_initialize_is_refused(extended):
+    message = rf"{extended.__name__} must have a method reset_parameters that initializes layers\.1\.extra\.gain"
+    with pytest.raises(ValueError, match=message):
+        with_extra(extended)
+
+
+@pytest.mark.parametrize("extended", EXTENDED)
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_parameter_that_a_subclass_adds_has_the_values_of_its_reset_parameters(extended, through_data):
+    class Mine(extended):  # type: ignore[misc]
+        def reset_parameters(self, *std: float) -> None:
+            if hasattr(extended, "reset_parameters"):
+                super().reset_parameters(*std)
+            if hasattr(self, "gain"):
+                self.gain.data.fill_(2.0) if through_data else nn.init.constant_(self.gain, 2.0)
+
+    assert torch.equal(with_extra(Mine).layers[1].extra.gain, torch.full((3,), 2.0))
 
 
 def test_a_constructor_that_sets_the_parts_itself():
