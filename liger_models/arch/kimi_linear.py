@@ -87,6 +87,12 @@ class KimiLinearConfig(LatentDecoderConfig):
             self.routing.check("KimiLinearConfig", self.num_experts)
 
     @property
+    def attention_scale(self) -> float:
+        """Multiplier of q·k. YaRN does not change it, because nothing is rotated."""
+        scale: float = self.head_size**-0.5
+        return scale
+
+    @property
     def routing(self) -> Routing:
         """How experts are chosen, and how their weights are computed."""
         return Routing(

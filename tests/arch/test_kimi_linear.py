@@ -11,7 +11,7 @@ from liger_models.convert.config_map import read_config
 from liger_models.layers.layer import wide_parameters
 from liger_models.layers.linear_attention import LinearAttention
 
-from .families import DATA, error, load, make_folder, tiny, tokens
+from .families import DATA, error, hf_model, load, make_folder, tiny, tokens
 
 LENGTHS = [1, 2, 63, 64, 65, 130]
 PUBLISHED = json.loads((DATA / "kimi_linear" / "Kimi-Linear-48B-A3B-Instruct.json").read_text())
@@ -56,6 +56,21 @@ def test_padding_after_tokens_leaves_the_state(root, arch, variant):
         _, (_, unmasked) = layer.mix(projected.masked_fill(padding, 0), None, None, options)
     assert error(padded, alone) <= 1e-6
     assert error(unmasked, alone) > 1e-2
+
+
+def test_yarn_changes_nothing(root):
+    """Nothing is rotated, so the temperature of YaRN does not apply, either."""
+    folder, ids = make_folder("kimi_linear", "experts", root), torch.randint(64, (2, 17))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7}
+    yarn = {**yarn, "mscale_all_dim": 0.5, "rope_theta": 10_000.0}
+    settings = json.loads((folder / "config.json").read_text())
+    theirs = hf_model(folder)
+    changed = type(theirs)(type(theirs.config).from_pretrained(folder, rope_scaling=yarn, rope_parameters=yarn))
+    changed.load_state_dict(theirs.state_dict())
+    ours = LigerKimiLinear.from_config(read_config(KimiLinearConfig, {**settings, "rope_scaling": yarn}))
+    ours.load_state_dict(load("kimi_linear", folder).state_dict())
+    with torch.no_grad():
+        assert error(ours(ids).logits, changed.eval()(ids).logits) <= 1e-5
 
 
 def test_layer_types_of_both_spellings():
