@@ -14,7 +14,7 @@ from liger_models.arch.registry import ALIASES, LANGUAGE_MODELS, MODEL_CLASSES, 
 from liger_models.base.causal_lm import CausalLM, check_config
 from liger_models.base.processor import Processor
 from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.convert.config_map import read_config
+from liger_models.convert.config_map import is_causal, read_config
 from liger_models.convert.files import read_json_config, read_model_type
 from liger_models.convert.format import format_of
 from liger_models.convert.load import read_assets
@@ -145,7 +145,7 @@ class AutoLigerModel:
             model_class = get_arch(format_of(type(config)).model_type)
             parsed = config
         model = model_class.from_config(parsed, dtype=dtype, device=device, kernels=kernels)
-        if isinstance(config, Mapping) and config.get("is_causal") is False:
+        if isinstance(config, Mapping) and not is_causal(config):
             model.set_bidirectional()
         return model
 

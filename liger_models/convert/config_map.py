@@ -103,6 +103,11 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
         )
 
 
+def is_causal(hf: Mapping[str, Any]) -> bool:
+    """Whether the model of a config.json is causal. As in transformers, null and 0 mean that it is not."""
+    return all(level.get("is_causal", True) for level in (hf, hf.get("text_config") or {}))
+
+
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
     """Context manager that converts errors due to bad values, such as a missing key, to a ValueError.

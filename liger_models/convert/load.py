@@ -17,7 +17,7 @@ import torch.distributed as dist
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
-from liger_models.convert.config_map import blaming, read_config
+from liger_models.convert.config_map import blaming, is_causal, read_config
 from liger_models.convert.encodings import FLOATS, Encoding, StoredTensor
 from liger_models.convert.files import (
     CONFIG,
@@ -123,7 +123,7 @@ def load_pretrained(
         with blaming(folder / CONFIG), torch.device("meta"):
             model = model_class(config, kernels=kernels)
         model.has_head = head
-        if hf_config.get("is_causal") is False:
+        if not is_causal(hf_config):
             model.set_bidirectional()
         model.check_buffers()
         parameters = dict(model.named_parameters())

@@ -14,7 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
-from liger_models.convert.config_map import write_config
+from liger_models.convert.config_map import is_causal, write_config
 from liger_models.convert.encodings import Encoding
 from liger_models.convert.files import (
     CONFIG,
@@ -201,7 +201,7 @@ def _config_json(model: Decoder, stored: CheckpointTensors, dtype: torch.dtype |
     hf_config = write_config(stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype)
     if model.bidirectional:
         hf_config = {**hf_config, "is_causal": False}
-    elif hf_config.get("is_causal") is False:
+    elif not is_causal(hf_config):
         hf_config = {name: value for name, value in hf_config.items() if name != "is_causal"}
     if not model.has_head and model.hf_config:  # the config of the model says that the head is the embedding
         hf_config["tie_word_embeddings"] = model.hf_config.get("tie_word_embeddings", False)

@@ -486,8 +486,13 @@ class Decoder(nn.Module):
 
         Raises:
             ValueError: a layer can't attend to later tokens: attention with a window, chunks or sinks, or a layer that
-                is not attention and reads tokens in order.
+                is not attention and reads tokens in order. Or the model takes images.
         """
+        if bidirectional and self.visual is not None:
+            raise ValueError(
+                f"set_bidirectional: the model must be one of text, got {type(self).__name__}, which takes images. Its "
+                "is_causal in config.json, at the top level and in text_config, must be true."
+            )
         for path, layer in named_layers(self.layers) if bidirectional else ():
             spec = layer.attention
             causal = layer.recurrent or layer.needs_bounds

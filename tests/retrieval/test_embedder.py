@@ -1,6 +1,7 @@
 """Embeddings: equal to sentence-transformers', in any batch, from folders that both packages write and read."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -99,6 +100,33 @@ def test_a_config_that_is_not_causal_makes_a_bidirectional_model(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
     assert not AutoLigerModel.from_config(config, device="meta").bidirectional
     assert AutoLigerModel.from_config({**config, "is_causal": False}, device="meta").bidirectional
+
+
+@pytest.mark.parametrize("value", [False, None, 0])
+def test_a_config_is_not_causal_in_every_spelling(value, checkpoint, tmp_path):
+    """Every value that transformers takes for false makes the model bidirectional, and does not outlive the choice."""
+    folder = shutil.copytree(checkpoint, tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "is_causal": value}))
+    assert AutoLigerModel.from_config({**config, "is_causal": value}, device="meta").bidirectional
+    model = AutoLigerModel.from_pretrained(folder)
+    assert model.bidirectional
+    model.set_bidirectional(False)
+    model.save_pretrained(tmp_path / "causal")
+    assert "is_causal" not in json.loads((tmp_path / "causal" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("value", [False, None, 0])
+@pytest.mark.parametrize("nested", [False, True])
+def test_models_with_images_refuse_to_be_bidirectional(value, nested):
+    from ..arch.families import tiny
+
+    config = {"model_type": "gemma3", **next(iter(tiny("gemma3").values()))}
+    changed = {"text_config": {**config["text_config"], "is_causal": value}} if nested else {"is_causal": value}
+    with pytest.raises(
+        ValueError, match=r"must be one of text, got LigerGemma3\w*, which takes images\. Its is_causal"
+    ):
+        AutoLigerModel.from_config({**config, **changed}, device="meta")
 
 
 def test_layers_that_read_in_order_refuse_to_be_bidirectional():
