@@ -20,11 +20,15 @@ class LigerQKNormAttention(LigerAttention):
     """`LigerAttention` with norms of q and k before the rotation.
 
     Args:
-        norm: function that returns a `LigerRMSNorm` of a given width.
+        norm: function that returns a `LigerRMSNorm` of a given width. Fused ops read its weight and its constants, but
+            do not call it.
         whole_projection: whether to normalize over all heads together (OLMo 2) instead of over each head (Qwen3, Gemma
             3).
         clip: largest absolute value of q, k and v after the norms; None for no limit. It needs ``whole_projection``.
         Others: as in `LigerAttention`.
+
+    Raises:
+        ValueError: a norm is not a `LigerRMSNorm`, or its class overrides ``forward``.
     """
 
     def __init__(
@@ -42,6 +46,12 @@ class LigerQKNormAttention(LigerAttention):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
         self.q_norm = norm(num_heads * head_dim if whole_projection else head_dim)
         self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
+        for layer in (self.q_norm, self.k_norm):
+            if getattr(type(layer), "forward", None) is not LigerRMSNorm.forward:
+                raise ValueError(
+                    f"{type(self).__name__}: norm must return a LigerRMSNorm with its own forward, which fused ops "
+                    f"replace, got {type(layer).__name__}. Override _split to call another norm."
+                )
         self.whole_projection, self.clip = whole_projection, clip
         self.mean_group: Group | None = None
         """The process group over whose heads the norms take their means; None for the heads of this rank."""

@@ -12,7 +12,8 @@ from liger_models.layers.attention_backends import MOST_SCORES, AttentionCall, _
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import Mask, Segments
-from liger_models.layers.norm import add_norm
+from liger_models.layers.norm import LigerRMSNorm, add_norm
+from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 from liger_models.layers.rope import RotaryEmbedding
 
 from ..late import dynamo_testing
@@ -547,3 +548,20 @@ def test_a_projection_that_nothing_knows_how_to_shard_is_refused():
         layer.shard(group)
     with pytest.raises(ValueError, match="apply_cp: SharedProjection must define shard_tokens"):
         layer.shard_tokens(group)
+
+
+def test_norms_of_queries_and_keys_that_would_not_be_called_are_refused():
+    class Doubled(LigerRMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    class Precise(LigerRMSNorm):
+        def __init__(self, width):
+            super().__init__(width, eps=1e-12)
+
+    for norm in (Doubled, nn.LayerNorm):
+        with pytest.raises(
+            ValueError, match=rf"must return a LigerRMSNorm with its own.*, got {norm.__name__}"
+        ):
+            LigerQKNormAttention(8, 2, 1, 4, layer=0, norm=norm)
+    assert LigerQKNormAttention(8, 2, 1, 4, layer=0, norm=Precise).q_norm.eps == 1e-12
