@@ -159,9 +159,19 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+RESERVED = ("model_type", "rope_parameters", "quantization_config", "compression_config", "text_config")
+"""Keys of config.json that loading reads by rules of its own, so that they can't be numbers, strings or lists."""
+
+
 def _check_fields(config_class: type) -> None:
     """Raise ValueError if a config of this class could not be saved by `save_pretrained` and loaded again."""
     hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if field.name in RESERVED and not (field.name == "text_config" and dataclasses.is_dataclass(hints[field.name])):
+            raise ValueError(
+                f"register: {config_class.__name__} must not have the field {field.name}, which has a meaning of its "
+                "own in config.json. Rename it."
+            )
     missing = [field for field in _NEEDED if field not in hints]
     if missing:
         raise ValueError(

@@ -392,7 +392,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         if key in written and key not in hf and key in (hf.get("text_config") or {}) and "text_config" in written:
             written["text_config"] = {**written["text_config"], key: written.pop(key)}
     stale = ("dtype", "torch_dtype", "rope_parameters")
-    for key in [key for key in written if key.endswith("_config")]:
+    for key in [key for key, value in written.items() if key.endswith("_config") and isinstance(value, Mapping)]:
         kept = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}
         written[key] = kept | written[key]
     return out | written

@@ -421,6 +421,10 @@ def test_what_can_not_be_registered(own_registry):
         ("mine", model_of(make_config(fields={"sizes": dict[str, int] | None})), r"Config\.sizes must have a type"),
         ("mine", model_of(make_config(fields={"sizes": tuple[int, ...]})), r"Config\.sizes must have a type"),
         ("mine", model_of(make_config(fields={"part": LlamaConfig | None})), r"Config\.part must have a type"),
+        *(
+            ("mine", model_of(make_config(fields={name: str})), f"must not have the field {name}, which")
+            for name in ("model_type", "rope_parameters", "quantization_config", "text_config")
+        ),
     ]
     for model_type, model_class, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -519,6 +523,13 @@ def test_modules_draw_their_own_parameters(own_registry):
     model = Mine.from_config(Mine.config_class(**TINY))
     assert torch.equal(model.layers[0].extra.scale, torch.full((3,), 2.0))
     assert torch.equal(model.layers[0].extra.linear.weight, torch.zeros(3, 3))
+
+
+def test_a_list_whose_name_ends_like_that_of_an_object(own_registry, tmp_path):
+    mine = model_of(make_config(fields={"layer_config": list[int]}, base=LlamaConfig))
+    register("mine", mine)
+    mine.from_config(mine.config_class(layer_config=[1, 2], **TINY)).save_pretrained(tmp_path)
+    assert AutoLigerModel.from_pretrained(tmp_path).config.layer_config == [1, 2]
 
 
 class GainLinear(nn.Linear):
