@@ -313,9 +313,9 @@ class Decoder(nn.Module):
             first.fill_(float("nan"))
         self.reset_parameters()
         for name, weight in self.named_parameters():
-            first = marked.get(name)
+            mark = marked.get(name)
             # A parameter that has new memory has been replaced by one with values.
-            if first is None or first.data_ptr() != weight.data_ptr() or not first.float().isnan():
+            if mark is None or mark.data_ptr() != weight.data_ptr() or not mark.float().isnan():
                 continue
             owner = type(self.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(

@@ -560,8 +560,6 @@ def test_norms_of_queries_and_keys_that_would_not_be_called_are_refused():
             super().__init__(width, eps=1e-12)
 
     for norm in (Doubled, nn.LayerNorm):
-        with pytest.raises(
-            ValueError, match=rf"must return a LigerRMSNorm with its own.*, got {norm.__name__}"
-        ):
+        with pytest.raises(ValueError, match=rf"must return a LigerRMSNorm with its own.*, got {norm.__name__}"):
             LigerQKNormAttention(8, 2, 1, 4, layer=0, norm=norm)
     assert LigerQKNormAttention(8, 2, 1, 4, layer=0, norm=Precise).q_norm.eps == 1e-12
