@@ -18,7 +18,7 @@ from liger_models.text.chat import Rendering, Span, answer_mask
 from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
-READING = 6
+READING = 7
 """Part of the name of a token cache. This number increases whenever the reading of examples changes."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22

@@ -81,7 +81,8 @@ def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
                 f"{where}: turn {number} must be from one of {', '.join(ROLES)}, got {speaker!r}. Rename it."
             )
         if role == "call":
-            messages.append({"role": "assistant", "content": None, "tool_calls": _read_calls(where, number, content)})
+            calls = {"tool_calls": _read_calls(where, number, content)}
+            messages.append({"role": "assistant", "content": None, **_only(turn, *_OF_TURN), **calls})
         else:
             messages.append({"role": role, "content": content, **_only(turn, *_OF_TURN)})
     return {"messages": _with_system(record, messages), **_only(record, *_TEMPLATE)}

@@ -54,6 +54,20 @@ def read(tokenizer, tmp_path):
             "<system>S</s><user>?</s><assistant>f</s><tool>1</s><assistant>!</s>",
             "f</s>!</s>",
         ),
+        *(
+            (
+                {
+                    "conversations": [
+                        {"from": "human", "value": "?"},
+                        {"from": "function_call", "value": '{"name": "f"}', **keys},
+                        {"from": "gpt", "value": "!"},
+                    ]
+                },
+                "<user>?</s><assistant>f</s><assistant>!</s>",
+                "!</s>",
+            )
+            for keys in ({"weight": 0}, {"loss": False}, {"train": False})
+        ),
         (
             {"instruction": "Add.", "input": "2, 2", "output": "4", "text": "something else"},
             "<user>Add.\n\n2, 2</s><assistant>4</s>",
@@ -101,6 +115,13 @@ def test_each_format(read, example, text, learned):
         assert len(found) == 1
     else:
         assert found == [(text, learned)]
+
+
+def test_thoughts_before_a_tool_call(read):
+    call = {"from": "function_call", "value": '{"name": "f"}', "reasoning_content": "why"}
+    template = CALLS.replace("{% if m.content", "{{ m.reasoning_content }}{% if m.content", 1)
+    found, _ = read({"conversations": [{"from": "human", "value": "?"}, call]}, template=template)
+    assert found == [("<user>?</s><assistant>whyf</s>", "whyf</s>")]
 
 
 def test_alpaca_without_a_chat_template(read):
