@@ -346,7 +346,7 @@ class Encoder:
             if isinstance(item, Document):
                 yield item
                 continue
-            ids = encoded[i]
+            ids = drop_second_bos(self.tokenizer, encoded[i]) if item.special else encoded[i]
             if item.special and eos is not None and (not ids or ids[-1] != eos):
                 ids.append(eos)
             yield self._with_media(ids, item) if item.media else Document(ids)
@@ -437,6 +437,18 @@ def open_reader(reader: Any) -> tuple[Tokenizer, MediaReader]:
     if isinstance(reader, Processor):
         return reader.tokenizer, MediaReader(reader)
     return reader, MediaReader(None)
+
+
+def drop_second_bos(tokenizer: Tokenizer, ids: Any) -> Any:
+    """Return the token ids of a text without the BOS that the tokenizer added, if the text itself begins with BOS.
+
+    Args:
+        tokenizer: the tokenizer, which may add a BOS.
+        ids: the ids with the tokenizer's special tokens, a list or an array. ``~id`` is a token without a label.
+    """
+    bos = tokenizer.bos_token_id
+    is_repeated = bos is not None and [max(token, ~token) for token in ids[:2]] == [bos, bos]
+    return ids[1:] if is_repeated and tokenizer.encode("")[:1] == [bos] else ids
 
 
 def check_media_columns(

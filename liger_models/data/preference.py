@@ -12,6 +12,7 @@ from liger_models.data.batch import Batch, join_rows
 from liger_models.data.encoding import (
     check_characters,
     check_media_columns,
+    drop_second_bos,
     is_learned,
     is_messages,
     open_reader,
@@ -252,9 +253,9 @@ def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequen
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
     sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in answers]
-    sequences = [ids if ids[-1:] == end else ids + end for ids in sequences]
+    sequences = [drop_second_bos(tokenizer, ids if ids[-1:] == end else ids + end) for ids in sequences]
     prompt = tokenizer.encode(pair["prompt"])
-    prompt = prompt[:-1] if prompt[-1:] == end else prompt
+    prompt = drop_second_bos(tokenizer, prompt[:-1] if prompt[-1:] == end else prompt)
     # Both answers must have the same prompt, which therefore ends at the first token in which one of the sequences
     # differs from it.
     first = min(shared_prefix(prompt, ids) for ids in sequences)

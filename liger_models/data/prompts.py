@@ -17,6 +17,7 @@ from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import (
     check_characters,
     check_rendered,
+    drop_second_bos,
     is_messages,
     open_reader,
     read_messages,
@@ -124,7 +125,7 @@ class PromptDataset(PackedDataset):
             check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
             # The answer continues the prompt, so an end token after the prompt is removed.
-            ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+            ids = drop_second_bos(tokenizer, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids)
         else:
             if not is_messages(prompt):
                 raise ValueError(f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.")

@@ -14,7 +14,7 @@ from liger_models import PackedDataset, Tokenizer
 from liger_models.data.answers import AnswerDataset
 from liger_models.data.encoding import Encoder
 from liger_models.data.preference import encode_pair
-from liger_models.data.prompts import encode_prompt
+from liger_models.data.prompts import PromptDataset, encode_prompt
 
 from .examples import CHAT, counted, documents, write
 
@@ -289,6 +289,33 @@ def test_a_long_text_is_tokenized_in_windows(kind, monkeypatch):
     assert expected[0].ids[0] == 0
     assert expected[0].ids[-1] == 1
     assert 0 < sum(id < 0 for id in expected[2].ids) < len(expected[2].ids)
+
+
+@pytest.mark.parametrize("kind", ["words", "whole text"])
+def test_a_text_that_begins_with_bos_does_not_get_another(kind, monkeypatch, tmp_path):
+    """Neither in windows, nor beside a prompt, in a pair or as a prompt; a text with two keeps both."""
+    own = trained(kind)
+    plain, doubled = (own.encode(text, add_special_tokens=False) for text in ("<s>the</s>", "<s><s>the</s>"))
+    assert (plain[0], plain[1] != 0, doubled[:2]) == (0, True, [0, 0])
+    records = [("1", "<s>the</s>"), ("2", {"text": "<s><s>the"}), ("3", {"prompt": "<s>the", "completion": "re"})]
+    first, second, third = ([max(id, ~id) for id in document.ids] for document in Encoder(own, None).encode(records))
+    assert (first, second) == (plain, doubled)
+    assert third == own.encode("<s>there</s>", add_special_tokens=False)
+    for chosen, rejected in [encode_pair("1", {"prompt": "<s>the", "chosen": "re", "rejected": "n"}, own)]:
+        assert chosen.prompt + chosen.answer == third
+        assert rejected.prompt == chosen.prompt
+    rows = PromptDataset([{"prompt": "<s>the"}], own, length=8, cache_dir=tmp_path, progress=False).rows
+    assert rows[0]["ids"] == plain[:-1]
+
+    monkeypatch.setattr("liger_models.data.encoding.WINDOW_CHARACTERS", 1000)
+    monkeypatch.setattr("liger_models.data.encoding.OVERLAP_CHARACTERS", 300)
+    (document,) = Encoder(own, None).encode([("1", "<s>" + prose(5000))])
+    assert document.ids[0] == 0 != document.ids[1]
+
+    # A tokenizer that adds none leaves the text as it is.
+    own.backend.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    (document,) = Encoder(own, None).encode([("1", "<s><s>the")])
+    assert document.ids.tolist() == doubled
 
 
 def test_a_long_text_whose_windows_do_not_join_is_tokenized_as_a_whole(monkeypatch):
