@@ -85,7 +85,7 @@ def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
             messages.append({"role": "assistant", "content": None, **_only(turn, *_OF_TURN), **calls})
         else:
             messages.append({"role": role, "content": content, **_only(turn, *_OF_TURN)})
-    return {"messages": _with_system(record, messages), **_only(record, *_TEMPLATE)}
+    return {"messages": _with_system(where, record, messages), **_only(record, *_TEMPLATE)}
 
 
 def _read_calls(where: str, number: int, content: Any) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
         for question, answer in history:
             prompt += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         prompt.append({"role": "user", "content": f"{instruction}\n\n{context}" if context else instruction})
-        return {"prompt": _with_system(record, prompt), "completion": [{"role": "assistant", "content": output}]}
+        return {"prompt": _with_system(where, record, prompt), "completion": [{"role": "assistant", "content": output}]}
 
     # Without a chat template it becomes the text on which Alpaca was trained.
     unread = [name for name in ("system", "history") if record.get(name)]
@@ -153,7 +153,7 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
     have_messages = all(isinstance(answer, list) and answer and isinstance(answer[0], Mapping) for answer in answers)
     if isinstance(prompt, str) and have_messages:
         if all(answer[0].get("role") == "assistant" for answer in answers):
-            pair["prompt"] = _with_system(record, [{"role": "user", "content": prompt}])
+            pair["prompt"] = [{"role": "user", "content": prompt}]
         elif any(message.get("content") == prompt for message in answers[0][: shared_prefix(*answers)]):
             del pair["prompt"]
     # Messages as a prompt, and answers as texts, or as messages that begin with all of the prompt.
@@ -161,7 +161,24 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
         pair |= {name: [{"role": "assistant", "content": pair[name]}] for name in ANSWERS}
     elif isinstance(prompt, list) and have_messages and all(answer[: len(prompt)] == prompt for answer in answers):
         pair |= {name: pair[name][len(prompt) :] for name in ANSWERS}
+
+    # Without a prompt, the messages that both answers begin with are the prompt.
+    if "prompt" in pair:
+        pair["prompt"] = _whole_prompt(where, record, pair["prompt"])
+    elif have_messages:
+        pair |= {name: _with_system(where, record, pair[name]) for name in ANSWERS}
     return pair
+
+
+def _from_messages(where: str, record: Columns, chat: bool) -> Columns:
+    messages = record["messages"]
+    messages = messages if isinstance(messages, str) else _with_system(where, record, messages)
+    return {"messages": messages, **_only(record, *_TEMPLATE)}
+
+
+def _from_prompt(where: str, record: Columns, chat: bool) -> Columns:
+    example = _only(record, "prompt", "completion", "label", *_TEMPLATE)
+    return {**example, "prompt": _whole_prompt(where, record, example["prompt"])}
 
 
 def _are_turns(value: Any) -> bool:
@@ -169,9 +186,51 @@ def _are_turns(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "from" in value[0]
 
 
-def _with_system(record: Columns, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _whole_prompt(where: str, record: Columns, prompt: Any) -> Any:
+    """Return a prompt with the text of the column ``system``.
+
+    Raises:
+        ValueError: the prompt cannot have this text, or it lacks the text of the column ``input`` or ``context``.
+    """
+    # Beside an instruction or a question, these columns belong to it, and the prompt was made from them.
+    given = {} if _first(record, "instruction|question") else _only(record, "input", "context")
+    unread = [name for name, text in given.items() if isinstance(text, str) and text.strip() not in _text_of(prompt)]
+    if unread:
+        raise ValueError(
+            f"{where}: {' and '.join(unread)} must be in the prompt, because only an instruction or a question has "
+            "such a column. Write the text into the prompt, or remove the column."
+        )
+    return _with_system(where, record, prompt)
+
+
+def _with_system(where: str, record: Columns, prompt: Any) -> Any:
+    """Return messages that begin with the text of the column ``system``, unless they have this text already."""
     system = record.get("system")
-    return [{"role": "system", "content": system}, *messages] if system else messages
+    if not system or not (isinstance(prompt, str) or _are_messages(prompt)):
+        return prompt  # an error of the encoder names a prompt of another type
+    own = [prompt] if isinstance(prompt, str) else [message for message in prompt if message.get("role") == "system"]
+    if own and str(system).strip() in _text_of(own):
+        return prompt
+    if own:
+        kind = "is a text" if isinstance(prompt, str) else "has another system message"
+        raise ValueError(
+            f"{where}: system must be part of a prompt that {kind}, got {str(system)[:60]!r}. Write it into the "
+            "prompt, or remove the column."
+        )
+    return [{"role": "system", "content": system}, *prompt]
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
+
+
+def _text_of(prompt: Any) -> str:
+    """Return the text of a prompt, of messages, or of the parts of a message."""
+    if isinstance(prompt, Mapping):
+        return _text_of(_first(prompt, "content|text"))
+    if isinstance(prompt, list | tuple):
+        return "\n".join(map(_text_of, prompt))
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _first(columns: Columns, names: str) -> Any:
@@ -193,23 +252,29 @@ def _only(columns: Columns, *names: str) -> dict[str, Any]:
 
 ANSWERS = ("chosen", "rejected")
 _TEMPLATE = ("tools", "chat_template_kwargs")
+_OF_INSTRUCTION = ("input|context", "system", "history")
 _PAIRS = "Pairs train with objective dpo, orpo, cpo or simpo."
 _TEXTS = "Queries with documents train with objective embed or rerank."
 NEGATIVES = ("negative", "negatives", "neg", *(f"negative_{number}" for number in range(1, 65)))
 """Columns of hard negatives of a query: one document, or a list of them."""
 FORMATS = {
-    "chat": Format(("messages",), _TEMPLATE),
+    "chat": Format(("messages",), ("system", *_TEMPLATE), _from_messages),
     "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
     "preference": Format(
         ANSWERS,
-        ("prompt", "conversations|conversation", "instruction|question", "input|context", "system", *_TEMPLATE),
+        ("prompt", "conversations|conversation", "instruction|question", *_OF_INSTRUCTION, *_TEMPLATE),
         _from_preference,
         _PAIRS,
     ),
-    "kto": Format(("prompt", "completion", "label"), _TEMPLATE, todo="Labeled answers train with objective kto."),
-    "prompt-completion": Format(("prompt", "completion"), _TEMPLATE),
-    "alpaca": Format(("instruction", "output|response"), ("input", "context", "system", "history"), _from_alpaca),
-    "question-answer": Format(("question", "answer"), ("context",), _from_alpaca),
+    "kto": Format(
+        ("prompt", "completion", "label"),
+        ("input|context", "system", *_TEMPLATE),
+        _from_prompt,
+        "Labeled answers train with objective kto.",
+    ),
+    "prompt-completion": Format(("prompt", "completion"), ("input|context", "system", *_TEMPLATE), _from_prompt),
+    "alpaca": Format(("instruction", "output|response"), _OF_INSTRUCTION, _from_alpaca),
+    "question-answer": Format(("question", "answer"), _OF_INSTRUCTION, _from_alpaca),
     "text": Format(("text",)),
     "input_ids": Format(("input_ids",), TOKEN_COLUMNS),
     "scored-pair": Format(

@@ -117,6 +117,55 @@ def test_each_format(read, example, text, learned):
         assert found == [(text, learned)]
 
 
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"messages": [ASKED, ANSWERED]},
+        {"messages": [SYSTEM, ASKED, ANSWERED]},
+        {"messages": [{"role": "system", "content": [{"type": "text", "text": "S"}]}, ASKED, ANSWERED]},
+        {"prompt": [ASKED], "completion": [ANSWERED]},
+        {"prompt": [SYSTEM, ASKED], "completion": [ANSWERED]},
+        {"conversations": [{"from": "system", "value": "S"}, ASKED, ANSWERED]},
+    ],
+)
+def test_the_column_system(read, example):
+    """It becomes the first message once, also if a message has this text already."""
+    with_system = "<system>S</s><user>2 + 2?</s><assistant>4</s>"
+    assert read({**example, "system": "S"})[0] == [(with_system, "4</s>")]
+    want = read(example)[0]
+    for nothing in (None, ""):
+        assert read({**example, "system": nothing, "input": nothing, "context": nothing})[0] == want
+    other = [{**SYSTEM, "content": "T"}, *(turn for turn in next(iter(example.values())) if "user" in turn.values())]
+    with pytest.raises(ValueError, match=r"line 1: system must be part of a prompt that has another system message"):
+        read({**example, next(iter(example)): other, "system": "S"})
+
+
+def test_columns_that_a_prompt_of_text_must_have(read):
+    example = {"prompt": "S: 2 + 2 = ", "completion": "4"}
+    want = [("<s>S: 2 + 2 = 4</s>", "4</s>")]
+    without = {"system": "", "context": None}
+    for columns in ({"system": "S"}, {"input": "2 + 2"}, without, {"question": "T", "input": "U"}):
+        assert read({**example, **columns})[0] == want
+    for name in ("system", "input", "context"):
+        with pytest.raises(ValueError, match=rf"line 1: {name} must be .* [Ww]rite .* into the prompt, or remove"):
+            read({**example, name: "T"})
+
+
+def test_a_column_system_of_questions_in_parquet(tokenizer, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    record = {"question": "2 + 2?", "answer": "4", "system": "S", "history": [["a", "b"]]}
+    parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    own = Tokenizer(tokenizer.backend, {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CALLS})
+    options = {"length": 512, "cache_dir": tmp_path / "cache", "progress": False, "format": "question-answer"}
+    ((found,),) = (list(documents(batch)) for batch in PackedDataset(tmp_path / "a.parquet", own, **options))
+    want = "<system>S</s><user>a</s><assistant>b</s><user>2 + 2?</s><assistant>4</s>"
+    assert own.decode(found[0], skip_special_tokens=False) == want
+
+
 def test_thoughts_before_a_tool_call(read):
     call = {"from": "function_call", "value": '{"name": "f"}', "reasoning_content": "why"}
     template = CALLS.replace("{% if m.content", "{{ m.reasoning_content }}{% if m.content", 1)

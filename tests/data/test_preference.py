@@ -243,6 +243,23 @@ def test_pairs_as_data_sets_have_them(tokenizer, tmp_path):
     with_system = documents({"prompt": [system, user], "chosen": [yes], "rejected": [no]})
     assert documents({"system": "s", "question": "q", "chosen": "yes", "rejected": "no"}) == with_system
     assert documents({"prompt": "q", "chosen": [system, user, yes], "rejected": [system, user, no]}) == with_system
+    for pair in [
+        {"prompt": [user], "chosen": [yes], "rejected": [no]},
+        {"prompt": [user], "chosen": "yes", "rejected": "no"},
+        {"prompt": [user], "chosen": [user, yes], "rejected": [user, no]},
+        {"prompt": [system, user], "chosen": [yes], "rejected": [no]},
+        {"prompt": "q", "chosen": [yes], "rejected": [no]},
+        {"prompt": "q", "chosen": [user, yes], "rejected": [user, no]},
+        {"chosen": [user, yes], "rejected": [user, no]},
+        {"conversations": turns, "chosen": [yes], "rejected": [no]},
+    ]:
+        assert documents({**pair, "system": "s"}) == with_system, pair
+        assert documents({**pair, "system": "", "input": None}) == documents(pair)
+    text = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    assert documents({**text, "prompt": "s q", "system": "s", "input": "q"}) == documents({**text, "prompt": "s q"})
+    for name in ("system", "input", "context"):
+        with pytest.raises(ValueError, match=f"line 1: {name} must be .* into the prompt, or remove the column"):
+            documents({**text, name: "s"})
     with pytest.raises(ValueError, match="line 1: must be all texts or all messages, got chosen as messages"):
         documents({"prompt": "another", "chosen": [user, yes], "rejected": [user, no]})
     with pytest.raises(ValueError, match=r"got \['chosen', 'rejected'\]\. Split texts into prompt and answer"):
@@ -255,6 +272,13 @@ def test_pairs_as_data_sets_have_them(tokenizer, tmp_path):
     data = AnswerDataset(
         labeled, tokenizer, length=64, formats=["kto"], cache_dir=tmp_path, progress=False, shuffle=False
     )
+    labeled = [{"prompt": prompt, "completion": [yes], "label": True} for prompt in ([system, user], [user])]
+    labeled[1]["system"] = "s"
+    data_with_system = AnswerDataset(
+        labeled, tokenizer, length=64, formats=["kto"], cache_dir=tmp_path, progress=False, shuffle=False
+    )
+    first, second = (data_with_system.rows[number]["first"].tolist() for number in range(2))
+    assert first == second
     assert [int(row["second"]) for row in (data.rows[number] for number in range(3))] == [1, 0, 1]
 
 
