@@ -267,7 +267,9 @@ def load_state(
 
     Args:
         folder: folder of the run.
-        model, optimizer, scheduler, data: created as for a new run. An argument that is None is not restored.
+        model, optimizer, scheduler, data: created as for a new run. An argument that is None is not restored. The
+            optimizer's parameters may be in other groups than before. The saved options of a group, such as ``lr``,
+            go to the group of the same number; a group without saved options keeps its own.
         scaler: created as for a new run. It does not change if the checkpoint has no loss scale because the run was not
             in float16.
         step: step of the checkpoint. Default: the checkpoint that ``latest`` names, or the newest one if ``latest`` or
@@ -320,7 +322,7 @@ def load_state(
                     f"load_state: {name} must have a state in {checkpoint}, got none: save_state was called without "
                     "it. Leave it out."
                 )
-        paths = (metadata.planner_data or {}).values()
+        paths = [*(metadata.planner_data or {}).values()]
         with_state = {path[2] for path in paths if path[:2] == ("optimizer", "state")}  # names of parameters
 
     # Model and optimizer.
@@ -331,11 +333,17 @@ def load_state(
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
         with raise_on_all_ranks(group):
             check_optimizer(checkpoint, tensors["optimizer"]["state"], metadata)
-    parameters = [group["params"] for group in tensors.get("optimizer", {}).get("param_groups", [])]
+    groups = tensors.get("optimizer", {}).get("param_groups", [])
+    parameters = [options["params"] for options in groups]
+    # The saved options of a group go to the group of the same number. A group that was not saved keeps its own.
+    saved = {path[2] for path in paths if path[:2] == ("optimizer", "param_groups")}
+    if saved and groups:
+        tensors["optimizer"]["param_groups"] = [options for number, options in enumerate(groups) if number in saved]
     with _checkpoint_errors(checkpoint):
         load(tensors, checkpoint_id=checkpoint, process_group=group)
     if optimizer is not None:
-        for options, names in zip(tensors["optimizer"]["param_groups"], parameters, strict=True):
+        tensors["optimizer"]["param_groups"] = groups
+        for options, names in zip(groups, parameters, strict=True):
             # Loading has replaced the names by the saved ones. Some of the saved parameters may be frozen now.
             options["params"] = names
         optimizer.load_state_dict(tensors["optimizer"])

@@ -679,6 +679,25 @@ def test_lora_plus(folder):
         TrainOptions(model="m", data="d", output="o", lora_plus_ratio=2.0)
 
 
+def test_another_lora_plus_ratio_when_a_run_resumes(folder):
+    """The matrices B move by the new ratio times what they would have moved; a ratio may begin, change and end."""
+    options = {"lora_r": 4, "lr": 1e-3, "warmup": 0, "save_every": 1, "weight_decay": 0.0, "min_lr": 0.5}
+    first, adapters = folder / "ratio", {}
+    train_on(folder, "ratio", "sft", "text", steps=1, **options)
+    before = load_file(first / "adapter" / "adapter_model.safetensors")
+    for name, ratio in {"ratio-none": None, "ratio-8": 8.0}.items():
+        shutil.copytree(first, folder / name)
+        train_on(folder, name, "sft", "text", steps=2, lora_plus_ratio=ratio, **options)
+        adapters[name] = load_file(folder / name / "adapter" / "adapter_model.safetensors")
+    for key, start in before.items():
+        moved, plain = (adapters[name][key] - start for name in ("ratio-8", "ratio-none"))
+        assert plain.abs().max() > 1e-4
+        torch.testing.assert_close(moved, plain * (8 if "lora_B" in key else 1), rtol=1e-3, atol=1e-6)
+    for steps, ratio in ((3, 4.0), (4, None)):
+        train_on(folder, "ratio-8", "sft", "text", steps=steps, lora_plus_ratio=ratio, **options)
+    assert [line["step"] for line in log(folder / "ratio-8")] == [1, 2, 3, 4]
+
+
 def test_shares_of_several_files(folder):
     files = [str(folder / "text.jsonl"), str(folder / "text.jsonl")]
     train_on(folder, "shares", "pretrain", files, length=16, data_shares=[0.7, 0.3])
