@@ -281,6 +281,14 @@ def _encode_chats(
     # Without a prompt, the messages that both answers begin with are the prompt.
     has_prompt = pair.get("prompt") is not None
     shared = 0 if has_prompt else shared_prefix(*(pair[name] for name in answers))
+    shortest = min(answers, key=lambda name: len(pair[name]))
+    if not has_prompt and shared == len(pair[shortest]):
+        others = [name for name in answers if name != shortest and len(pair[name]) > shared]
+        fault = f"{shortest} is the beginning of {others[0]}" if others else "they are equal"
+        raise ValueError(
+            f"{where}: {' and '.join(answers)} must differ in their last messages, got: {fault}. Leave the pair out, or "
+            "write the messages before the answers into prompt."
+        )
     prompt = pair["prompt"] if has_prompt else pair[answers[0]][:shared]
     prompt, sources = media.place(where, prompt, columns)
     prompt = read_messages(f"{where}, prompt", prompt, media.kinds)

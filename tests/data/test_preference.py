@@ -140,6 +140,17 @@ def test_preference_batch_of_texts_that_share_a_token_with_their_prompt(tokenize
         ({"input_ids": torch.ones(2, 2), "completion_mask": torch.ones(2, 2)}, "attention_mask"),
         ({f"{name}_input_ids": torch.ones(1, 2) for name in ("prompt", "chosen", "rejected")}, "prompt_attention_mask"),
         ([{name: [{"role": "user", "content": "c"}] for name in ("prompt", "chosen", "rejected")}], "of the assistant"),
+        (
+            [{name: [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] for name in SIDES}],
+            "pair 1: chosen and rejected must differ in their last messages, got: they are equal",
+        ),
+        *(
+            (
+                [{long: [{"role": "user", "content": "a"}] * 2, short: [{"role": "user", "content": "a"}]}],
+                f"pair 1: chosen and rejected must differ .*, got: {short} is the beginning of {long}",
+            )
+            for long, short in (SIDES, SIDES[::-1])
+        ),
     ],
 )
 def test_preference_batch_says_what_is_wrong(pairs, message, tokenizer):
