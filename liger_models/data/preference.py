@@ -286,8 +286,8 @@ def _encode_chats(
         others = [name for name in answers if name != shortest and len(pair[name]) > shared]
         fault = f"{shortest} is the beginning of {others[0]}" if others else "they are equal"
         raise ValueError(
-            f"{where}: {' and '.join(answers)} must differ in their last messages, got: {fault}. Leave the pair out, or "
-            "write the messages before the answers into prompt."
+            f"{where}: {' and '.join(answers)} must differ in their last messages, got: {fault}. Leave the pair out, "
+            "or write the messages before the answers into prompt."
         )
     prompt = pair["prompt"] if has_prompt else pair[answers[0]][:shared]
     prompt, sources = media.place(where, prompt, columns)
