@@ -307,8 +307,11 @@ class Decoder(nn.Module):
             ValueError: a parameter is not initialized.
         """
         # One NaN per parameter shows which ones have not been written, in whatever way the others are.
-        weights = {name: weight.data for name, weight in self.named_parameters() if weight.is_floating_point()}
-        marked = {name: weight[(0,) * weight.dim()] for name, weight in weights.items() if weight.numel()}
+        marked = {
+            name: weight.data[(0,) * weight.dim()]
+            for name, weight in self.named_parameters()
+            if weight.is_floating_point() and weight.numel() and not weight.is_meta
+        }
         for first in marked.values():
             first.fill_(float("nan"))
         self.reset_parameters()
