@@ -159,8 +159,7 @@ class DraftRound:
 
     def __call__(self, model: Decoder) -> Round:
         """Run a round. The next call may overwrite the result."""
-        is_ready = self._called or self._state.is_ready(self._kind)
-        if self.captured and self._graph is None and is_ready:
+        if self.captured and self._graph is None and (self._called or self._state.is_ready(self._kind)):
             step = f"rollout: a round of {type(model).__name__} with drafts"
             generator = self.sampler.settings.generator
             with overlapping():

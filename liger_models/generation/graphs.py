@@ -272,10 +272,7 @@ class DecodeStep:
         # A graph reads its inputs from these two tensors, which have all rows of the cache, while B may be smaller.
         self._tokens.copy_(self.cache.of_rows(tokens)[:, None])
         self._positions.copy_(self.cache.of_rows(positions, -2))
-        state, cache = self.model_state, self.cache
-        kind = type(cache), cache.rows, cache.capacity, positions.dim(), self.records_routing, self.returns_hidden
-        is_ready = self._called or (state is not None and cache.is_settled and state.is_ready(kind))
-        if self.captured and self.graph is None and is_ready:
+        if self.captured and self.graph is None and self._is_ready():
             self._capture(model)
         if self.graph is not None:
             self.derived.refresh()  # the graph reads the tensors that only steps derive, and does not compute them
@@ -285,10 +282,20 @@ class DecodeStep:
         # The first call, and every call of a step that is not to be captured, is an ordinary forward.
         logits = self._run(model)
         self._called = True
-        self.captured = self.captured and cache.is_settled
-        if state is not None and self.captured:
-            state.add_step(kind)
+        self.captured = self.captured and self.cache.is_settled
+        if self.model_state is not None and self.captured:
+            self.model_state.add_step(self._kind())
         return logits[:B]
+
+    def _kind(self) -> Hashable:
+        """Return everything that the shapes of the step depend on, besides the model."""
+        cache, dims = self.cache, None if self._positions is None else self._positions.dim()
+        return type(cache), cache.rows, cache.capacity, dims, self.records_routing, self.returns_hidden
+
+    def _is_ready(self) -> bool:
+        """Whether the step can be captured without an ordinary call."""
+        state = self.model_state
+        return self._called or (state is not None and self.cache.is_settled and state.is_ready(self._kind()))
 
     def _run(self, model: Decoder) -> Tensor:
         self.cache.step()

@@ -76,7 +76,7 @@ class ModelState:
         self._steps: dict[Hashable, int] = {}
         """Maps kinds of steps that have run to the result of `num_derived` afterwards."""
         self.cached: DecodeCache | None = None
-        """What the layers cache for one token, on the meta device; None if no token has run yet."""
+        """The cache of a single token, with tensors on the meta device; None until a rollout has run the token."""
 
     def add_step(self, kind: Hashable) -> None:
         """Note that a step has run, so that its kernels are compiled. The kind determines the shapes of the step."""
