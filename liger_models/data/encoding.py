@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from liger_models.base.processor import Processor
-from liger_models.data.formats import DOCUMENTS, Formats
+from liger_models.data.formats import DOCUMENTS, Formats, is_messages
 from liger_models.data.media import BrokenMediaError, Columns, FileState, MediaReader, MediaSource, Medium
 from liger_models.data.sources import MEDIA_COLUMNS, Record, to_plain
 from liger_models.text.chat import Rendering, Span, answer_mask
@@ -692,11 +692,6 @@ def _media_in(part: Mapping[str, Any]) -> list[str]:
     """Return the type and the keys of a part of a message that name an image, a video or audio."""
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
-
-
-def is_messages(value: Any) -> bool:
-    """Return whether a value is a list of messages."""
-    return isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
 
 
 def is_empty(value: Any) -> bool:

@@ -206,7 +206,7 @@ def _whole_prompt(where: str, record: Columns, prompt: Any) -> Any:
 def _with_system(where: str, record: Columns, prompt: Any) -> Any:
     """Return messages that begin with the text of the column ``system``, unless they have this text already."""
     system = record.get("system")
-    if not system or not (isinstance(prompt, str) or _are_messages(prompt)):
+    if not system or not (isinstance(prompt, str) or is_messages(prompt)):
         return prompt  # an error of the encoder names a prompt of another type
     own = [prompt] if isinstance(prompt, str) else [message for message in prompt if message.get("role") == "system"]
     if own and str(system).strip() in _text_of(own):
@@ -220,7 +220,8 @@ def _with_system(where: str, record: Columns, prompt: Any) -> Any:
     return [{"role": "system", "content": system}, *prompt]
 
 
-def _are_messages(value: Any) -> bool:
+def is_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages."""
     return isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
 
 

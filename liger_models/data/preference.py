@@ -14,12 +14,11 @@ from liger_models.data.encoding import (
     check_media_columns,
     drop_second_bos,
     is_learned,
-    is_messages,
     open_reader,
     read_messages,
     render_examples,
 )
-from liger_models.data.formats import ANSWERS
+from liger_models.data.formats import ANSWERS, is_messages
 from liger_models.data.media import Columns, MediaReader, Medium
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import MEDIA_COLUMNS

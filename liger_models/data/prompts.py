@@ -18,12 +18,11 @@ from liger_models.data.encoding import (
     check_characters,
     check_rendered,
     drop_second_bos,
-    is_messages,
     open_reader,
     read_messages,
     read_variables,
 )
-from liger_models.data.formats import mark_learned
+from liger_models.data.formats import is_messages, mark_learned
 from liger_models.data.media import BrokenMediaError, Medium
 from liger_models.data.packing import PackedRows
 from liger_models.data.pixels import make_pixels
