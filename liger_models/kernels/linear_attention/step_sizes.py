@@ -81,7 +81,8 @@ def step_sizes(
     """
     check_floating("step_sizes", dt=dt, A_log=A_log, dt_bias=dt_bias)
     inputs = dt, A_log, dt_bias
-    if use_triton(dt) and {x.dtype for x in inputs} <= set(TRITON_DTYPES) and not is_differentiable(*inputs):
+    # The dtypes first, because use_triton() refuses fp64.
+    if {x.dtype for x in inputs} <= set(TRITON_DTYPES) and use_triton(dt) and not is_differentiable(*inputs):
         return FORWARD(*inputs, *limits)
     dtype = torch.promote_types(dt.dtype, torch.float32)
     delta = F.softplus(dt.to(dtype) + dt_bias.to(dtype))

@@ -43,8 +43,8 @@ def test_opcheck(kernel_device):
     opcheck(torch.ops.liger_models.step_sizes, (*make(torch.float32, kernel_device), 0.001, 0.1))
 
 
-def test_fp64_stays_fp64():
-    dt, A_log, bias = make(torch.float64, "cpu")
+def test_fp64_stays_fp64(kernel_device):
+    dt, A_log, bias = make(torch.float64, kernel_device)
     assert torch.equal(step_sizes(dt, A_log, bias)[0], F.softplus(dt + bias))
     with pytest.raises(TypeError, match="step_sizes: A_log must be a floating-point tensor"):
         step_sizes(dt, A_log.long(), bias)
