@@ -114,7 +114,7 @@ def installed(needs: str) -> bool:
 
 def named(path: str, *rest: Any, **options: Any) -> Function:
     """The function at ``module:attribute``, imported on its first call. ``rest`` follows its arguments."""
-    return lambda *inputs: load(path)(*inputs, *rest, **options)
+    return lambda *inputs, **others: load(path)(*inputs, *rest, **options, **others)
 
 
 def liger(name: str, *rest: Any) -> Function:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, repeated_images
+from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, insert_tokens, repeated_images
 from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -229,8 +229,8 @@ class GridImageModel(VisionLanguageModel):
 
         def insert(base: Tensor, tokens: Tensor) -> Tensor:
             """Return ``base`` [B, T, C] with the tokens in place of their placeholders."""
-            for part, (_, _, here) in zip(tokens.to(base.dtype).split(counts), media, strict=True):
-                base = base.masked_scatter(here[..., None], part)
+            for part, (_, _, here) in zip(tokens.split(counts), media, strict=True):
+                base = insert_tokens(base, here, part)
             return base
 
         return insert(embeds, tokens), [insert(torch.zeros_like(embeds), level) for level in levels]

@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, check_placeholders, repeated_images
+from liger_models.base.vision_language import (
+    VisionLanguageModel,
+    check_input_ids,
+    check_placeholders,
+    insert_tokens,
+    repeated_images,
+)
 from liger_models.common.errors import check_tensors, is_traced
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
@@ -61,10 +67,13 @@ class ImageTokenModel(VisionLanguageModel):
             inputs = self.layout_inputs(input_ids, embeds, shape[1])
             return self.run(embeds, self.layout(shape, embeds, **batch, **inputs), **options)
 
-        # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values.
+        # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values. The check
+        # waits for the device, which is still busy with the tower if the tower runs before the check. Only a tower that
+        # takes pixels alone may run on unchecked inputs.
         check_input_ids(input_ids)
         places = input_ids == self.placeholder_id  # [B, T]
         decoding = cache is not None and cache.length > 0 and images is None
+        tokens = self.visual(*images) if images is not None and len(images) == 1 else None
         if not decoding and not is_traced():
             self.check_images(input_ids, places, images, cu_seqlens)
         if images is not None and self.images_are_bidirectional:
@@ -77,7 +86,7 @@ class ImageTokenModel(VisionLanguageModel):
             # All ranks must gather the weights of a sharded tower together, even if only some ranks have images.
             images, places = self.blank_image(embeds), torch.zeros_like(places)
         if images is not None:
-            embeds = embeds.masked_scatter(places[..., None], self.visual(*images).to(embeds.dtype))
+            embeds = insert_tokens(embeds, places, self.visual(*images) if tokens is None else tokens)
 
         # The rest is the language model's forward on these embeddings.
         shape = embeds.shape[0], embeds.shape[1]

@@ -89,6 +89,40 @@ class VisionLanguageModel(CausalLM):
         return super().current_assets() | (processor.changed_files() if processor else {})
 
 
+class _Insert(torch.autograd.Function):
+    """`insert_tokens`. The backward of ``masked_scatter`` would wait for the device, to count the placeholders."""
+
+    @staticmethod
+    def forward(ctx: Any, embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = len(tokens)
+        return embeds.masked_scatter(places[..., None], tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        embeds = tokens = None
+        if ctx.needs_input_grad[0]:
+            embeds = grad.masked_fill(places[..., None], 0)
+        if ctx.needs_input_grad[2]:
+            # The row of each token in [B · T, C], or −1 for tokens without a placeholder.
+            rows = places.flatten().nonzero_static(size=ctx.count)[:, 0]
+            tokens = grad.flatten(0, 1)[rows.clamp(min=0)].masked_fill((rows < 0)[:, None], 0)
+        return embeds, None, tokens
+
+
+def insert_tokens(embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    """Return embeddings with image tokens in place of their placeholders, without waiting for the device.
+
+    Args:
+        embeds: [B, T, C].
+        places: [B, T] bool, where the placeholders are.
+        tokens: [n, C] in any dtype, with at least as many rows as there are placeholders. Later rows are ignored.
+    """
+    inserted: Tensor = _Insert.apply(embeds, places, tokens.to(embeds.dtype))
+    return inserted
+
+
 def check_input_ids(input_ids: Tensor) -> None:
     """Raise ValueError unless token ids are integers [B, T]."""
     check_integers(input_ids=input_ids)

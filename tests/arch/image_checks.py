@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_models import KernelOptions
 from liger_models.base.causal_lm import CausalLM
@@ -14,11 +15,31 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from .families import LIMIT, assert_same_gradients, error, fp64_twin, gradients_of, is_tower, load, make_folder
 
 
+class Waits(TorchDispatchMode):
+    """Collects the operations for whose results the host waits, if the tensors are on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "masked_select", "nonzero") or name.startswith(("_unique", "unique")):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
 def assert_policies_and_frozen_parts(model: CausalLM, ids: Tensor, **batch: Tensor) -> None:
-    """Every policy has the same gradients, and so has the tower, or the rest of the model, if it alone is trained."""
+    """Every policy has the same gradients, and so has the tower, or the rest of the model, if it alone is trained.
+
+    The host never waits for the device in the backward.
+    """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     run = lambda: model(ids, **batch).loss.backward()
-    run()
+    loss = model(ids, **batch).loss
+    with Waits() as waits:
+        loss.backward()
+    assert not waits.names
     every = gradients_of(model)
     for policy in CHECKPOINTING_POLICIES[1:]:
         model.zero_grad()

@@ -218,9 +218,10 @@ class LigerMllama(VisionLanguageModel):
         counts = [0, *(rows * columns for rows, columns in vision.supported_aspect_ratios)]
         used = number < torch.tensor(counts, device=pixels.device)[ratios][..., None]  # [B, M, tiles]
         # Run the tower only on existing images. The tokens of missing images are zeros: [B, M · tiles · N, C].
-        features = self.visual(pixels[real], ratios[real], used[real])  # [n, tokens, C]
-        tokens = features.new_zeros(*real.shape, *features.shape[1:])
-        tokens = tokens.masked_scatter(real[..., None, None], features).flatten(1, 2)
+        order = real.flatten().nonzero()[:, 0]  # [n]; once, because the host waits for the device
+        features = self.visual(*(x.flatten(0, 1)[order] for x in (pixels, ratios, used)))  # [n, tokens, C]
+        tokens = features.new_zeros(real.numel(), *features.shape[1:]).index_copy(0, order, features)
+        tokens = tokens.unflatten(0, real.shape).flatten(1, 2)
         # The caller's mask, if given, replaces the tiles found by placeholders. Its last row is repeated for later
         # tokens.
         seen, in_document = tiles_seen(here, real, used, cu_seqlens)
