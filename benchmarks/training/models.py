@@ -189,6 +189,7 @@ def flops_per_token(config: dict, T: int) -> float:
     C, F, H = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     D = config.get("head_dim") or C // H
     G = config.get("num_key_value_heads") or H
+    F = sum(F) / len(F) if isinstance(F, list) else F  # Gemma 3n has one for each layer
     layer = C * (H + 2 * G) * D + H * D * C + 3 * C * F
     products = config["num_hidden_layers"] * layer + C * config["vocab_size"]
     attention = config["num_hidden_layers"] * H * D * T  # half of the pairs, for q · k and for p · v
