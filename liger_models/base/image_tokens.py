@@ -68,8 +68,7 @@ class ImageTokenModel(VisionLanguageModel):
             return self.run(embeds, self.layout(shape, embeds, **batch, **inputs), **options)
 
         # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values. The check
-        # waits for the device, which is still busy with the tower if the tower runs before the check. Only a tower that
-        # takes pixels alone may run on unchecked inputs.
+        # waits for the device. A tower that takes pixels alone runs before the check, so that the device is busy.
         check_input_ids(input_ids)
         places = input_ids == self.placeholder_id  # [B, T]
         decoding = cache is not None and cache.length > 0 and images is None
