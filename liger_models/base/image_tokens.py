@@ -67,8 +67,8 @@ class ImageTokenModel(VisionLanguageModel):
             inputs = self.layout_inputs(input_ids, embeds, shape[1])
             return self.run(embeds, self.layout(shape, embeds, **batch, **inputs), **options)
 
-        # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values. The check
-        # waits for the device. A tower that takes pixels alone runs before the check, so that the device is busy.
+        # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values. The host
+        # waits in the check, so a tower that takes pixels alone runs before it, to keep the device busy.
         check_input_ids(input_ids)
         places = input_ids == self.placeholder_id  # [B, T]
         decoding = cache is not None and cache.length > 0 and images is None
