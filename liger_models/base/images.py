@@ -363,11 +363,12 @@ class Normalize:
 
     def __init__(self, settings: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> None:
         self.factor = _numbers("rescale_factor", _setting(settings, "rescale_factor", 1 / 255), positive=True)[0]
-        if _setting(settings, "do_rescale", True) is False:
+        # In transformers, null switches a step off.
+        if not settings.get("do_rescale", True):
             self.factor = 1.0
 
         # Without normalization the mean is 0 and the standard deviation 1.
-        normalizes = _setting(settings, "do_normalize", True)
+        normalizes = settings.get("do_normalize", True)
         means = _setting(settings, "image_mean", mean) if normalizes else [0.0] * 3
         stds = _setting(settings, "image_std", std) if normalizes else [1.0] * 3
         numbers = _numbers("image_mean", means), _numbers("image_std", stds, positive=True)
@@ -518,7 +519,15 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
-    """Raise ValueError if preprocessor_config.json differs from ``fixed``, the only implemented values."""
+    """Raise ValueError if preprocessor_config.json differs from ``fixed``, the only implemented values.
+
+    As in transformers, null switches a step of `STEPS` off. For all other keys, null stands for the default.
+    """
     for key, value in fixed.items():
-        if settings.get(key, value) not in (value, None):
-            raise ValueError(f"preprocessor_config.json: {key} must be {value!r}, got {settings.get(key)!r}.")
+        found = settings.get(key, value)
+        if found != value and (found is not None or key in STEPS):
+            raise ValueError(f"preprocessor_config.json: {key} must be {value!r}, got {found!r}.")
+
+
+STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
+"""Settings that switch a step of transformers' image processors on."""

@@ -243,7 +243,9 @@ def test_normalize_is_transformers():
         scaled = rescale(pixels.numpy(), settings.get("rescale_factor", 1 / 255))
         given = settings.get("image_mean") or mean, settings.get("image_std", std)
         assert torch.equal(got, torch.from_numpy(normalize(scaled, *given, input_data_format="channels_first")))
-    assert torch.equal(Normalize({"do_normalize": False, "do_rescale": False}, mean, std)(pixels), pixels.float())
+    for off in (False, None):
+        settings = {"do_normalize": off, "do_rescale": off}
+        assert torch.equal(Normalize(settings, mean, std)(pixels), pixels.float())
 
 
 def test_every_level_is_normalized_alike_in_every_layout():
@@ -302,6 +304,8 @@ def test_settings_that_are_not_computed():
     check_settings({"do_resize": True, "resample": None}, do_resize=True, resample=3)
     with pytest.raises(ValueError, match=r"preprocessor_config.json: resample must be 3, got 2\."):
         check_settings({"resample": 2}, resample=3)
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: do_resize must be True, got None\."):
+        check_settings({"do_resize": None}, do_resize=True)
 
 
 def test_settings_of_transformers_5_come_first():

@@ -27,7 +27,7 @@ SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utte
 SIZES = [(40, 30), (1, 1000), (1000, 1), (16, 16), (64, 64), (300, 200), (33, 57), (90, 70), (5, 5), (63, 64)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"size": {"longest_edge": 33}}, {"do_image_splitting": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"size": {"longest_edge": 33}}, {"do_image_splitting": None}], ids=str)
 def test_pixels_are_transformers_bit_for_bit(settings):
     """Also of gray images, of images in CMYK, and of images in a palette."""
     settings = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 16}, **settings}
@@ -128,6 +128,7 @@ def test_what_does_not_fit_is_named():
         ({"max_image_size": {"longest_edge": 32}}, "max_image_size must be {'longest_edge': 16}, got"),
         ({"do_pad": False}, "do_pad must be True, got False"),
         ({"size": {"height": 16, "width": 16}}, "size must be a positive longest_edge, got"),
+        ({"size": 32}, "size must be a positive longest_edge, got 32"),
     ):
         with pytest.raises(ValueError, match=message):
             _ = make(**settings).processor

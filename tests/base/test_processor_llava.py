@@ -45,7 +45,11 @@ def make(model_type="llava", **settings):
     return model
 
 
-@pytest.mark.parametrize("more", [{}, {"size": {"shortest_edge": 21}}, {"do_pad": True}], ids=["", "larger", "pad"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"size": {"shortest_edge": 21}}, {"do_pad": True}, {"image_mean": 0.4}],
+    ids=["", "larger", "pad", "gray mean"],
+)
 def test_pixels_are_transformers_bit_for_bit(more):
     settings = SETTINGS | more
     images = [picture(*size, seed=i) for i, size in enumerate([*test_pixtral.SIZES, (15, 17), (300, 200)])]
@@ -96,7 +100,13 @@ def test_what_does_not_fit_is_named():
         model.processor(["<image>"])
     with pytest.raises(ValueError, match="must leave room for all image tokens, got 5, which cuts off"):
         model.processor(["Hi <image>"], images=[picture(30, 30)], truncation=True, max_length=5, bos=False)
-    for wrong in ({"crop_size": {"height": 14, "width": 14}}, {"size": {"shortest_edge": 15}}, {"size": None}):
+    for wrong in (
+        {"crop_size": {"height": 14, "width": 14}},
+        {"crop_size": {"height": 16, "width": 32}},
+        {"size": {"shortest_edge": 15}},
+        {"size": {"shortest_edge": 16, "longest_edge": 32}},
+        {"size": None},
+    ):
         with pytest.raises(ValueError, match="crop_size must be 16, as in the tower, and size must have a"):
             _ = make(**wrong).processor
     model = make()

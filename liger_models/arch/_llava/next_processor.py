@@ -46,7 +46,8 @@ class LlavaNextImages(ImageConverter):
             settings, do_resize=True, do_convert_rgb=True, do_center_crop=True, do_pad=True, resample=BICUBIC,
             image_grid_pinpoints=config.image_grid_pinpoints,
         )  # fmt: skip
-        sizes = side_of(settings, "size", "shortest_edge", "height"), side_of(settings, "crop_size", "height")
+        names = ("shortest_edge", "height", "width")
+        sizes = side_of(settings, "size", *names), side_of(settings, "crop_size", *names[1:])
         if sizes != (side, side):
             raise ValueError(
                 f"preprocessor_config.json: size and crop_size must be {side}, as in the tower, got "

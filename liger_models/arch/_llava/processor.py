@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 
 
 def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
-    """Read a size of preprocessor_config.json, which is a number or has one of ``names``; None if it is missing."""
+    """Read a size of preprocessor_config.json, which is a number or has some of ``names``.
+
+    The result is None if the size is missing, or if the values of ``names`` differ.
+    """
     value = settings.get(key)
     if isinstance(value, Mapping):
-        value = next((value[name] for name in names if value.get(name) is not None), None)
+        values = {value[name] for name in names if value.get(name) is not None}
+        value = values.pop() if len(values) == 1 else None
     return value if isinstance(value, int) else None
 
 
@@ -49,18 +53,20 @@ class LlavaImages(ImageConverter):
 
     def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
         check_settings(settings, do_resize=True, do_convert_rgb=True, do_center_crop=True, resample=BICUBIC)
+        size = settings.get("size")
         shortest = side_of(settings, "size", "shortest_edge")
-        crop = side_of(settings, "crop_size", "height")
-        if crop != image_size or shortest is None or shortest < image_size:
+        crop = side_of(settings, "crop_size", "height", "width")
+        limited = isinstance(size, Mapping) and size.get("longest_edge") is not None
+        if crop != image_size or shortest is None or shortest < image_size or limited:
             raise ValueError(
                 f"preprocessor_config.json: crop_size must be {image_size}, as in the tower, and size must have a "
-                f"shortest_edge of at least this, got {settings.get('crop_size')} and {settings.get('size')}."
+                f"shortest_edge of at least this and no longest_edge, got {settings.get('crop_size')} and {size}."
             )
         self.size, self.shortest, self.pads = image_size, shortest, bool(settings.get("do_pad"))
         self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
         # transformers pads with the mean color.
         means = settings.get("image_mean") or CLIP_MEAN
-        self.background = tuple(int(mean * 255) for mean in means)
+        self.background = tuple(int(mean * 255) for mean in (means if isinstance(means, Sequence) else [means] * 3))
 
     def __repr__(self) -> str:
         return f"LlavaImages(size={self.size}, shortest={self.shortest}, pads={self.pads})"

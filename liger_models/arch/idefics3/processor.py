@@ -83,10 +83,11 @@ class Idefics3Images(ImageConverter):
             max_image_size={"longest_edge": image_size},
         )  # fmt: skip
         size = settings.get("size") or {"longest_edge": 4 * 364}
-        if set(size) != {"longest_edge"} or not (isinstance(size["longest_edge"], int) and size["longest_edge"] > 0):
+        longest = size.get("longest_edge") if isinstance(size, Mapping) and len(size) == 1 else None
+        if not (isinstance(longest, int) and longest > 0):
             raise ValueError(f"preprocessor_config.json: size must be a positive longest_edge, got {size}.")
-        self.side, self.longest_edge = image_size, size["longest_edge"]
-        self.splits = settings.get("do_image_splitting") is not False
+        self.side, self.longest_edge = image_size, longest
+        self.splits = bool(settings.get("do_image_splitting", True))
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
         self.as_read = self.settings()
 
