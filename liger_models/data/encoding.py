@@ -132,11 +132,13 @@ class Encoder:
         reads = (self.fields, self.formats.allowed, self.formats.format, multi_turn, on_unrendered)
         self.key: Any = [READING, type(self).__name__, *reads, max_samples]
 
+        # Not every name of a placeholder has one of these words: Mistral's is [IMG].
         added = self.tokenizer.backend.get_added_tokens_decoder()
+        own = () if self.processor is None else self.processor.media_tokens
         self._placeholders = {
             token.content: id
             for id, token in added.items()
-            if token.special and any(name in token.content for name in MEDIA)
+            if token.content in own or (token.special and any(name in token.content for name in MEDIA))
         }
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:

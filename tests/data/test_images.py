@@ -434,6 +434,8 @@ def test_what_cannot_be_read_is_refused(qwen, make, tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"example 1: .*{message}"):
             make([row], qwen)
+    with pytest.raises(ValueError, match=r"example 1: a text must be without images, got \[IMG\]"):
+        make([{"messages": chat(question="[IMG]")}], make_model("mistral3"))
     with pytest.raises(ValueError, match="a part of type image must not have a size of its own, got max_pixels"):
         make([sized("max_pixels", 64)], make_model("gemma3"))
     clip = {"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}, ANSWER]}
