@@ -38,8 +38,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
 
     Raises:
         TypeError: ``source`` is none of these.
-        ValueError: ``source`` is a URL of another scheme, a data URI that cannot be decoded, or a mapping without an
-            image.
+        ValueError: ``source`` is a URL of another scheme, a data URI that cannot be decoded, a text that is too long
+            for a path, or a mapping without an image.
     """
     # Mappings, bytes, paths and PIL images.
     if isinstance(source, Mapping):
@@ -62,6 +62,11 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     # A path, unless the text has the scheme of a data URI or of a URL.
     scheme = re.match(r"(?i)(data):|([a-z][a-z0-9+.-]*)://", source)
     if scheme is None:
+        if len(source) > LONGEST_PATH:
+            raise ValueError(
+                f"open_image: a path must have at most {LONGEST_PATH} characters, got {len(source)}: {source[:40]}... "
+                "If it is base64, put data:image/png;base64, in front of it."
+            )
         return Path(source)
 
     # The content of a data URI, percent-encoded or in base64.
@@ -87,6 +92,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     return Path(url2pathname(url.path))
 
 
+LONGEST_PATH = 4096
+"""Linux's limit of the length of a path. The system's error for a longer path would contain the whole text."""
 _SPELLINGS = "a PIL image, a path, a file:// URL, a data URI or a file's bytes"
 
 

@@ -157,6 +157,8 @@ def test_sizes_of_images_that_turn_late(orientation, monkeypatch):
 def test_sizes_of_what_is_no_image(tmp_path, monkeypatch):
     assert image_size(picture(7, 5)) == image_size(encoded(picture(7, 5))) == (7, 5)
     assert image_size(encoded(picture(64, 64))[:200]) == (64, 64)  # only the header is read
+    with pytest.raises(ValueError, match=r"at most 4096 characters, got 9000: iVBO(rw0K){9}\.\.\. If it is base64"):
+        read_image("iVBO" + "rw0K" * 2249)
     with pytest.raises(ValueError, match="5 bytes must be a whole image file"):
         image_size(b"nonsense"[:5])
     with pytest.raises(FileNotFoundError):
