@@ -37,6 +37,7 @@ class ImageTokenModel(VisionLanguageModel):
         images: tuple[Tensor, ...] | None,
         *,
         prefix: Tensor | None = None,
+        types: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -51,10 +52,13 @@ class ImageTokenModel(VisionLanguageModel):
             images: arguments of the tower; None without images.
             prefix: [B, T] bool, the tokens at the start of each document that attend to each other in both directions.
                 Default: none.
+            types: [B, T] integers, 1 at image tokens. They are read only with ``inputs_embeds``, which do not show
+                where the images are.
             position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`.
 
         Raises:
-            ValueError: there are images without ``input_ids``, or placeholders that do not match the images.
+            ValueError: there are images without ``input_ids``, placeholders that do not match the images, or types of
+                another shape than the tokens.
         """
         batch: dict[str, Any] = {"position_ids": position_ids, "attention_mask": attention_mask, "cache": cache}
         batch["cu_seqlens"] = cu_seqlens = take_cu_seqlens(cu_seqlens, options)
@@ -64,6 +68,10 @@ class ImageTokenModel(VisionLanguageModel):
             if images is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
             embeds, shape = self.embed(input_ids, inputs_embeds)
+            if types is not None and self.images_are_bidirectional:
+                if tuple(types.shape) != tuple(shape):
+                    raise ValueError(f"forward: token types must be {list(shape)}, got {list(types.shape)}.")
+                batch["visible_until"] = ends_of_runs(types == 1)
             inputs = self.layout_inputs(input_ids, embeds, shape[1])
             return self.run(embeds, self.layout(shape, embeds, **batch, **inputs), **options)
 

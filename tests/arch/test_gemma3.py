@@ -94,6 +94,18 @@ def test_logits_loss_and_gradients(pair):
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 
+@one_case
+def test_token_types_show_where_images_are_in_embeddings(pair):
+    _, _, theirs, ours = pair
+    _, types, _, _, _ = make(ours, ROWS[:1])
+    embeds = torch.randn(*types.shape, ours.config.hidden_size)
+    with torch.no_grad():
+        want = theirs(inputs_embeds=embeds, token_type_ids=types).logits
+        assert error(ours(inputs_embeds=embeds, token_type_ids=types).logits, want) <= LIMIT
+    with pytest.raises(ValueError, match=r"token types must be \[1, 52\], got \[1, 51\]"):
+        ours(inputs_embeds=embeds, token_type_ids=types[:, 1:])
+
+
 @one_case_each
 def test_packed_documents_are_separate_documents(pair):
     _, _, theirs, ours = pair

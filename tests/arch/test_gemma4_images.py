@@ -87,6 +87,16 @@ def test_logits_loss_and_gradients(pair):
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 
+@pytest.mark.parametrize("pair", [("gemma4", "experts")], indirect=True, ids="-".join)
+def test_token_types_show_where_images_are_in_embeddings(pair):
+    _, _, theirs, ours = pair
+    *_, types = make(ours, ROWS[:1])
+    embeds = torch.randn(*types["mm_token_type_ids"].shape, ours.config.hidden_size)
+    with torch.no_grad():
+        want = theirs(inputs_embeds=embeds, **types).logits
+        assert error(ours(inputs_embeds=embeds, **types).logits, want) <= LIMIT
+
+
 def changed(root, tmp_path, variant, value):
     """A checkpoint with other values of the tower's constants: their names -> tensors by ``value(name, tensor)``."""
     folder = make_folder("gemma4", variant, root)

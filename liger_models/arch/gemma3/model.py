@@ -36,9 +36,10 @@ class LigerGemma3(EqualImageModel, Gemma3Decoder):
     def forward(self, input_ids: Tensor | None = None, *, token_type_ids: Any = None, **options: Any) -> CausalLMOutput:
         """See `EqualImageModel.forward`.
 
-        ``token_type_ids`` are ignored. They are accepted because the processor of transformers returns them.
+        ``token_type_ids`` [B, T], which are 1 at image tokens, are read only with ``inputs_embeds``. Otherwise the
+        placeholders in ``input_ids`` show where the images are.
         """
-        return super().forward(input_ids, **options)
+        return super().forward(input_ids, types=token_type_ids, **options)
 
     def tokens_of(self, pixels: Tensor | None) -> int:
         """See `EqualImageModel.tokens_of`."""

@@ -72,7 +72,8 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
             pixel_values: [images, P, 3 · patch size²], the patches of each image, from 0 to 1, in the order of the
                 text; padding last.
             image_position_ids: [images, P, 2] int64, column and row of each patch, −1 for padding.
-            mm_token_type_ids: ignored; accepted because the processor of transformers returns it.
+            mm_token_type_ids: [B, T] integers, 1 at image tokens. They are read only with ``inputs_embeds``; otherwise
+                the placeholders in ``input_ids`` show where the images are.
             options: as in `Decoder.forward`; images need ``input_ids``.
 
         Returns:
@@ -87,7 +88,8 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
                 raise ValueError(
                     f"forward: {name} must be left out, got some. The model takes texts and images, and no {medium}."
                 )
-        return self.run_with_images(input_ids, self._checked_images(pixel_values, image_position_ids), **options)
+        images = self._checked_images(pixel_values, image_position_ids)
+        return self.run_with_images(input_ids, images, types=mm_token_type_ids, **options)
 
     def _checked_images(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return the patches and their positions, or None if there are no images."""
