@@ -9,8 +9,10 @@ import dataclasses
 import pytest
 import torch
 
+from liger_models.arch import get_arch
 from liger_models.arch.mllama import cross_attention
 from liger_models.arch.mllama.cross_attention import tiles_seen
+from liger_models.convert.config_map import read_config
 from liger_models.layers.kv_cache import DecodeCache
 
 from ..late import Late
@@ -330,3 +332,9 @@ def test_what_does_not_fit_is_named(pair):
             dataclasses.replace(ours.config.vision_config, **changes)
     with pytest.raises(ValueError, match=r"below num_hidden_layers \(4\), got \[4\]"):
         dataclasses.replace(ours.config, cross_attention_layers=[4])
+
+
+def test_other_spellings_of_a_configuration():
+    config_class = get_arch("mllama").config_class
+    config = read_config(config_class, {"model_type": "mllama", "image_token_id": 77}, strict=True)
+    assert config == dataclasses.replace(config_class(), image_token_index=77)

@@ -20,8 +20,13 @@ TOP = ("image_token_index", "vision_config")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and rename ``dropout`` to ``attention_dropout``."""
-    text = {"attention_dropout" if key == "dropout" else key: value for key, value in hf["text_config"].items()}
+    """Move the keys of ``text_config`` to the top, and rename ``dropout`` to ``attention_dropout``.
+
+    ``image_token_id`` is also accepted for ``image_token_index``.
+    """
+    hf = {"image_token_index" if key == "image_token_id" else key: value for key, value in hf.items()}
+    text = hf.get("text_config") or {}
+    text = {"attention_dropout" if key == "dropout" else key: value for key, value in text.items()}
     # transformers never ties the head, whatever the file says
     return of_text(MllamaConfig, hf, text, TOP) | {"tie_word_embeddings": False}
 
