@@ -285,3 +285,8 @@ def test_the_size_of_lfm2_vl_450m():
     }  # fmt: skip
     model = LigerLfm2Vl.from_config(read_config(LigerLfm2Vl.config_class, hf, strict=True), device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == 450_822_656
+    for first in (True, False):  # if there are both names, transformers reads these
+        both = {"image_token_id": 7, "tie_embedding": False}
+        both = {**both, **hf, "tie_word_embeddings": True} if first else {"tie_word_embeddings": True, **hf, **both}
+        read = read_config(LigerLfm2Vl.config_class, both)
+        assert (read.image_token_id, read.tie_word_embeddings) == (7, False)

@@ -165,8 +165,12 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the language model is not LFM2.
     """
-    names = {"image_token_index": "image_token_id", "tie_embedding": "tie_word_embeddings"}
-    hf = {names.get(key, key): value for key, value in hf.items()}
+    # As in transformers, image_token_id takes precedence, and so does tie_embedding.
+    hf = dict(hf)
+    if "image_token_index" in hf:
+        hf.setdefault("image_token_id", hf.pop("image_token_index"))
+    if "tie_embedding" in hf:
+        hf["tie_word_embeddings"] = hf.pop("tie_embedding")
     text = dict(hf.get("text_config") or {})
     if text.get("model_type", "lfm2") != "lfm2":
         raise ValueError(f"config.json: text_config.model_type must be 'lfm2', got {text['model_type']!r}.")
