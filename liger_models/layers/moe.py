@@ -16,6 +16,7 @@ from liger_models.distributed.collectives import (
     reduce_from_region,
     sum_gradient,
 )
+from liger_models.distributed.ranks import is_distributed
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen.products import Weight, dense
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
@@ -69,7 +70,9 @@ class CorrectionBias(Layer):
 
     def forward(self) -> Tensor:
         """Return the bias [X] of all experts, in fp32."""
-        bias = local(self.bias).detach()
+        whole, bias = self.bias.detach(), local(self.bias).detach()
+        if bias.shape != whole.shape:  # outside the forward of a group of hand-written FSDP
+            bias = whole.full_tensor()  # type: ignore[attr-defined]
         return bias.clone() if is_hooked(self) else bias  # FSDP, which has hooks, frees the gathered parameter
 
 
@@ -541,6 +544,8 @@ def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) ->
         load = torch.bincount(chosen.flatten().long(), minlength=bias.numel()).float()
         if model.groups.balance is not None:
             load = all_reduce(load, model.groups.balance)
+        elif is_distributed():  # DistributedDataParallel and hand-written FSDP set no group
+            torch.distributed.all_reduce(load)
         change = (rate * (load.mean() - load).sign()).to(bias.device)
         if is_sharded(bias):
             from torch.distributed.tensor import distribute_tensor  # slow to import

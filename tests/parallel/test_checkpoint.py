@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
@@ -430,31 +432,46 @@ def read_in_bf16(arch: str, folder: Path) -> tuple[dict[str, torch.Tensor], torc
     return biases, gradients(model)["layers.1.mlp.experts.gate.weight"]
 
 
-def update_biases(folder: Path, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def by_hand(model: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+WRAPPERS = {
+    "none": lambda model: model,
+    "apply_fsdp": partial(apply_fsdp, param_dtype=None),
+    "fully_shard": by_hand,
+    "DistributedDataParallel": DistributedDataParallel,
+}
+
+
+def update_biases(folder: Path, rank: int, ranks: int, wrapper: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The bias after an update, and the logits with it."""
-    options = {"shard": lambda model: apply_fsdp(model, param_dtype=None)} if ranks > 1 else {}
-    model = load("deepseek_v3", folder, **options)
+    model = load("deepseek_v3", folder)
+    wrapped = WRAPPERS[wrapper](model)
     inputs = share(batch(0), rank, ranks)
     for _ in range(2):
-        out = model(**inputs, return_logits=True)
+        out = wrapped(**inputs, return_logits=True)
         out.loss.backward()
         update_correction_biases(model, model.choose_experts(out.router_logits), rate=0.5)
     (name,) = wide_parameters(model)
-    bias = model.get_parameter(name)
-    return (bias.full_tensor() if ranks > 1 else bias).detach(), model(**inputs, return_logits=True).logits.detach()
+    (bias,) = whole([(name, model.get_parameter(name))]).values()
+    return bias, wrapped(**inputs, return_logits=True).logits.detach()
 
 
-def update_biases_on_ranks(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    return update_biases(folder, dist.get_rank(), 2)
+def update_biases_on_ranks(folder: Path, wrapper: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return update_biases(folder, dist.get_rank(), 2, wrapper)
 
 
-def test_biases_of_routers_follow_the_load_of_all_ranks(two, tmp_path):
+@pytest.mark.parametrize("wrapper", ["apply_fsdp", "fully_shard", "DistributedDataParallel"])
+def test_biases_of_routers_follow_the_load_of_all_ranks(two, tmp_path, wrapper):
     AutoLigerModel.from_config({"model_type": "deepseek_v3", **families.tiny("deepseek_v3")["yarn"]}).save_pretrained(
         tmp_path
     )
-    want, logits = update_biases(tmp_path, 0, 1)
+    want, logits = update_biases(tmp_path, 0, 1, "none")
     assert want.abs().sum() > 0
-    parts = two(update_biases_on_ranks, tmp_path)
+    parts = two(update_biases_on_ranks, tmp_path, wrapper)
     assert all(torch.equal(bias, want) for bias, _ in parts)
     torch.testing.assert_close(torch.cat([part for _, part in parts]), logits, rtol=1e-4, atol=1e-5)
 
