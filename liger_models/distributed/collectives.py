@@ -193,11 +193,20 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
     return ("", 1, False) if group is None else (group.name, group.size, group.sequence_parallel)
 
 
+def _same(x: Tensor) -> Tensor:
+    """Return x as the result of a function that changes only the gradient.
+
+    In a compiled graph the result is a copy. If a view left the graph, PyTorch would replace it by a view of x, whose
+    gradient skips the function's backward.
+    """
+    return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+
+
 class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, sequence: bool) -> Tensor:
         ctx.group, ctx.sequence = group, sequence
-        return in_order(all_gather(x, group)) if sequence else x.view_as(x)
+        return in_order(all_gather(x, group)) if sequence else _same(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -289,7 +298,7 @@ class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, divisor: float) -> Tensor:
         ctx.divisor = divisor
-        return x.view_as(x)
+        return _same(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
