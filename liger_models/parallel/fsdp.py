@@ -401,11 +401,13 @@ def compile_blocks(model: Model, **options: Any) -> Model:
 
     Args:
         model: the model.
-        options: arguments of ``torch.compile``; ``fullgraph=True`` by default.
+        options: arguments of ``torch.compile``. By default, ``fullgraph`` is True, except for blocks that can't be one
+            graph: those with layers that `apply_fsdp` gathers separately, and with experts after `apply_ep`.
 
     Returns:
         ``model``.
     """
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, **{"fullgraph": True, **options})
+        splits = any(layer.wide or layer.groups.expert is not None for layer in layers_of(block))
+        block.forward = torch.compile(block.forward, **{"fullgraph": not splits, **options})
     return model

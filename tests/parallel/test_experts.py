@@ -21,6 +21,7 @@ from liger_models.parallel import (
     apply_ep,
     apply_fsdp,
     apply_tp,
+    compile_blocks,
     load_state,
     save_state,
 )
@@ -69,6 +70,20 @@ def test_experts_on_ranks(two, four, arch, shape, policy):
     case = experts_case(arch, balanced=True)
     expected = train(build(*case))
     for got in (two if shape == (1, 2) else four)(train_experts, case, shape, policy):
+        assert_same_run(got, expected)
+
+
+def train_compiled(case: tuple[str, Any]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    model = apply_fsdp(apply_ep(build(*case), mesh["ep"]), mesh, param_dtype=None)
+    return train(compile_blocks(model, backend="aot_eager"), dp=(dist.get_rank(), 2))
+
+
+@pytest.mark.compile
+def test_compiled_blocks(two):
+    case = experts_case("qwen3_moe", balanced=True)
+    expected = train(build(*case))
+    for got in two(train_compiled, case):
         assert_same_run(got, expected)
 
 

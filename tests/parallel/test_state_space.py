@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from liger_models.arch.mamba2 import Mamba2Config
 from liger_models.convert import get_hf_state_dict
-from liger_models.parallel import apply_cp, apply_fsdp, apply_tp
+from liger_models.parallel import apply_cp, apply_fsdp, apply_tp, compile_blocks
 from liger_models.train import LigerAdamW
 
-from .comparison import assert_same_once, build, mesh_of, once
+from .comparison import assert_same, assert_same_once, build, mesh_of, once
 from .models import init_device_mesh, mean
 
 SIZES = {
@@ -86,3 +86,14 @@ def test_fsdp_trains_decays_in_fp32(two):
             moved = tensor.float() - before[name]
             if name.endswith(DECAYS):  # steps of 1e-3, of which bf16 would keep a digit or none
                 assert (got[name] - tensor).norm() <= 0.02 * moved.norm()
+
+
+def train_compiled() -> dict[str, torch.Tensor]:
+    return train(compile_blocks(apply_fsdp(build(*case(2)), param_dtype=None), backend="aot_eager"))
+
+
+@pytest.mark.compile
+def test_compiled_blocks_with_decays_that_fsdp_gathers_separately(two):
+    expected = train(build(*case(2)))
+    for got in two(train_compiled):
+        assert_same(got, expected)
