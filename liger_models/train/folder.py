@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from liger_models.convert.files import write_json
+from liger_models.convert.folder import reporting
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
 
 LOCK = ".lock"
@@ -59,5 +60,6 @@ def _remove_if_empty(folder: Path) -> None:
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file beside its target and rename it, so that a killed run leaves the old file or the new."""
     temporary = path.with_suffix(".tmp")
-    write_json(temporary, content)
-    temporary.replace(path)
+    with reporting(path):
+        write_json(temporary, content)
+        temporary.replace(path)

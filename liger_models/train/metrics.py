@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.utils.tqdm import tqdm
 from torch import nn
 
+from liger_models.convert.folder import reporting
 from liger_models.data.batch import Batch
 from liger_models.distributed.ranks import rank, world_size
 from liger_models.layers.decoder import Decoder
@@ -116,8 +117,9 @@ class Log:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
             temporary = self.file.with_suffix(".tmp")
-            temporary.write_bytes(b"".join(line for line in lines if _step(line) <= start))
-            temporary.replace(self.file)
+            with reporting(self.file):
+                temporary.write_bytes(b"".join(line for line in lines if _step(line) <= start))
+                temporary.replace(self.file)
             if "tensorboard" in report_to:
                 self.writers.append(_TensorBoard(folder / "tensorboard", start + 1))
             if "wandb" in report_to:
@@ -156,7 +158,7 @@ class Log:
             values: maps names to values.
         """
         if self.first:
-            with self.file.open("a") as file:
+            with reporting(self.file), self.file.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
             say(*self.lines.make(step, values if epochs is None else {**values, "epoch": epochs}))
             for writer in self.writers:

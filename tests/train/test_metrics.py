@@ -1,4 +1,4 @@
-"""Operations are counted as by the usual formulas."""
+"""Operations are counted as by the usual formulas, and a log that can't be written is named."""
 
 import re
 
@@ -16,7 +16,7 @@ from liger_models.arch.qwen3_5.qwen3_next import LigerQwen3Next
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.options import KernelOptions
-from liger_models.train.metrics import flops
+from liger_models.train.metrics import Log, flops
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"num_hidden_layers": 3, "vocab_size": 100}
@@ -145,3 +145,11 @@ def test_adapters():
     )
     attention = (4 + 12 + 12) * 32 * 16 * 16 / 2
     assert flops(model, [batch([0, 16])]) - attention == products_counted(model, torch.randint(100, (1, 16)))
+
+
+def test_a_full_disk_is_reported_with_the_name_of_the_log(tmp_path):
+    log = Log(tmp_path, 0, 1, torch.device("cpu"))
+    log.file.unlink()
+    log.file.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"log\.jsonl: must be writable and have room for the files"):
+        log.write(1, loss=1.0)

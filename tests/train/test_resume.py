@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from liger_models import LigerLlama
 from liger_models.adapters import load_adapter, merge_lora
-from liger_models.train.folder import lock_folder
+from liger_models.train.folder import lock_folder, replace_json
 
 from ..data.conftest import tokenizer  # noqa: F401
 from .runs import no_group_is_left  # noqa: F401
@@ -101,6 +101,12 @@ def test_a_lock_ends_with_its_process(tmp_path):
     os.waitpid(child, 0)
     with lock_folder(tmp_path):
         pass
+
+
+def test_a_full_disk_is_reported_with_the_name_of_the_file(tmp_path):
+    (tmp_path / "options.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"options\.json: must be writable and have room for the files"):
+        replace_json(tmp_path / "options.json", {"lr": 1e-5})
 
 
 def test_a_finished_run_is_exported_again(folder, tmp_path):  # noqa: F811
