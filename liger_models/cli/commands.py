@@ -71,12 +71,29 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
-Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face hub.")]
+
+def path(text: str) -> Path:
+    """Convert an argument to a path. An empty text would be the working directory."""
+    if not text:
+        raise typer.BadParameter("a path must have a name, got ''. Give one.")
+    return Path(text)
+
+
+def _named(model: str) -> str:
+    path(model)
+    return model
+
+
+Model = Annotated[
+    str, typer.Argument(callback=_named, help="Folder of a checkpoint, or its name on the Hugging Face hub.")
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for scripts, without progress.")]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu. Default: the accelerator, if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Dtype of the weights, such as bf16; auto keeps the checkpoint's.")]
-Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files) to merge into the model.")]
+Adapter = Annotated[
+    Path | None, typer.Option(parser=path, help="Folder of LoRA adapters (PEFT's files) to merge into the model.")
+]
 Mxfp4 = Annotated[
     Path | None,
     typer.Option(
@@ -341,7 +358,9 @@ def convert(
     model: Model,
     output: Annotated[
         Path,
-        typer.Argument(help="Folder to write, or with --gguf a file OUT.gguf; what is there is replaced."),
+        typer.Argument(
+            parser=path, help="Folder to write, or with --gguf a file OUT.gguf; a checkpoint there is replaced."
+        ),
     ],
     revision: Revision = None,
     dtype: Dtype = "auto",
@@ -404,9 +423,9 @@ def convert(
 @app.command()
 def merge(
     model: Model,
-    adapter: Annotated[Path, typer.Argument(help="Folder of the LoRA adapters (PEFT's files).")],
+    adapter: Annotated[Path, typer.Argument(parser=path, help="Folder of the LoRA adapters (PEFT's files).")],
     output: Annotated[
-        Path, typer.Argument(file_okay=False, help="Folder to write; an existing checkpoint there is replaced.")
+        Path, typer.Argument(parser=path, help="Folder to write; an existing checkpoint there is replaced.")
     ],
     revision: Revision = None,
     dtype: Dtype = "auto",
