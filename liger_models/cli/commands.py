@@ -210,7 +210,7 @@ def info(
         table.add_row(policy, f"{size / 2**30:.2f}", f"{memory.peak(policy) / 2**30:.2f}")
     screen.print(table)
     fixed = f"weights {memory.weights / 2**30:.2f}, gradients {memory.gradients / 2**30:.2f}"
-    screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB", soft_wrap=True)
+    screen.print(f"{fixed}, {'Muon' if muon else 'AdamW'} {memory.optimizer / 2**30:.2f} GiB", soft_wrap=True)
     if plan is not None:
         screen.print(str(plan), soft_wrap=True)
 

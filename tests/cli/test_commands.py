@@ -100,6 +100,8 @@ def test_info(folder):
     assert found["training"]["weights"] == 2 * model.num_parameters()
     assert found["training"]["peak"]["full"] <= found["training"]["peak"]["none"]
     assert "selective" in run("info", "model", "--dtype", "bf16")
+    assert "AdamW 0.00 GiB" in run("info", "model")
+    assert "Muon 0.00 GiB" in run("info", "model", "--muon")
     planned = read("info", "model", "--memory", "1GB")["training"]["plan"]
     assert (planned["time"], planned["budget"], {*planned["policies"]}) == (1.0, 10**9, {"none"})
     assert "of the fastest step's (expected)" in run("info", "model", "--memory", "1GB")
