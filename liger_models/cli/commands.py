@@ -253,7 +253,9 @@ def verify(
     served: Annotated[
         bool, typer.Option("--served", help="With --adapter: check the layout that vLLM and SGLang load.")
     ] = False,
-    length: Annotated[int, typer.Option(min=1, help="Tokens in each of the two random rows to compare.")] = 64,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in each of the two random rows to compare. Default: 64.")
+    ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -274,6 +276,8 @@ def verify(
         raise typer.BadParameter("give --packing or --adapter, not both")
     if served and not adapter:
         raise typer.BadParameter("--served needs --adapter: give both")
+    if length is not None and (packing or adapter):
+        raise typer.BadParameter("--length has no effect with --packing or --adapter. Leave it out.")
     if packing:
         return _verify_packing(model, _device(device), as_json)
     if adapter:
@@ -281,7 +285,7 @@ def verify(
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
     # The models run one after the other, ours first.
-    verification = verify_checkpoint(Path(model), length=length, device=_device(device), progress=not as_json)
+    verification = verify_checkpoint(Path(model), length=length or 64, device=_device(device), progress=not as_json)
     # Print the differences, the error of the logits, and the verdict.
     if as_json:
         _print_json(verification.as_json())
@@ -365,7 +369,7 @@ def convert(
     revision: Revision = None,
     dtype: Dtype = "auto",
     adapter: Adapter = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file.")] = "5GB",
+    max_shard_size: Annotated[str | None, typer.Option(help="Largest size of one file. Default: 5GB.")] = None,
     mxfp4: Mxfp4 = None,
     gguf: Annotated[
         str | None, typer.Option(help="Write one GGUF file for llama.cpp, with matrices in q8_0, f16 or bf16.")
@@ -382,6 +386,8 @@ def convert(
     # Wrong arguments are errors before the model is loaded.
     if gguf is not None and mxfp4 is not None:
         raise typer.BadParameter("--mxfp4 and --gguf must not be given together. Choose one of the formats.")
+    if gguf is not None and max_shard_size is not None:
+        raise typer.BadParameter("--max-shard-size has no effect with --gguf, which writes one file. Leave it out.")
     if gguf is not None:
         check_target(output, gguf)
     elif output.is_file():
@@ -412,7 +418,7 @@ def convert(
 
     # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
-        loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
+        loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size or "5GB", mxfp4=mxfp4)
         copy_settings(Path(model) if adapter is None else adapter, output)
     written = sorted(path.name for path in output.iterdir())
     if as_json:
@@ -765,9 +771,17 @@ def _load(
     from liger_models.adapters.peft_files import load_adapter
     from liger_models.arch.auto import load_by_name
 
+    _check_revision(model, revision)
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = load_by_name(model, revision=revision, dtype=target, device=device, progress=progress, head=head)
     return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
+
+
+def _check_revision(model: str, revision: str | None) -> None:
+    if revision is not None and Path(model).exists():
+        raise typer.BadParameter(
+            f"--revision must be given with a name on the hub, got it with the folder {model}. Leave it out."
+        )
 
 
 def _empty_model(model: str, revision: str | None) -> "CausalLM":
@@ -778,6 +792,7 @@ def _empty_model(model: str, revision: str | None) -> "CausalLM":
     from liger_models.convert.files import CONFIG
     from liger_models.convert.hub import naming
 
+    _check_revision(model, revision)
     folder = Path(model)
     if not folder.exists():
         with naming(model):
