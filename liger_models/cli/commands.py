@@ -381,7 +381,7 @@ def convert(
     With **--gguf q8_0**, this writes one file for llama.cpp instead: **convert MODEL OUT.gguf --gguf q8_0**.
     """
     from liger_models.convert.gguf import check_target, save_gguf
-    from liger_models.retrieval.settings import copy_settings, has_settings, is_bidirectional
+    from liger_models.retrieval.settings import copy_settings, has_settings, settings_folder
 
     # Wrong arguments are errors before the model is loaded.
     if gguf is not None and mxfp4 is not None:
@@ -401,13 +401,12 @@ def convert(
     target = None if dtype == "auto" else _dtype(dtype)
     load_dtype = "auto" if adapter is None and gguf is None else dtype
     # Models of embeddings may have no head.
-    embeds = has_settings(Path(model)) or (adapter is not None and has_settings(adapter))
+    source = settings_folder(model, revision=revision)
+    embeds = has_settings(source) or (adapter is not None and has_settings(adapter))
     loaded = _load(
         model, revision, load_dtype, "cpu", adapter,
         progress=not as_json, head=None if embeds else True,
     )  # fmt: skip
-    if adapter is not None and is_bidirectional(adapter):
-        loaded.set_bidirectional()
 
     if gguf is not None:
         with messages.status(Text(f"Writing {printable(str(output))}")):
@@ -416,10 +415,12 @@ def convert(
             return _print_json({"file": str(output)})
         return print(output)
 
+    settings = source if adapter is None else adapter
+
     # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size or "5GB", mxfp4=mxfp4)
-        copy_settings(Path(model) if adapter is None else adapter, output)
+        copy_settings(settings, output)
     written = sorted(path.name for path in output.iterdir())
     if as_json:
         return _print_json({"folder": str(output), "files": written})
@@ -770,11 +771,16 @@ def _load(
     from liger_models.adapters.lora import merge_lora
     from liger_models.adapters.peft_files import load_adapter
     from liger_models.arch.auto import load_by_name
+    from liger_models.retrieval.settings import is_bidirectional
 
     _check_revision(model, revision)
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = load_by_name(model, revision=revision, dtype=target, device=device, progress=progress, head=head)
-    return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
+    if adapter is None:
+        return loaded
+    if is_bidirectional(adapter):
+        loaded.set_bidirectional()
+    return merge_lora(load_adapter(loaded, adapter))
 
 
 def _check_revision(model: str, revision: str | None) -> None:

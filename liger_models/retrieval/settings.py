@@ -187,6 +187,18 @@ def is_bidirectional(folder: Path) -> bool:
     return (described.get("config_args") or {}).get("is_causal") is False
 
 
+def settings_folder(name: str | os.PathLike[str], **options: Any) -> Path:
+    """Return the local folder with the files of sentence-transformers, which are downloaded for a name on the hub.
+
+    Args:
+        name, options: as in `EmbedderSettings.read`.
+    """
+    if not is_hub_name(name):
+        return Path(name)
+    with naming(str(name)):
+        return Path(snapshot_download(str(name), allow_patterns=[*FILES], **options))
+
+
 def has_settings(folder: Path) -> bool:
     """Return whether a local folder of a checkpoint or adapter has the files of sentence-transformers."""
     return (folder / MODULES).is_file()
@@ -203,10 +215,7 @@ class _Files:
     """The files of a local folder or of a repository on the hub, without its weights."""
 
     def __init__(self, name: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-        self.folder = Path(name)
-        if is_hub_name(name):
-            with naming(str(name)):
-                self.folder = Path(snapshot_download(str(name), allow_patterns=[*FILES], **options))
+        self.folder = settings_folder(name, **options)
         self.modules: list[tuple[str, str]] = []
         """Pairs of a module's class and its subfolder."""
         path = self.folder / MODULES

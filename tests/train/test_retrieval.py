@@ -21,7 +21,7 @@ from liger_models.cli import commands
 from liger_models.data import PairDataset
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.parallel import apply_fsdp
-from liger_models.retrieval import LigerEmbedder, LigerReranker, RerankerSettings
+from liger_models.retrieval import EmbedderSettings, LigerEmbedder, LigerReranker, RerankerSettings
 from liger_models.train.loop import TrainOptions, load_model, train
 from liger_models.train.objective_options import make_objective
 
@@ -268,6 +268,10 @@ def test_train_adapters_of_embeddings_and_merge_them(folder, tmp_path):
     assert embedder.settings.pooling == "mean"
     assert embedder.model.bidirectional
     assert (merged / "1_Pooling/config.json").is_file()
+    arguments = ["generate", str(folder / "checkpoint"), "w1", "--adapter", str(output / "adapter")]
+    done = CliRunner().invoke(commands.app, arguments)
+    assert done.exit_code == 1
+    assert "the model must be causal" in done.output
 
 
 def test_commands_take_embeddings_without_a_head(folder, tmp_path, untied):  # noqa: F811
@@ -291,6 +295,22 @@ def test_commands_take_embeddings_without_a_head(folder, tmp_path, untied):  # n
     done = CliRunner().invoke(commands.app, ["convert", str(whole), str(converted)])
     assert done.exit_code == 1
     assert "Missing: lm_head.weight" in done.output
+
+
+def test_convert_takes_embeddings_from_the_hub(untied, tmp_path, monkeypatch):  # noqa: F811
+    """The client's cache has a model without its head, and the files of sentence-transformers."""
+    commit = "0" * 40
+    cached = tmp_path / "hub/models--owner--name"
+    settings = EmbedderSettings(pooling="mean", prompts={"query": "query : "})
+    embedder = LigerEmbedder.from_pretrained(untied, progress=False)
+    LigerEmbedder(embedder.model, settings).save_pretrained(cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    done = CliRunner().invoke(commands.app, ["convert", "owner/name", str(tmp_path / "converted")])
+    assert done.exit_code == 0, done.output
+    assert LigerEmbedder.from_pretrained(tmp_path / "converted", progress=False).settings == settings
 
 
 def test_train_rerank(folder, tmp_path):
