@@ -380,8 +380,9 @@ def convert(
 
     With **--gguf q8_0**, this writes one file for llama.cpp instead: **convert MODEL OUT.gguf --gguf q8_0**.
     """
+    from liger_models.convert.files import ASSETS
     from liger_models.convert.gguf import check_target, save_gguf
-    from liger_models.retrieval.settings import copy_settings, has_settings, settings_folder
+    from liger_models.retrieval.settings import MODULES, copy_settings, has_settings, settings_folder
 
     # Wrong arguments are errors before the model is loaded.
     if gguf is not None and mxfp4 is not None:
@@ -415,7 +416,16 @@ def convert(
             return _print_json({"file": str(output)})
         return print(output)
 
+    # Files of another checkpoint, such as its chat template, would be read together with the new ones.
     settings = source if adapter is None else adapter
+    replaced = {*loaded.current_assets(), *([MODULES] if has_settings(settings) else [])}
+    names = [name for name in (*ASSETS, MODULES, "adapter_config.json") if name.endswith((".json", ".jinja", ".model"))]
+    others = [name for name in names if name not in replaced and (output / name).exists()]
+    if others and output.resolve() != Path(model).resolve():
+        raise ValueError(
+            f"OUTPUT must not hold files of another checkpoint that {model} does not replace, got {', '.join(others)} "
+            f"in '{output}'. Remove them, or choose another folder."
+        )
 
     # The folder is complete before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):

@@ -270,6 +270,21 @@ def test_convert_does_not_load_for_a_place_that_is_a_file(folder):
     assert "'file' is a file" in run("convert", "not/loaded", "file", code=2)
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "modules.json", "adapter_config.json"])
+def test_convert_mixes_no_files_of_two_checkpoints(folder, name):
+    """A template of another checkpoint would replace the model's own, whose config has it elsewhere."""
+    other = folder.with_name("other")
+    shutil.copytree(folder, other)
+    (other / name).write_text("{}")
+    before = {path.name: path.read_bytes() for path in other.iterdir()}
+    assert f"does not replace, got {name} in 'other'" in run("convert", "model", "other", code=1)
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+    (other / name).unlink()
+    (other / "README.md").touch()
+    run("convert", "model", "other", "--dtype", "float16")
+    assert LigerLlama.from_pretrained("other", progress=False).dtype == torch.float16
+
+
 def test_convert_writes_a_gguf_file(folder):
     gguf = pytest.importorskip("gguf", reason="pip install 'liger_models[gguf]'")
     assert read("convert", "model", "new/model.gguf", "--gguf", "q8_0") == {"file": "new/model.gguf"}
