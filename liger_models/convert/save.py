@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from liger_models.convert.files import (
     write_json,
 )
 from liger_models.convert.folder import write_folder
-from liger_models.convert.format import format_of
+from liger_models.convert.format import FORMATS, format_of
 from liger_models.convert.tensors import CheckpointTensors, as_stored
 from liger_models.convert.weight_map import WeightMap
 from liger_models.distributed.ranks import raise_on_all_ranks, rank, run_on_rank_zero, world_size
@@ -92,6 +93,8 @@ def save_pretrained(
             f"save_pretrained: {type(model).__name__} must not have adapters, got some on {some(adapters)}. Save LoRA "
             "adapters with save_adapter, or merge them with merge_lora."
         )
+
+    _warn_of_derived_class(model)
 
     # Determine the tensors and their format: MXFP4 with the scales of a checkpoint, quantized as read, or dense.
     folder = Path(folder).absolute()
@@ -272,6 +275,21 @@ def _write_tensors(
             save_file(pending.pop(file), target / file, metadata={"format": "pt"})
             # safetensors creates files that only their owner can read, so the permissions of config.json are copied.
             shutil.copymode(target / CONFIG, target / file)
+
+
+def _warn_of_derived_class(model: Decoder) -> None:
+    """Warn if the class of a model derives from the class that loading the checkpoint will choose."""
+    classes = type(model).__mro__
+    saved_as = next((cls for cls in classes if cls in FORMATS), classes[0])
+    # FSDP derives a class of its own.
+    derived = [cls for cls in classes[: classes.index(saved_as)] if not cls.__module__.startswith("torch.")]
+    if derived and rank() == 0:
+        warnings.warn(
+            f"save_pretrained: {derived[0].__name__} is not registered, so the checkpoint will be loaded as "
+            f"{saved_as.__name__}. Load it with {derived[0].__name__}.from_pretrained, or call "
+            "liger_models.register with a config_class of its own.",
+            stacklevel=4,
+        )
 
 
 def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any], dict[str, Encoding]]:

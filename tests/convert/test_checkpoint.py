@@ -355,6 +355,12 @@ class Frozen(LigerLlama):
         self.norm.weight.requires_grad_(False)
 
 
+def test_a_class_that_loading_will_not_choose(make_checkpoint: Make, tmp_path: Path) -> None:
+    model = load_pretrained(Frozen, make_checkpoint(), progress=False)
+    with pytest.warns(UserWarning, match="Frozen is not registered, so the checkpoint will be loaded as LigerLlama"):
+        model.save_pretrained(tmp_path / "saved")
+
+
 def test_auto_picks_the_class(make_checkpoint: Make) -> None:
     source = make_checkpoint()
     model = AutoLigerModel.from_pretrained(source, dtype=torch.bfloat16, progress=False)
