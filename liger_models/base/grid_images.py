@@ -137,13 +137,14 @@ class GridImageModel(VisionLanguageModel):
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
         if not decoding and not is_traced():
             self._check_counts(input_ids, images, videos, cu_seqlens)
+        # The tower sees the images of all tokens; each rank keeps its share of the DeepStack features.
+        embeds, levels = self._insert(input_ids, images, videos, cu_seqlens, skip=decoding)
+        levels = [self.groups.local_tokens(level) for level in levels]
+        # The host launches the small operations of positions while the device is busy with the tower.
         if position_ids is None:
             position_ids = self._positions(
                 input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
             )
-        # The tower sees the images of all tokens; each rank keeps its share of the DeepStack features.
-        embeds, levels = self._insert(input_ids, images, videos, cu_seqlens, skip=decoding)
-        levels = [self.groups.local_tokens(level) for level in levels]
         shape = embeds.shape[0], embeds.shape[1]
         layout = self.layout(shape, embeds, position_ids=position_ids, deepstack=levels, **masks)
         return embeds, layout
