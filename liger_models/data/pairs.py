@@ -20,7 +20,7 @@ from liger_models.data.formats import NEGATIVES, mark_learned
 from liger_models.data.packing import PackedRows
 from liger_models.data.sources import Record
 from liger_models.data.tokens import TokenFile, tokenize
-from liger_models.retrieval.texts import pack_texts
+from liger_models.retrieval.texts import EmptyTextError, pack_texts
 from liger_models.text.tokenizer import Tokenizer
 
 GROUP = 256
@@ -118,7 +118,16 @@ class PairEncoder(Encoder):
         limited = iter(self._limited(records))
         while group := list(itertools.islice(limited, GROUP)):
             pairs = [read_pair(where, record, self.formats.name(where, record)) for where, record in group]
-            for pair, texts in zip(pairs, self.texts(self.tokenizer, pairs), strict=True):
+            try:
+                encoded = self.texts(self.tokenizer, pairs)
+            except EmptyTextError:
+                for (where, _), pair in zip(group, pairs, strict=True):
+                    try:
+                        self.texts(self.tokenizer, [pair])
+                    except EmptyTextError as error:
+                        raise ValueError(f"{where}: {error}") from error
+                raise
+            for pair, texts in zip(pairs, encoded, strict=True):
                 scores = [] if pair.score is None else [pair.score]
                 if self.texts.by_document and pair.score is None:
                     scores = [1.0, *[0.0] * (len(pair.documents) - 1)]

@@ -21,6 +21,10 @@ MULTIPLE = 64
 """Rows have a multiple of this number of tokens, so that few shapes occur."""
 
 
+class EmptyTextError(ValueError):
+    """A text has no tokens."""
+
+
 def encode_texts(
     tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None, add_special_tokens: bool = True
 ) -> list[Tensor]:
@@ -33,7 +37,8 @@ def encode_texts(
         add_special_tokens: whether the tokenizer adds its special tokens around a text.
 
     Raises:
-        ValueError: a text has no tokens, or ``max_length`` leaves no room for any.
+        EmptyTextError: a text has no tokens.
+        ValueError: ``max_length`` leaves no room for any tokens.
     """
     limits: dict[str, Any] = {} if max_length is None else {"truncation": True, "max_length": max_length}
     limits["add_special_tokens"] = add_special_tokens
@@ -44,7 +49,7 @@ def encode_texts(
         encoded += [row[:size] for row, size in zip(inputs["input_ids"].int(), sizes, strict=True)]
     empty = next((text for text, ids in zip(texts, encoded, strict=True) if len(ids) == 0), None)
     if empty is not None:
-        raise ValueError(f"embeddings: a text must have tokens, got {empty!r}, which has none. Leave it out.")
+        raise EmptyTextError(f"embeddings: a text must have tokens, got {empty!r}, which has none. Leave it out.")
     return encoded
 
 

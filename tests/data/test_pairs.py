@@ -4,7 +4,10 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
+from liger_models import Tokenizer
 from liger_models.data import PackedDataset, PairDataset
 from liger_models.retrieval import EmbedderTexts, RerankerSettings, RerankerTexts
 
@@ -112,6 +115,15 @@ def test_other_records_are_refused(tmp_path, tokenizer):  # noqa: F811
     files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
     with pytest.raises(ValueError, match="all examples must have scores, or none may have any, got both"):
         PairDataset(files, tokenizer, length=64, texts=EmbedderTexts(), cache_dir=tmp_path / "cache")
+
+
+def test_a_text_without_tokens_is_located(tmp_path, tokenizer):  # noqa: F811
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.post_processor = processors.ByteLevel()  # without the bos token
+    plain = Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+    rows = [*TRIPLETS, {"query": "p", "positive": "q", "negatives": ["r", ""]}]
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 6: embeddings: a text must have tokens, got ''"):
+        make(tmp_path, plain, rows)
 
 
 def test_queries_with_documents_are_no_documents(tmp_path, tokenizer):  # noqa: F811
