@@ -20,6 +20,7 @@ from liger_models.convert.encodings import Encoding
 from liger_models.convert.files import (
     CONFIG,
     INDEX,
+    MODELOPT,
     SHARDS,
     WEIGHTS,
     as_dtype,
@@ -157,7 +158,7 @@ def save_pretrained(
         _write_tensors(target, plan.tensor_to_filename, set(plan.filename_to_tensors), named(stored.gather()))
 
     def save(write: Callable[[Path], None] = write_all) -> None:
-        write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
+        write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX, MODELOPT))
 
     # Whole tensors are written by the caller or by rank 0.
     if not stored.is_sharded and tensors is not None:

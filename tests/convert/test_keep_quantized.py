@@ -1,6 +1,7 @@
 """Folders of compressed-tensors, ModelOpt, bitsandbytes and GPT-OSS, whose weights are read, kept, and saved again."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,9 @@ def test_old_folders_of_modelopt(tmp_path: Path) -> None:
     assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     assert saved == {"quant_method": "modelopt", **content}
+    shutil.copytree(codes, tmp_path / "again")
+    load(codes).save_pretrained(tmp_path / "again")  # in bfloat16
+    assert not (tmp_path / "again" / "hf_quant_config.json").exists()
     content["quantization"]["quant_algo"] = "W4A8_AWQ"
     (codes / "hf_quant_config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"modelopt with quant_algo W4A8_AWQ"):
