@@ -96,6 +96,15 @@ def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
                 raise ValueError(f"{where}: {name} must be a text or texts, got {str(value)[:60]!r}. Correct it.")
             check_characters(where, negative)
             documents.append(negative)
+
+    # The score of a single document may say that the document is not a positive one.
+    score = next((name for name in SCORE if isinstance(record.get(name), int | float)), None)
+    if score is not None and len(documents) == 1:
+        raise ValueError(
+            f"{where}: an example with a score must have the columns query, document and score, got {score} "
+            f"{record[score]!r} with {', '.join(name for name in record if name in (*QUERY, *DOCUMENT))}. Rename them, "
+            f"or remove {score} if all documents are positive."
+        )
     return Pair(query, documents)
 
 

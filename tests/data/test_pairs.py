@@ -106,6 +106,8 @@ def test_other_records_are_refused(tmp_path, tokenizer):  # noqa: F811
         '{"query": "a", "positive": "b", "negatives": [1]}': "negatives must be a text or texts, got",
         '{"query": "a", "positive": "b", "negative_99": "c"}': "must be negative_1 to negative_64, got negative_99",
         '{"query": "a", "document": "b", "score": "high"}': "the score must be a finite number, got 'high'",
+        '{"question": "a", "answer": "b", "label": 0}': "query, document and score, got label 0 with question, answer",
+        '{"query": "a", "positive": "b", "score": 0.5}': "query, document and score, got score 0.5 with query, posit",
         '{"text": "a"}': "must be of format scored-pair, contrastive, got format text",
     }.items():
         with pytest.raises(ValueError, match=f"data.jsonl, line 1: .*{message}"):
