@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -121,8 +122,8 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of the safetensors files in a folder, and return the tensors by name.
 
-    If there is an index, ``model.safetensors`` is ignored, because it may be left from an earlier save. If none of the
-    files in the index exists, the index itself is left from an earlier save and is ignored.
+    If there is an index, ``model.safetensors`` is ignored with a warning, because it may be left from an earlier save.
+    If none of the files in the index exists, the index itself is left from an earlier save and is ignored.
 
     The tensors that make up a quantized weight are one entry of the result; see `convert.encodings`.
 
@@ -153,6 +154,12 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         raise FileNotFoundError(
             f"{folder}: must hold the {len(files)} files that {INDEX} names, got {len(files) - len(absent)}: missing "
             f"{', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. Download them again."
+        )
+    if WEIGHTS not in files and (folder / WEIGHTS).is_file():
+        warnings.warn(
+            f"{folder}: holds {WEIGHTS} and files that {INDEX} names, which are read. transformers reads {WEIGHTS}. "
+            "Remove what is left from an earlier save.",
+            stacklevel=2,
         )
 
     # Read their headers. A tensor in several files must be equal in all, and is read from the file given by the index.
