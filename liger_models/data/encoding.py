@@ -132,6 +132,7 @@ class Encoder:
         reads = (self.fields, self.formats.allowed, self.formats.format, multi_turn, on_unrendered)
         self.key: Any = [READING, type(self).__name__, *reads, max_samples]
 
+        self._has_warned = False
         # Not every name of a placeholder has one of these words: Mistral's is [IMG].
         added = self.tokenizer.backend.get_added_tokens_decoder()
         own = () if self.processor is None else self.processor.media_tokens
@@ -417,10 +418,21 @@ class Encoder:
         return self.processor is None or not self.processor.places_bos
 
     def _check_text(self, where: str, text: str) -> str:
-        """Return the text unchanged. Raises ValueError for a placeholder in it, because there is no image for it."""
+        """Return the text of an example without images unchanged, with a warning if it seems to need one.
+
+        Raises:
+            ValueError: the text has a placeholder of the model.
+        """
         placeholders = [name for name in self._placeholders if name in text]
         if placeholders:
             raise ValueError(f"{where}: a text must be without images, got {', '.join(placeholders)}. {self._advice}")
+        if "<image>" in text and self.processor is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{where}: <image> is learned as text, because the example has no column of images. If it stands for "
+                "an image, give the image in a column images or image.",
+                stacklevel=2,
+            )
         return text
 
     @property

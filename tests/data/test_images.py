@@ -410,6 +410,13 @@ def test_a_repaired_image_is_no_longer_left_out(qwen, make, tmp_path):
         assert len(list((tmp_path / "cache").iterdir())) == folders
 
 
+def test_a_text_that_seems_to_need_an_image_is_named_once(qwen, make):
+    rows = [{"messages": chat(question=f"<image> {i}")} for i in range(2)]
+    with pytest.warns(UserWarning) as warned:
+        make(rows, qwen)
+    assert ["example 1: <image> is learned as text" in str(warning.message) for warning in warned] == [True]
+
+
 def test_what_cannot_be_read_is_refused(qwen, make, tmp_path):
     paths = save_pictures(tmp_path, 2)
     web = {"messages": chat("https://example.com/a.png")}
