@@ -75,25 +75,30 @@ class ImageTokenModel(VisionLanguageModel):
             inputs = self.layout_inputs(input_ids, embeds, shape[1])
             return self.run(embeds, self.layout(shape, embeds, **batch, **inputs), **options)
 
-        # Placeholders must match the images. Decoding steps have none, and compiled code can't look at values. The host
-        # waits in the check, so a tower that takes pixels alone runs before it, to keep the device busy.
+        # Embeddings [B, T, C]. Decoding steps have no images.
         check_input_ids(input_ids)
         places = input_ids == self.placeholder_id  # [B, T]
         decoding = cache is not None and cache.length > 0 and images is None
-        tokens = self.visual(*images) if images is not None and len(images) == 1 else None
-        if not decoding and not is_traced():
-            self.check_images(input_ids, places, images, cu_seqlens)
-        if images is not None and self.images_are_bidirectional:
-            batch["visible_until"] = ends_of_runs(places)  # [B, T], the last token of each token's image
-
-        # Embeddings [B, T, C], with image tokens in place of their placeholders.
         ids = self.ids_to_embed(input_ids, places)
         embeds = self.embed_tokens(ids)
+
+        # All ranks must gather the weights of a sharded tower together, even if only some ranks have images.
+        tower_inputs = images
         if images is None and self.tower_is_sharded and not decoding:
-            # All ranks must gather the weights of a sharded tower together, even if only some ranks have images.
-            images, places = self.blank_image(embeds), torch.zeros_like(places)
-        if images is not None:
-            embeds = insert_tokens(embeds, places, self.visual(*images) if tokens is None else tokens)
+            tower_inputs = self.blank_image(embeds)
+        # The host waits in the check, so a tower that takes pixels alone runs before it, to keep the device busy.
+        tokens = self.visual(*tower_inputs) if tower_inputs is not None and len(tower_inputs) == 1 else None
+        # Placeholders must match the images. Compiled code can't look at values.
+        if not decoding and not is_traced():
+            self.check_images(input_ids, places, images, cu_seqlens)
+        if tower_inputs is not None and tokens is None:
+            tokens = self.visual(*tower_inputs)
+
+        # Put image tokens in place of their placeholders.
+        if tokens is not None:
+            embeds = insert_tokens(embeds, torch.zeros_like(places) if images is None else places, tokens)
+        if images is not None and self.images_are_bidirectional:
+            batch["visible_until"] = ends_of_runs(places)  # [B, T], the last token of each token's image
 
         # The rest is the language model's forward on these embeddings.
         shape = embeds.shape[0], embeds.shape[1]

@@ -99,7 +99,7 @@ class _Insert(torch.autograd.Function):
         return embeds.masked_scatter(places[..., None], tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         (places,) = ctx.saved_tensors
         embeds = tokens = None
         if ctx.needs_input_grad[0]:
@@ -119,7 +119,7 @@ def insert_tokens(embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
         places: [B, T] bool, where the placeholders are.
         tokens: [n, C] in any dtype, with at least as many rows as there are placeholders. Later rows are ignored.
     """
-    inserted: Tensor = _Insert.apply(embeds, places, tokens.to(embeds.dtype))
+    inserted: Tensor = _Insert.apply(embeds, places, tokens.to(embeds.dtype))  # type: ignore[no-untyped-call]
     return inserted
 
 
