@@ -22,6 +22,7 @@ with `torch.library`, because it writes to its arguments, and optimizers run out
 Source: https://arxiv.org/abs/1711.05101 (AdamW), https://doi.org/10.1145/2063384.2063405 (Philox, here with 7 rounds).
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -341,24 +342,23 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
 
     # Fill the rows of the table, which `_adamw_kernel` describes.
     programs = 0
-    integers: list[int] = []
-    floats: list[float] = []
+    integers, floats = array("q"), array("f")  # which, unlike lists, torch reads without a loop over their numbers
     for (param, _, exp_avg, exp_avg_sq, hyper, stream, scales), grad in zip(updates, grads, strict=True):
         count, code_entries = param.numel(), (0, 0, 0)
         if scales is not None:
             count = WIDTH * scales[0].numel()
             code_entries = (scales[0].data_ptr(), scales[1].data_ptr(), param.shape[-1])
-        integers += (programs, count, stream, hyper.step)
-        integers += (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), *code_entries, 0)
-        floats += factors[hyper]
+        addresses = param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr()
+        integers.extend((programs, count, stream, hyper.step, *addresses, *code_entries, 0))
+        floats.extend(factors[hyper])
         programs += -(-count // (BLOCK * BLOCKS))
     if not programs:
         return
 
     # PyTorch's allocator reuses the pinned memory only after the copy has finished.
     table = torch.empty(len(updates), 16, dtype=torch.int64, pin_memory=first.device.type != "cpu")
-    table[:, :12] = torch.tensor(integers).view(-1, 12)
-    table[:, 12:].view(torch.float32).copy_(torch.tensor(floats, dtype=torch.float32).view(-1, 8))
+    table[:, :12] = torch.frombuffer(integers, dtype=torch.int64).view(-1, 12)
+    table[:, 12:].view(torch.float32).copy_(torch.frombuffer(floats, dtype=torch.float32).view(-1, 8))
     table = table.to(first.device, non_blocking=True)
     p_dtype, g_dtype, state_dtype = (getattr(tl, str(tensor.dtype).removeprefix("torch.")) for tensor in updates[0][:3])
     with on_device_of(first):
