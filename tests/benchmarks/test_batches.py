@@ -80,6 +80,7 @@ def tiny(family: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.cases(10)
 @pytest.mark.filterwarnings("ignore:.*rope_scaling.*:FutureWarning")  # a key of Kimi Linear's file
 @pytest.mark.parametrize("family", [*TEXTS, *IMAGE_TOKENS])
 def test_both_libraries_take_the_same_batch(family, monkeypatch, tmp_path):

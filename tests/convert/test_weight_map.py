@@ -54,6 +54,7 @@ def hub_shapes(config_file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in dense.items()}
 
 
+@pytest.mark.cases(40)
 def test_maps_onto_the_hub_checkpoint(config_file: Path) -> None:
     model, _ = meta_model(config_file)
     shapes = hub_shapes(config_file)

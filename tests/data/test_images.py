@@ -412,7 +412,7 @@ def test_a_repaired_image_is_no_longer_left_out(qwen, make, tmp_path):
 
 def test_a_text_that_seems_to_need_an_image_is_named_once(qwen, make):
     rows = [{"messages": chat(question=f"<image> {i}")} for i in range(2)]
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="learned as text") as warned:
         make(rows, qwen)
     assert ["example 1: <image> is learned as text" in str(warning.message) for warning in warned] == [True]
 

@@ -80,6 +80,7 @@ def train_compiled(case: tuple[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.compile
+@pytest.mark.matrix
 def test_compiled_blocks(two):
     case = experts_case("qwen3_moe", balanced=True)
     expected = train(build(*case))

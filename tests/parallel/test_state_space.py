@@ -93,6 +93,7 @@ def train_compiled() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.compile
+@pytest.mark.matrix
 def test_compiled_blocks_with_decays_that_fsdp_gathers_separately(two):
     expected = train(build(*case(2)))
     for got in two(train_compiled):

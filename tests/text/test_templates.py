@@ -215,7 +215,7 @@ def supervised(name: str) -> tuple[Tokenizer, dict[str, Case], dict[str, list[Do
     return tokenizer, cases, learned
 
 
-@pytest.mark.cases(25)
+@pytest.mark.cases(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", TAKE_TEXTS, indirect=True)
 def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: Any) -> None:
@@ -239,7 +239,7 @@ def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: An
     assert data.describe().endswith(mark_learned(tokenizer, learned[titles[0]][0]))
 
 
-@pytest.mark.cases(25)
+@pytest.mark.cases(12)
 @pytest.mark.slow
 def test_the_preview_marks_what_is_learned(trained: Any) -> None:
     tokenizer, _, learned = trained
@@ -250,7 +250,7 @@ def test_the_preview_marks_what_is_learned(trained: Any) -> None:
             assert parts == learned_in(tokenizer, document)
 
 
-@pytest.mark.cases(25)
+@pytest.mark.cases(12)
 @pytest.mark.slow
 def test_prompts_are_those_of_transformers(trained: Any) -> None:
     tokenizer, cases, _ = trained
@@ -273,7 +273,7 @@ def test_prompts_are_those_of_transformers(trained: Any) -> None:
     assert count > 10
 
 
-@pytest.mark.cases(25)
+@pytest.mark.cases(12)
 @pytest.mark.slow
 def test_preferences_have_the_labels_of_the_last_answer(trained: Any) -> None:
     tokenizer, cases, learned = trained
@@ -297,6 +297,7 @@ def test_preferences_have_the_labels_of_the_last_answer(trained: Any) -> None:
     assert count > 10 or all(case.has_parts for case in cases.values())
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name.endswith("_training")])
 def test_marked_answers_are_those_of_transformers(name: str) -> None:
     tokenizer = tokenizer_of(TEMPLATES[name])
