@@ -102,18 +102,21 @@ def test_a_config_that_is_not_causal_makes_a_bidirectional_model(checkpoint):
     assert AutoLigerModel.from_config({**config, "is_causal": False}, device="meta").bidirectional
 
 
+@pytest.mark.filterwarnings("ignore:.*text_config")
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("value", [False, None, 0])
-def test_a_config_is_not_causal_in_every_spelling(value, checkpoint, tmp_path):
+def test_a_config_is_not_causal_in_every_spelling(value, nested, checkpoint, tmp_path):
     """Every value that transformers takes for false makes the model bidirectional, and does not outlive the choice."""
     folder = shutil.copytree(checkpoint, tmp_path / "folder")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "is_causal": value}))
-    assert AutoLigerModel.from_config({**config, "is_causal": value}, device="meta").bidirectional
+    config |= {"text_config": {"is_causal": value}} if nested else {"is_causal": value}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert AutoLigerModel.from_config(config, device="meta").bidirectional
     model = AutoLigerModel.from_pretrained(folder)
     assert model.bidirectional
     model.set_bidirectional(False)
     model.save_pretrained(tmp_path / "causal")
-    assert "is_causal" not in json.loads((tmp_path / "causal" / "config.json").read_text())
+    assert "is_causal" not in (tmp_path / "causal" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("value", [False, None, 0])
