@@ -6,7 +6,7 @@ they are first split into one linear layer per matrix. The model keeps its block
     UnpackedModel                the tree, whose leaves are modules of the model
       model.layers.0.self_attn     Node
         q_proj, k_proj, v_proj       nn.Linear, parts of UnpackedLinear in the model
-        o_proj                       nn.Linear, the model's own
+        o_proj                       nn.Linear with the model's own weight, the only part of its UnpackedLinear
       model.layers.0.mlp.experts   Node with the parameters that PEFT cannot adapt
 
 PEFT changes only the tree. `UnpackedModel.sync` puts the modules of the tree into the model. It runs when PEFT sets or
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
@@ -184,7 +184,7 @@ class UnpackedModel(Node):
         # Build the tree.
         self._add_causal_lm(causal_lm)
         self._add_modules_beside(inner, causal_lm)
-        self.plain_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        self.plain_names = self._parameter_names()
 
         # PEFT reads these attributes of the module that it adapts.
         self.name_or_path = getattr(inner, "name_or_path", None)
@@ -221,31 +221,24 @@ class UnpackedModel(Node):
     def _add_causal_lm(self, causal_lm: CausalLM) -> None:
         """Add the modules of a model to the tree, with the names that their parameters have in the checkpoint."""
         entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
-        linears = adaptable_layers(causal_lm)
-        # For each module of the checkpoint, find our modules that have its parameters or those of its submodules.
-        owners: dict[str, set[str]] = {}
-        for ours, expression in entries.items():
-            for name in expression.names():
-                parts = name.split(".")
-                for end in range(1, len(parts)):
-                    owners.setdefault(".".join(parts[:end]), set()).add(ours.rpartition(".")[0])
-        for path, module in [*causal_lm.named_modules()]:
+        linears, counterparts = adaptable_layers(causal_lm), _counterparts(entries)
+        for path, module in [*causal_lm.named_modules()]:  # a list, because the loop replaces modules
             owner_path, _, owner_name = path.rpartition(".")
             owner = causal_lm.get_submodule(owner_path)
 
-            # Get the parameters of this module as expressions over the checkpoint's tensors.
+            # The module's own parameters as expressions over the checkpoint's tensors.
             expressions = {}
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{path}.{name}".lstrip(".")
                 expressions[name] = entries.get(full_name, Name(full_name))  # a tied head has no entry
 
-            kind = _kind_of(module, expressions, owners, is_adaptable=path in linears)
-            if kind == "same":
+            if _is_same_module(module, expressions, counterparts):
                 if isinstance(module, LigerLMHead):
                     setattr(owner, owner_name, with_class(module, UnpackedLMHead))
-                theirs, _, _ = next(iter(expressions.values())).names()[0].rpartition(".")
-                self._add_leaf_at(theirs, owner, owner_name)
-            elif kind == "projection":
+                tensor = next(iter(expressions.values())).names()[0]
+                self._add_leaf_at(tensor.rpartition(".")[0], owner, owner_name)
+            elif path in linears:
+                # Replace the projection by a linear layer for each of its matrices.
                 bias = expressions.get("bias")
                 unpacked = UnpackedLinear(linears[path][0], expressions["weight"], bias, self.said)
                 setattr(owner, owner_name, unpacked)
@@ -253,7 +246,7 @@ class UnpackedModel(Node):
                     setattr(module, name, None)  # frees the memory
                 for name in expressions["weight"].names():
                     self._add_leaf_at(name.removesuffix(".weight"), unpacked, short_name(name))
-            else:
+            else:  # in transformers, no module has just these parameters, so PEFT can't adapt them
                 for name, expression in expressions.items():
                     self._add_fixed(module, name, expression)
 
@@ -264,26 +257,30 @@ class UnpackedModel(Node):
     def _add_fixed(self, module: nn.Module, name: str, expression: Expression) -> None:
         """Add a parameter that can't have adapters, so that the tree contains all parameters."""
         parameter: Any = module.get_parameter(name)
-        theirs = expression.names()
-        self.fixed.extend(tensor.removesuffix(".weight") for tensor in theirs)
-        shapes = expression.unpack(empty_on("meta", parameter))
-        if parameter.dim() == 3 or (isinstance(module, nn.Linear) and shapes[theirs[0]].dim() == 2):
-            self.skipped.update(short_name(tensor) for tensor in theirs if tensor.endswith(("weight", "_proj")))
+        tensors = expression.names()
+        self.fixed.extend(tensor.removesuffix(".weight") for tensor in tensors)
 
-        # Add the parameter to the tree at its path.
-        path, _, last = theirs[0].rpartition(".")
-        if len(theirs) > 1:  # experts are added at the common path of their names
-            path, last = posixpath.commonpath([tensor.replace(".", "/") for tensor in theirs]).replace("/", "."), name
+        # What "all-linear" could be expected to adapt: linear layers, and the matrices of experts [X, O, C]. Our patch
+        # embeddings are linear layers too, but their weights in the checkpoint belong to convolutions.
+        unpacked = expression.unpack(empty_on("meta", parameter))
+        is_linear = isinstance(module, nn.Linear) and unpacked[tensors[0]].dim() == 2
+        if is_linear or parameter.dim() == 3:
+            self.skipped.update(short_name(tensor) for tensor in tensors if tensor.endswith(("weight", "_proj")))
+
+        # Add the parameter at the path of its tensor. Several tensors, such as those of experts, have a common path.
+        path, _, last = tensors[0].rpartition(".")
+        if len(tensors) > 1:
+            path, last = posixpath.commonpath([tensor.replace(".", "/") for tensor in tensors]).replace("/", "."), name
         self.node(path).register_parameter(last, parameter)
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         """Add modules outside of the `CausalLM`, such as a classification head, to the tree with their own names."""
         # Visit the modules that contain the `CausalLM`, from the outermost one inwards.
-        for path, holder in inner.named_modules():
-            if holder is causal_lm or causal_lm not in holder.modules():
+        for path, wrapper in inner.named_modules():
+            if wrapper is causal_lm or causal_lm not in wrapper.modules():
                 continue
             node = self.node(path)
-            for name, module in holder.named_children():
+            for name, module in wrapper.named_children():
                 if causal_lm in module.modules():
                     continue
                 if name in dict(node.named_children()):
@@ -293,8 +290,8 @@ class UnpackedModel(Node):
                         f"{type(causal_lm).__name__}, got {full_name}, which transformers' model has as well. Rename "
                         "it."
                     )
-                node.add_leaf(name, holder, name)
-            for name, parameter in holder.named_parameters(recurse=False):
+                node.add_leaf(name, wrapper, name)
+            for name, parameter in wrapper.named_parameters(recurse=False):
                 node.register_parameter(name, parameter)
 
     # Adapters
@@ -536,59 +533,58 @@ class UnpackedModel(Node):
     @property
     def is_plain(self) -> bool:
         """Whether the tree has no modules of PEFT."""
-        return {name for name, _ in self.named_parameters(remove_duplicate=False)} == self.plain_names
+        return self._parameter_names() == self.plain_names
 
     def _check_plain(self) -> None:
         """Raise ValueError if the model has adapters."""
-        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        if names != self.plain_names:
+        if not self.is_plain:
             raise ValueError(
                 f"{type(self.causal_lm).__name__}: must have no adapters to be packed or saved, got "
-                f"{', '.join(sorted(names ^ self.plain_names)[:3])}. Merge them, or remove them: "
+                f"{', '.join(sorted(self._parameter_names() ^ self.plain_names)[:3])}. Merge them, or remove them: "
                 "model = model.merge_and_unload(), or model.unload()."
             )
+
+    def _parameter_names(self) -> set[str]:
+        return {name for name, _ in self.named_parameters(remove_duplicate=False)}
 
     def _unpacked_paths(self) -> list[str]:
         return [path for path, layer in self.causal_lm.named_modules() if isinstance(layer, UnpackedLinear)]
 
 
-def _kind_of(
-    module: nn.Module, expressions: dict[str, Expression], owners: dict[str, set[str]], is_adaptable: bool
-) -> Literal["same", "projection", "fixed"]:
-    """Return how the tree contains a module.
+def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
+    """Map each module of the checkpoint to our modules that have its parameters or those of its submodules."""
+    counterparts: dict[str, set[str]] = {}
+    for parameter, expression in entries.items():
+        for tensor in expression.names():
+            path, _, _ = tensor.rpartition(".")
+            while path:
+                counterparts.setdefault(path, set()).add(parameter.rpartition(".")[0])
+                path, _, _ = path.rpartition(".")
+    return counterparts
 
-    - "same": transformers has the same module, for example a norm or the embedding.
-    - "projection": transformers has one linear layer for each matrix of the module.
-    - "fixed": in transformers, no module has only these parameters, so PEFT can't adapt them.
+
+def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
+    """Whether transformers has the same module, for example a norm or the embedding.
+
+    Linear layers do not count as the same, because each is replaced by an `UnpackedLinear`, which has fused ops for
+    adapters. The head counts.
 
     Args:
         module: the module.
-        expressions: the module's own parameters as expressions over the checkpoint's tensors. A module without
-            parameters is "fixed".
-        owners: maps each module of the checkpoint to our modules that have parameters of it.
-        is_adaptable: whether the module is a linear layer that can have adapters.
+        expressions: the module's own parameters as expressions over the checkpoint's tensors.
+        counterparts: see `_counterparts`.
     """
-    is_projection = isinstance(module, nn.Linear) and not isinstance(module, LigerLMHead)
-    # `_owners_of` needs a parameter, and `_is_same_module` is False without one.
-    if not is_projection and _is_same_module(module, expressions) and len(_owners_of(expressions, owners)) <= 1:
-        return "same"
-    return "projection" if is_adaptable else "fixed"
-
-
-def _is_same_module(module: nn.Module, expressions: dict[str, Expression]) -> bool:
-    """Whether there is a module in transformers with the same parameters under the same names as ``module``."""
-    modules = {name.rpartition(".")[0] for expression in expressions.values() for name in expression.names()}
+    if isinstance(module, nn.Linear) and not isinstance(module, LigerLMHead):
+        return False
+    # The parameters must be those of one module, under the same names. Neither module may have other parameters.
+    paths = {name.rpartition(".")[0] for expression in expressions.values() for name in expression.names()}
     unchanged = all(
         isinstance(expression, Name) and expression.name.endswith(f".{name}")
         for name, expression in expressions.items()
     )
-    return len(modules) == 1 and unchanged and not any(module.children())
-
-
-def _owners_of(expressions: dict[str, Expression], owners: dict[str, set[str]]) -> set[str]:
-    """Return our modules that hold parameters of one checkpoint module: the module of these expressions."""
-    module = next(iter(expressions.values())).names()[0].rpartition(".")[0]
-    return owners.get(module, set())
+    if len(paths) != 1 or not unchanged or any(module.children()):
+        return False
+    return len(counterparts.get(paths.pop(), ())) <= 1
 
 
 def _untie_if_different(model: CausalLM) -> None:
@@ -600,6 +596,7 @@ def _untie_if_different(model: CausalLM) -> None:
 
 @functools.cache
 def _peft_config_class(config_class: type, model_type: str) -> type:
+    """Return a subclass of a configuration that has the methods and the ``model_type`` that PEFT reads."""
     attributes: dict[str, Any] = {"model_type": model_type, "from_pretrained": staticmethod(_stored_vocabulary)}
     attributes["to_dict"] = lambda config: dataclasses.asdict(config) | {"model_type": model_type}
     attributes["get_text_config"] = lambda config: config
