@@ -48,7 +48,7 @@ class Term(NamedTuple):
 
 
 class CannotFuse(Exception):
-    """Raised if a layer must be computed part by part. The message is the reason, or empty without adapters."""
+    """Raised if PEFT must compute a layer. The message is the reason, or empty if there is nothing to warn of."""
 
 
 class RowOrder:
@@ -63,24 +63,27 @@ class RowOrder:
         order = rows.argsort()  # row i of the packed weight is row order[i] of the joined matrices
         self.order = order
 
-        # The order is regular if the packed weight consists of groups, each of which has the same number of consecutive
-        # rows of every part. `lengths` then has the numbers of rows in a group, [parts].
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), (order.diff() != 1).nonzero()[:, 0] + 1])
-        lengths = torch.cat([starts, torch.tensor([len(order)])]).diff()
-        first = order[starts]
-        groups = next(
-            (n for n in range(len(starts), 0, -1) if len(starts) % n == 0 and self._repeats(first, lengths, n)), 0
-        )
-        self.groups: int = groups
-        self.lengths: list[int] = lengths[: len(lengths) // groups].tolist() if groups else []
+        # Divide the packed rows into runs of consecutive joined rows.
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), (order.diff() != 1).nonzero()[:, 0] + 1])  # [runs]
+        lengths = torch.cat([starts, torch.tensor([len(order)])]).diff()  # [runs]
+        first_rows = order[starts]  # [runs]
+
+        # If the packed weight is regular, as that of q, k and v is, outputs are moved by `split` and `cat` instead of
+        # an index: the weight consists of groups, and each group has the same number of rows of every matrix.
+        counts = [count for count in range(len(starts), 0, -1) if len(starts) % count == 0]
+        self.groups: int = next((count for count in counts if self._is_regular(first_rows, lengths, count)), 0)
+        """Number of groups; 0 if the order is not regular."""
+        self.lengths: list[int] = lengths[: len(lengths) // self.groups].tolist() if self.groups else []
+        """Number of rows of each matrix in a group."""
 
     @staticmethod
-    def _repeats(first: Tensor, lengths: Tensor, groups: int) -> bool:
-        """Whether the runs of rows, with their first rows and lengths, form ``groups`` groups of the same shape."""
-        first, lengths = first.view(groups, -1), lengths.view(groups, -1)
-        size = lengths[0]
-        starts = F.pad((groups * size).cumsum(0)[:-1], (1, 0))  # the first joined row of each part
-        return bool((first == starts + torch.arange(groups)[:, None] * size).all() and (lengths == size).all())
+    def _is_regular(first_rows: Tensor, lengths: Tensor, groups: int) -> bool:
+        """Whether runs, with their first joined rows and their lengths, form groups with one run of each matrix."""
+        first_rows, lengths = first_rows.view(groups, -1), lengths.view(groups, -1)  # [groups, matrices]
+        group_lengths = lengths[0]
+        starts = F.pad((groups * group_lengths).cumsum(0)[:-1], (1, 0))  # the first joined row of each matrix
+        expected = starts + torch.arange(groups)[:, None] * group_lengths  # [groups, matrices]
+        return bool((first_rows == expected).all() and (lengths == group_lengths).all())
 
     def __call__(self, y: Tensor) -> Tensor:
         """Move outputs y [..., O] from the joined to the packed order."""
@@ -91,15 +94,15 @@ class RowOrder:
         """Move y [..., O] from the joined to the packed order, without autograd."""
         if not self.groups:
             return y.index_select(-1, self.order.to(y.device))
-        parts = y.split([self.groups * length for length in self.lengths], -1)
-        return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], -1).flatten(-2)
+        outputs = y.split([self.groups * length for length in self.lengths], -1)  # of each matrix
+        return torch.cat([output.unflatten(-1, (self.groups, -1)) for output in outputs], -1).flatten(-2)
 
     def to_joined(self, y: Tensor) -> Tensor:
         """Move y [..., O] from the packed to the joined order, without autograd."""
         if not self.groups:
             return y.index_select(-1, self.rows.to(y.device))
-        parts = y.unflatten(-1, (self.groups, -1)).split(self.lengths, -1)
-        return torch.cat([part.flatten(-2) for part in parts], -1)
+        outputs = y.unflatten(-1, (self.groups, -1)).split(self.lengths, -1)  # of each matrix, by group
+        return torch.cat([output.flatten(-2) for output in outputs], -1)
 
 
 class _Moved(torch.autograd.Function):
@@ -137,44 +140,46 @@ class UnpackedLinear(Layer):
         # The rows of each matrix in the packed weight are a slice if they are evenly spaced. Otherwise, the joined
         # weight has one matrix after the other.
         rows = list(weight.unpack(torch.arange(packed.out_features, device="cpu")).values())
-        slices = [_as_slice(numbers) for numbers in rows]
+        slices = [_as_slice(indices) for indices in rows]
         self.row_order: RowOrder | None = None
         """Moves outputs from the joined to the packed order; None if these are the same."""
         if None in slices:
             self.row_order = RowOrder(torch.cat(rows))
-            ends = torch.tensor([len(numbers) for numbers in rows]).cumsum(0).tolist()
-            slices = [slice(end - len(numbers), end, 1) for end, numbers in zip(ends, rows, strict=True)]
+            ends = torch.tensor([len(indices) for indices in rows]).cumsum(0).tolist()
+            slices = [slice(end - len(indices), end, 1) for end, indices in zip(ends, rows, strict=True)]
         self.slices: list[slice] = slices  # type: ignore[assignment]
         """The rows of each matrix in the joined weight."""
 
-        # The parts, which share the memory of the joined weight.
+        # The matrices, as views of the joined weight if they are ordinary tensors.
         matrices = [*weight.unpack(packed.weight.detach()).values()]
         self.joined: Tensor | None = None
-        """The joined weight [O, C], unless its parts have been moved apart."""
+        """The joined weight [O, C]. The weights of the linear layers are views of it, unless they have been moved."""
         if type(packed.weight) in PLAIN_WEIGHTS:
             self.joined = packed.weight.detach() if self.row_order is None else torch.cat(matrices)
-            matrices = [self.joined[part] for part in self.slices]
+            matrices = [self.joined[matrix_rows] for matrix_rows in self.slices]
+
+        # A linear layer for each matrix. The weight of a single matrix stays the same parameter.
         self.names = [short_name(name) for name in weight.names()]
         biases = [None] * len(rows) if bias is None else [*bias.unpack(packed.bias.detach()).values()]
+        is_single = len(rows) == 1 and self.row_order is None
         for name, matrix, vector in zip(self.names, matrices, biases, strict=True):
-            part = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta").train(packed.training)
-            same = len(rows) == 1 and self.row_order is None
-            part.weight = packed.weight if same else nn.Parameter(matrix, packed.weight.requires_grad)
+            linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta").train(packed.training)
+            linear.weight = packed.weight if is_single else nn.Parameter(matrix, packed.weight.requires_grad)
             if vector is not None:
-                part.bias = nn.Parameter(_copy(vector), packed.bias.requires_grad)
-            self.add_module(name, part)
+                linear.bias = nn.Parameter(_copy(vector), packed.bias.requires_grad)
+            self.add_module(name, linear)
 
     # The weight
 
     def bases(self) -> list[nn.Linear]:
         """Return the linear layers that hold the matrices, below PEFT's wrappers."""
-        parts: list[Any] = [*self.children()]
-        return [getattr(part, "base_layer", part) for part in parts]
+        layers: list[Any] = [*self.children()]
+        return [getattr(layer, "base_layer", layer) for layer in layers]
 
     def _join(self) -> Tensor | None:
-        """Return the joined weight [O, C]. If its parts were moved apart, they are joined again.
+        """Return the joined weight [O, C], and join the matrices again if they have been moved.
 
-        None if the parts cannot share memory, because their dtypes or devices differ or one is not an ordinary tensor.
+        None if they cannot share memory, because their dtypes or devices differ or one is not an ordinary tensor.
         """
         weights = [base.weight for base in self.bases()]
         first = weights[0]
@@ -182,25 +187,26 @@ class UnpackedLinear(Layer):
             return None
         if len(weights) == 1 and self.row_order is None:
             return first.detach()
+        # A compiled graph can't move weights, and some tensors have no memory that could be shared: copy the rows.
         if is_traced() or first.is_meta or type(first.data) is not Tensor:
             return self._pack_rows([weight.detach() for weight in weights])
         joined = self.joined
         if joined is None or joined.dtype != first.dtype or joined.device != first.device or not self._shares(joined):
             joined = first.new_empty(self.out_features, self.in_features)
             with torch.no_grad():
-                for weight, part in zip(weights, self.slices, strict=True):
-                    joined[part] = weight.data
-                    weight.data = joined[part]
+                for weight, rows in zip(weights, self.slices, strict=True):
+                    joined[rows] = weight.data
+                    weight.data = joined[rows]
             self.joined = joined
         return joined
 
     def _shares(self, joined: Tensor) -> bool:
-        """Whether all parts are views of ``joined``."""
-        start, size = joined.data_ptr(), joined.element_size() * self.in_features
+        """Whether the weights of all linear layers are views of ``joined``."""
+        start, row_bytes = joined.data_ptr(), joined.element_size() * self.in_features
         return all(
-            base.weight.data_ptr() == start + size * part.start
-            and base.weight.stride() == (self.in_features * part.step, 1)
-            for base, part in zip(self.bases(), self.slices, strict=True)
+            base.weight.data_ptr() == start + row_bytes * rows.start
+            and base.weight.stride() == (self.in_features * rows.step, 1)
+            for base, rows in zip(self.bases(), self.slices, strict=True)
         )
 
     @property
@@ -214,22 +220,22 @@ class UnpackedLinear(Layer):
         """The bias [O] in the joined order, or None."""
         return None if self.bias_expression is None else self._pack_rows([base.bias for base in self.bases()])
 
-    def _pack_rows(self, parts: list[Tensor]) -> Tensor:
-        """Arrange the rows of the matrices, or numbers per row, in the joined order."""
+    def _pack_rows(self, matrices: list[Tensor]) -> Tensor:
+        """Arrange the rows of the matrices, or the elements of their biases, in the joined order."""
         if self.row_order is not None:
-            return torch.cat(parts)
-        return self.weight_expression.pack(dict(zip(self.weight_expression.names(), parts, strict=True)))
+            return torch.cat(matrices)
+        return self.weight_expression.pack(dict(zip(self.weight_expression.names(), matrices, strict=True)))
 
     # The adapters
 
     def _terms(self) -> list[list[Term]]:
-        """Return the active adapters of each part. Raises CannotFuse if PEFT must compute a part."""
-        return [[*_terms(part)] for part in self._modules.values()]
+        """Return the active adapters of each linear layer. Raises CannotFuse if PEFT must compute one."""
+        return [[*_terms_of(layer)] for layer in self._modules.values()]
 
-    def _find(self) -> tuple[Tensor, list[list[Term]]]:
+    def _weight_and_terms(self) -> tuple[Tensor, list[list[Term]]]:
         """Return the joined weight and the active adapters. Raises CannotFuse if PEFT must compute the layer."""
         terms = self._terms()
-        if len({term.dropout for part in terms for term in part}) > 1:
+        if len({term.dropout for layer_terms in terms for term in layer_terms}) > 1:
             raise CannotFuse("adapters have different dropouts")
         joined = self._join()
         if joined is None:
@@ -240,10 +246,10 @@ class UnpackedLinear(Layer):
     def is_low_rank(self) -> bool:
         """Whether the layer is just ``W x + b + s · B A x``, which fused ops can compute."""
         try:
-            _, terms = self._find()
+            _, terms = self._weight_and_terms()
         except CannotFuse:
             return False
-        return not any(term.dropout for part in terms for term in part)
+        return not any(term.dropout for layer_terms in terms for term in layer_terms)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return A [R, C] and s · B [O, R] in ``dtype``, or None without active adapters; requires `is_low_rank`."""
@@ -252,18 +258,18 @@ class UnpackedLinear(Layer):
     def _low_rank(self, terms: list[list[Term]], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         if not any(terms):
             return None
-        key = dtype, *(term.name for part in terms for term in part)
+        key = dtype, *(term.name for layer_terms in terms for term in layer_terms)
         return derive(self, key, lambda: self._factors(terms, dtype))
 
     def _factors(self, terms: list[list[Term]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the concatenated A [R, C] and s · B [O, R] of all adapters, in the joined order of rows."""
-        A = torch.cat([term.A.to(dtype) for part in terms for term in part])
+        A = torch.cat([term.A.to(dtype) for layer_terms in terms for term in layer_terms])
         blocks, column, R = [], 0, len(A)
-        for part, base in zip(terms, self.bases(), strict=True):
-            # Place B of a part's adapters, [rows, r], among R columns that are 0 for the adapters of other parts.
-            if part:
-                B = torch.cat([(term.B * term.scaling).to(dtype) for term in part], 1)
-                blocks.append(F.pad(B, (column, R - column - B.shape[1])))
+        for layer_terms, base in zip(terms, self.bases(), strict=True):
+            # Place a layer's s · B, [rows, r], among R columns that are 0 for the adapters of other layers.
+            if layer_terms:
+                B = torch.cat([(term.B * term.scaling).to(dtype) for term in layer_terms], 1)
+                blocks.append(F.pad(B, (column, R - column - B.shape[1])))  # [rows, R]
                 column += B.shape[1]
             else:
                 blocks.append(A.new_zeros(base.out_features, R))
@@ -274,9 +280,9 @@ class UnpackedLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., O] in the order of the packed rows."""
         try:
-            weight, terms = self._find()
+            weight, terms = self._weight_and_terms()
         except CannotFuse as error:
-            self._say(str(error))
+            self._warn(str(error))
             return self._separately(x)
         y = self._product(x, weight, terms)
         return y if self.row_order is None else self.row_order(y)
@@ -285,89 +291,94 @@ class UnpackedLinear(Layer):
         bias, low_rank = self.bias, self._low_rank(terms, x.dtype)
         if low_rank is None:
             return inference_linear(x, weight, bias)
-        dropout = next(term.dropout for part in terms for term in part)
+        dropout = next(term.dropout for layer_terms in terms for term in layer_terms)  # all have the same
         if dropout == 0 and takes_adapters(x, weight.dtype):
             return low_rank_linear(x, weight, bias, low_rank)
         return add_low_rank(F.linear(x, weight, bias), Dropout(dropout)(x), *low_rank)
 
     def _separately(self, x: Tensor) -> Tensor:
-        """Call each part, and pack the outputs."""
+        """Call each linear layer or PEFT's wrapper of it, and pack the outputs."""
         # The expression that packs the rows of the weight also packs the outputs of a token; `vmap` applies it to all
         # tokens.
         names = self.weight_expression.names()
-        outputs = {name: part(x).flatten(0, -2) for name, part in zip(names, self.children(), strict=True)}
+        outputs = {name: layer(x).flatten(0, -2) for name, layer in zip(names, self.children(), strict=True)}
         packed = torch.vmap(self.weight_expression.pack)(outputs)  # [tokens, O]
         y: Tensor = packed.unflatten(0, x.shape[:-1])
         return y
 
-    def _say(self, reason: str) -> None:
+    def _warn(self, reason: str) -> None:
         """Warn that PEFT computes a layer, once for each reason."""
         if reason and reason not in self.said and not is_traced():
             self.said.add(reason)
             warnings.warn(f"PEFT computes some projections itself, without fused ops: {reason}.", stacklevel=2)
 
     def packed(self) -> nn.Linear:
-        """Pack the parts, which must have no adapters, into one linear layer with new parameters."""
-        parts = self.bases()
+        """Pack the linear layers, which must have no adapters, into one linear layer with new parameters."""
+        bases = self.bases()
         names = self.weight_expression.names()
-        joined = None if self.row_order is not None else self._join()
-        if joined is None:
-            weights = {name: part.weight.detach() for name, part in zip(names, parts, strict=True)}
-            joined = _copy(self.weight_expression.pack(weights))
-        linear = nn.Linear(joined.shape[1], joined.shape[0], bias=False, device="meta").train(self.training)
-        linear.weight = (
-            parts[0].weight
-            if len(parts) == 1 and joined.data_ptr() == parts[0].weight.data_ptr()
-            else (nn.Parameter(joined, parts[0].weight.requires_grad))
-        )
+        # The joined weight is the packed weight if both have the same order of rows. Otherwise the rows are copied.
+        weight = None if self.row_order is not None else self._join()
+        if weight is None:
+            matrices = {name: base.weight.detach() for name, base in zip(names, bases, strict=True)}
+            weight = _copy(self.weight_expression.pack(matrices))
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").train(self.training)
+        if len(bases) == 1 and weight.data_ptr() == bases[0].weight.data_ptr():
+            linear.weight = bases[0].weight
+        else:
+            linear.weight = nn.Parameter(weight, bases[0].weight.requires_grad)
         if self.bias_expression is not None:
-            biases = zip(self.bias_expression.names(), parts, strict=True)
-            bias = _copy(self.bias_expression.pack({name: part.bias.detach() for name, part in biases}))
-            linear.bias = nn.Parameter(bias, parts[0].bias.requires_grad)
+            biases = zip(self.bias_expression.names(), bases, strict=True)
+            bias = _copy(self.bias_expression.pack({name: base.bias.detach() for name, base in biases}))
+            linear.bias = nn.Parameter(bias, bases[0].bias.requires_grad)
         return linear
 
 
-def _terms(part: Any) -> Iterator[Term]:
-    """Yield the active adapters of a part. Raises CannotFuse if PEFT must compute the part."""
+def _terms_of(layer: Any) -> Iterator[Term]:
+    """Yield the active adapters of a linear layer, which PEFT may have wrapped.
+
+    Raises CannotFuse if PEFT must compute the layer.
+    """
     # Without PEFT, and below its wrapper, there is an ordinary linear layer whose weight is frozen.
     lora = sys.modules.get("peft.tuners.lora.layer")
-    wrapped = lora is not None and type(part) is lora.Linear
-    base = part.base_layer if wrapped else part
+    is_wrapped = lora is not None and type(layer) is lora.Linear
+    base = layer.base_layer if is_wrapped else layer
     if type(base) is not nn.Linear:
-        raise CannotFuse(f"a layer is a {type(base if wrapped else part).__name__}")
-    if is_hooked(part) or (wrapped and is_hooked(base)):
+        raise CannotFuse(f"a layer is a {type(base).__name__}")
+    if is_hooked(layer) or (is_wrapped and is_hooked(base)):
         raise CannotFuse("layers have hooks, as for adapter_names, aLoRA and offloading")
     if base.weight.requires_grad and torch.is_grad_enabled():
-        raise CannotFuse("weights below adapters are trained" if wrapped else "")
-    if not wrapped or (part.merged and not part.disable_adapters):
+        raise CannotFuse("weights below adapters are trained" if is_wrapped else "")
+
+    # Adapters that are merged into the weight, or switched off, add nothing.
+    if not is_wrapped:
         return
-    if part.disable_adapters:
-        if part.merged:
-            raise CannotFuse("merged adapters are switched off")
+    if layer.disable_adapters and layer.merged:
+        raise CannotFuse("merged adapters are switched off")
+    if layer.disable_adapters or layer.merged:
         return
 
-    for adapter in part.active_adapters:
-        if adapter not in part.lora_A:
+    for adapter in layer.active_adapters:
+        if adapter not in layer.lora_A:
             continue
-        if adapter in part.lora_variant or part.lora_bias[adapter] or part.fan_in_fan_out:
-            variant = part.lora_variant.get(adapter)
+        if adapter in layer.lora_variant or layer.lora_bias[adapter] or layer.fan_in_fan_out:
+            variant = layer.lora_variant.get(adapter)
             reason = "lora_bias" if variant is None else type(variant).__name__.removesuffix("LinearVariant")
             raise CannotFuse(f"the adapter {adapter} has {reason}")
-        A, B, dropout = part.lora_A[adapter], part.lora_B[adapter], part.lora_dropout[adapter]
+        A, B, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]
         if type(A) is not nn.Linear or type(B) is not nn.Linear or is_hooked(A) or is_hooked(B) or is_hooked(dropout):
             raise CannotFuse(f"the adapter {adapter} has hooks or other layers")
         if type(A.weight) not in PLAIN_WEIGHTS or type(B.weight) not in PLAIN_WEIGHTS:
             raise CannotFuse(f"the adapter {adapter} is sharded or quantized")
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        yield Term(adapter, A.weight, B.weight, part.scaling[adapter], p)
+        yield Term(adapter, A.weight, B.weight, layer.scaling[adapter], p)
 
 
-def _as_slice(numbers: Tensor) -> slice | None:
-    """Return the slice that selects evenly spaced, rising numbers [n]; None for other numbers."""
-    first, step = int(numbers[0]), int(numbers[1] - numbers[0]) if len(numbers) > 1 else 1
-    if step < 1 or not numbers.equal(torch.arange(first, first + step * len(numbers), step)):
+def _as_slice(indices: Tensor) -> slice | None:
+    """Return the slice that selects evenly spaced, rising indices [n]; None for other indices."""
+    first, step = int(indices[0]), int(indices[1] - indices[0]) if len(indices) > 1 else 1
+    if step < 1 or not indices.equal(torch.arange(first, first + step * len(indices), step)):
         return None
-    return slice(first, int(numbers[-1]) + 1, step)
+    return slice(first, int(indices[-1]) + 1, step)
 
 
 def _copy(values: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def by_peft(monkeypatch):
             raise CannotFuse("")
 
         with monkeypatch.context() as patched:
-            patched.setattr(UnpackedLinear, "_find", refuse)
+            patched.setattr(UnpackedLinear, "_weight_and_terms", refuse)
             yield
 
     return context
