@@ -125,13 +125,8 @@ class Search:
                 yield Case(offload, ceiling, bound)
 
     def _compare(self, case: Case) -> None:
-        """Compare the candidates of a case, and update ``fastest`` and ``smallest``.
-
-        S is the number of sums over blocks that stay on the device, A the number of sums over offloaded blocks, and H
-        the number of possible counts of blocks whose moments live in host memory. Tables have the shape [H, A]. For
-        each cell of a table, bisection finds the fastest of the S sums with which the peak fits.
-        """
-        # A case that could not beat the fastest candidate is left out.
+        """Compare the candidates of a case, and update ``fastest`` and ``smallest``."""
+        # Leave out a case that could not beat the fastest candidate.
         offloaded = offloaded_blocks(self.blocks, case.offload)
         if self.fastest is not None and self._least_seconds(offloaded, case.ceiling) >= self._seconds:
             return
@@ -143,42 +138,56 @@ class Search:
         if not len(stay) or not len(away):
             return
         stay = stay.flip(0)
-        kept, _, stay_seconds = stay[:, :COUNTS].T.contiguous()  # contiguous for the bisection
 
-        # Offloaded sums that lose to the fastest candidate even with the fastest sum that stays are left out.
+        # Leave out offloaded sums that lose to the fastest candidate even with the fastest sum that stays.
         if self.fastest is not None:
-            seconds = self.times.step(stay_seconds[-1] + away[:, SECONDS], away[:, MOVED], 0, False)
+            seconds = self.times.step(stay[-1, SECONDS] + away[:, SECONDS], away[:, MOVED], 0, False)
             away = away[seconds < self._seconds]
-        if not len(away):
-            return
+        if len(away):
+            for in_backward in self.orders:
+                self._compare_sums(case, stay, away, in_backward)
 
+    def _compare_sums(self, case: Case, stay: Tensor, away: Tensor, in_backward: bool) -> None:
+        """Compare the candidates of a case that have one of the given sums over blocks.
+
+        H is the number of possible counts of blocks whose moments live in host memory. Tables have a cell for each
+        count and each sum over offloaded blocks, [H, A]. For each cell, bisection finds the fastest sum over the other
+        blocks with which the peak fits.
+
+        Args:
+            case: the case.
+            stay: [S, columns], the sums over the blocks that stay on the device, with rising bytes and falling seconds.
+            away: [A, columns], the sums over the offloaded blocks.
+            in_backward: whether the optimizer steps in the backward.
+        """
+        kept, _, stay_seconds = stay[:, :COUNTS].T.contiguous()  # contiguous for the bisection
         freed = self._freed(case.offload)[:, None]  # [H, 1]
-        for in_backward in self.orders:
-            # The table of peaks [H, A] with the smallest sum that stays, and the smallest peak in it.
-            variable, fixed = self._peaks(case, away, freed, in_backward)
-            peaks = torch.maximum(variable + kept[0], fixed)
-            cell = int(peaks.argmin())
-            if float(peaks.flatten()[cell]) < self._peak:
-                self._peak = float(peaks.flatten()[cell])
-                host, column = divmod(cell, len(away))
-                self.smallest = Candidate(stay[0], away[column], case.offload, host, in_backward)
 
-            # The cells [N] that fit and would, with the least recomputation, beat the fastest candidate.
-            seconds = self.times.step(stay_seconds[-1] + away[:, SECONDS], away[:, MOVED], freed, in_backward)
-            cells = ((peaks <= self.room) & (seconds < self._seconds)).flatten().nonzero()[:, 0]
-            if not len(cells):
-                continue
-            hosts, columns = cells // len(away), cells % len(away)
+        # The table of peaks with the smallest sum that stays, and the smallest peak in it.
+        with_activations, without_activations = self._peaks(case, away, freed, in_backward)
+        peaks = torch.maximum(with_activations + kept[0], without_activations)
+        cell = int(peaks.argmin())
+        if float(peaks.flatten()[cell]) < self._peak:
+            self._peak = float(peaks.flatten()[cell])
+            host_count, away_index = divmod(cell, len(away))
+            self.smallest = Candidate(stay[0], away[away_index], case.offload, host_count, in_backward)
 
-            # For each cell, the sum that keeps the most bytes and fits is the fastest one.
-            rows = torch.searchsorted(kept, self.room - variable.flatten()[cells], right=True) - 1
-            recomputed = stay_seconds[rows] + away[columns, SECONDS]
-            seconds = self.times.step(recomputed, away[columns, MOVED], freed[hosts, 0], in_backward)
-            cell = int(seconds.argmin())
-            if float(seconds[cell]) < self._seconds:
-                self._seconds = float(seconds[cell])
-                row, column, host = int(rows[cell]), int(columns[cell]), int(hosts[cell])
-                self.fastest = Candidate(stay[row], away[column], case.offload, host, in_backward)
+        # The cells [N] that fit and would, with the least recomputation, beat the fastest candidate.
+        seconds = self.times.step(stay_seconds[-1] + away[:, SECONDS], away[:, MOVED], freed, in_backward)
+        cells = ((peaks <= self.room) & (seconds < self._seconds)).flatten().nonzero()[:, 0]
+        if not len(cells):
+            return
+        host_counts, away_indices = cells // len(away), cells % len(away)
+
+        # For each cell, the fastest sum that stays is the one that keeps the most bytes and still fits.
+        stay_indices = torch.searchsorted(kept, self.room - with_activations.flatten()[cells], right=True) - 1
+        recomputed = stay_seconds[stay_indices] + away[away_indices, SECONDS]
+        seconds = self.times.step(recomputed, away[away_indices, MOVED], freed[host_counts, 0], in_backward)  # [N]
+        best = int(seconds.argmin())
+        if float(seconds[best]) < self._seconds:
+            self._seconds = float(seconds[best])
+            best_stay, best_away = stay[stay_indices[best]], away[away_indices[best]]
+            self.fastest = Candidate(best_stay, best_away, case.offload, int(host_counts[best]), in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute two tables [H, A] of peaks: peaks at times with activations, and peaks at times without activations.
@@ -188,17 +197,24 @@ class Search:
         larger one must agree with `TrainingMemory.parts`, which computes the peak of a single candidate.
         """
         memory = self.memory
-        base = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
+        # What exists all the time [H, 1], and what the backward of a block adds [A].
+        always = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
         fetched = away[:, MOVED].clamp(max=COMING + case.largest)
-        block = memory.logits + case.ceiling + fetched  # what the backward of a block has at once
-        head = 0 if in_backward and not memory.tied else memory.head - memory.logits
+        block = memory.logits + case.ceiling + fetched
+
+        # With activations, the peak is in the head or in the first backward of a block. Then the head's gradient still
+        # exists, unless the optimizer has applied it; that of a tied head is complete only after the embedding's.
+        head_gradient = 0 if in_backward and not memory.tied else memory.head - memory.logits
         accumulated = memory.gradients if self.accumulate > 1 else 0
-        variable = base + away[:, KEPT] + memory.held + (head + block).clamp(min=memory.head) + accumulated
-        if self.accumulate > 1:
-            return variable, torch.zeros_like(variable)
+        head_or_block = (head_gradient + block).clamp(min=memory.head)
+        with_activations = always + away[:, KEPT] + memory.held + head_or_block + accumulated  # [H, A]
+
+        # Without activations, the peak is in the last backward of a block, or when all gradients exist.
+        if self.accumulate > 1:  # all gradients already exist together with the activations
+            return with_activations, torch.zeros_like(with_activations)
         if in_backward:
-            return variable, base + memory.largest + memory.tied
-        return variable, base + (memory.early_gradients + block).clamp(min=memory.gradients + memory.tied)
+            return with_activations, always + memory.largest + memory.tied
+        return with_activations, always + (memory.early_gradients + block).clamp(min=memory.gradients + memory.tied)
 
     def _least_seconds(self, offloaded: Collection[int], ceiling: int) -> float:
         """Compute a lower bound for the seconds of a step that offloads these blocks and observes ``ceiling``."""
@@ -213,8 +229,8 @@ class Search:
     def _freed_bytes(self, offload: int) -> Tensor:
         """Compute the bytes of moments in host memory [H], for each possible count of blocks with moments there."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
-        hosts = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
-        return torch.tensor([sum(moments[index] for index in blocks) for blocks in hosts])
+        choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
+        return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
         """Return pairs of a type and its number of offloaded blocks or, with ``is_away=False``, of other blocks."""
@@ -249,10 +265,11 @@ class Search:
             if not rows:
                 return sums[:0]
 
-            # All ways to divide the blocks of this type among the policies [ways, policies], added to all sums so far.
-            numbers = torch.cartesian_prod(*[torch.arange(count + 1)] * len(rows)).view(-1, len(rows))
-            ways = _pareto(numbers[numbers.sum(1) == count].double() @ torch.stack(rows))
-            sums = _pareto((sums[:, None] + ways).flatten(0, 1))
+            # Divide the blocks of this type among the policies in all ways, and add the sums to all sums so far.
+            divisions = torch.cartesian_prod(*[torch.arange(count + 1)] * len(rows)).view(-1, len(rows))
+            divisions = divisions[divisions.sum(1) == count]  # [divisions, policies]
+            type_sums = _pareto(divisions.double() @ torch.stack(rows))  # [divisions, columns]
+            sums = _pareto((sums[:, None] + type_sums).flatten(0, 1))
         return sums
 
     def policies(self, candidate: Candidate) -> list[str]:
@@ -265,15 +282,15 @@ class Search:
         offloaded = offloaded_blocks(self.blocks, candidate.offload_layers)
         policies = [""] * self.blocks
         for is_away, row in ((False, candidate.stay), (True, candidate.away)):
-            numbers = row[COUNTS:].view(-1, len(CHECKPOINTING_POLICIES)).int().tolist()  # [types, policies]
-            for block_type, counts in enumerate(numbers):
+            type_counts = row[COUNTS:].view(-1, len(CHECKPOINTING_POLICIES)).int().tolist()  # [types, policies]
+            for block_type, counts in enumerate(type_counts):
                 # The policies of the blocks of this type in order, with fractions that spread each policy evenly.
                 saved = {
                     policy: self.memory.blocks[policy][self.first[block_type]].total
                     for policy in CHECKPOINTING_POLICIES
                 }
                 by_bytes = sorted(zip(CHECKPOINTING_POLICIES, counts, strict=True), key=lambda pair: saved[pair[0]])
-                ordered = [(policy, (number + 0.5) / count) for policy, count in by_bytes for number in range(count)]
+                ordered = [(policy, (i + 0.5) / count) for policy, count in by_bytes for i in range(count)]
                 if is_away:
                     ordered.sort(key=lambda pair: pair[1])
 
@@ -303,7 +320,7 @@ def _pareto(sums: Tensor) -> Tensor:
 
     One comparison per sum leaves out most of these sums, but not all.
     """
-    for column in (KEPT, MOVED, SECONDS):  # stable sorts: by seconds, then by the others
+    for column in (KEPT, MOVED, SECONDS):  # the sorts are stable, so the last column is the first criterion
         sums = sums[sums[:, column].sort(stable=True).indices]
 
     # Each sum is compared with one of the faster sums: the one with the fewest bytes, offloaded bytes if there are any.
