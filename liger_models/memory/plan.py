@@ -14,7 +14,7 @@ from liger_models.layers.decoder import Decoder, check_policy
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, set_policy
 from liger_models.layers.offload import offloaded_blocks
 from liger_models.memory.estimate import TrainingMemory, training_memory
-from liger_models.memory.search import Candidate, Search, host_blocks
+from liger_models.memory.search import COUNTS, Candidate, Search, host_blocks
 from liger_models.memory.step_times import count_times, measure_times
 
 SHARE, SHARE_WITH_IMAGES = 0.92, 0.8
@@ -143,8 +143,8 @@ def plan_memory(
         raise ValueError(f"plan_memory: accumulate must be at least 1, got {accumulate}.")
     if memory is None:
         memory = training_memory(model, tokens, model.dtype, moments_8bit=moments_8bit)
-    usable = usable_share(model)
-    room = int(usable * budget)
+    share = usable_share(model)
+    room = int(share * budget)
 
     # The policies that each block may have.
     blocks = len(model.layers)
@@ -169,10 +169,10 @@ def plan_memory(
     assert search.smallest is not None  # recomputing everything is always a candidate, even if it does not fit
     smallest = _plan(search, search.smallest, budget)
     parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in smallest.parts.items() if size)
-    needed = 1.001 * smallest.peak / usable  # the margin exceeds the error of rounding to the digits below
+    needed = 1.001 * smallest.peak / share  # the margin exceeds the error of rounding to the digits below
     raise ValueError(
         f"plan_memory: budget must be at least {needed / 1e9:.4g} GB for {tokens:,} tokens, got {budget / 1e9:.4g} "
-        f"GB. The smallest peak is {smallest.peak / 1e9:.3g} GB ({parts}), and {1 - usable:.0%} of "
+        f"GB. The smallest peak is {smallest.peak / 1e9:.3g} GB ({parts}), and {1 - share:.0%} of "
         "the budget are a margin. Use fewer tokens in a batch, LoRA, 4-bit weights, moments in 8 bits, or more "
         "GPUs."
     )
@@ -190,7 +190,7 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
     )
 
     # The candidate's time, and the time of a step that recomputes as little as allowed and offloads nothing.
-    _, moved, seconds = (candidate.stay + candidate.away)[:3]
+    _, moved, seconds = (candidate.stay + candidate.away)[:COUNTS]
     freed = sum(memory.moments[index] for index in host_moments)
     step = times.step(seconds, moved, freed, candidate.in_backward)
     least = sum(min(times.recomputed[policy][index] for policy in search.allowed[index]) for index in blocks)
