@@ -218,6 +218,7 @@ def _paged(call: AttentionCall) -> Tensor:
 
 
 def _counted(call: AttentionCall) -> Tensor:
+    """Save the tensors that the kernel for this call would save, in a memory estimate."""
     heads, V = [call.q, call.k, call.v], call.v.shape[3]
     if _pads_values(call):
         heads = [*_of_one_width(call.q, call.k, call.v)]
@@ -257,6 +258,7 @@ class _CountedAttention(torch.autograd.Function):
 
 
 def _has_wide_heads(call: AttentionCall) -> bool:
+    """Whether `causal_attention`, whose heads may be wider than those of flash attention, supports the call."""
     q = call.q
     if not MOST_FLASH_DIM < q.shape[3] <= MOST_HEAD_DIM:
         return False
@@ -296,33 +298,35 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 def _segments(call: AttentionCall) -> Tensor:
     """Compute attention within segments, by one kernel for all segments, or by one call per run of equal lengths."""
-    q, segments = call.q, call.mask.segments
+    segments = call.mask.segments
     assert segments is not None
-    D = q.shape[3]
-    seen = segments.keys or segments  # the segments of the keys
-    heads = [
-        x.flatten(0, 1) if part.at is None else x.flatten(0, 1).index_select(0, part.at)
-        for x, part in ((q, segments), (call.k, seen), (call.v, seen))
-    ]  # [tokens, H or G, D or V], segment after segment
+    key_segments = segments.keys or segments
+    # [queries, H, D], [keys, G, D] and [keys, G, V]
+    q, k, v = _sorted(call.q, segments), _sorted(call.k, key_segments), _sorted(call.v, key_segments)
 
-    varlen = takes_segments(q.device, q.dtype, D)
-    # The numbers of queries and keys of each segment. A compiled graph must serve all lengths, so it reads none.
-    hidden = varlen and torch.compiler.is_compiling()
-    lengths = [] if hidden else [*zip(segments.lengths or [], seen.lengths or [], strict=True)]
+    # Runs of segments with equal numbers of queries and keys. A compiled graph must serve all lengths, so it has none.
+    takes_varlen = takes_segments(q.device, q.dtype, q.shape[2])
+    is_hidden = takes_varlen and torch.compiler.is_compiling()
+    lengths = [] if is_hidden else [*zip(segments.lengths or [], key_segments.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
 
-    # Long segments of few lengths are faster on cuDNN, one call per run of equal lengths.
-    if varlen and not 0 < len(runs) * LEAST_CALL <= len(heads[0]):
-        y = _varlen(call, heads, segments, seen)
+    # Long runs are faster on cuDNN, with one call for each. There are no runs if the lengths are unknown.
+    if takes_varlen and not 0 < len(runs) * LEAST_CALL <= len(q):
+        y = _varlen(call, q, k, v, segments, key_segments)
     else:
-        y = _by_length(call, heads, runs, recurring=segments.recurring)
-    # Back to the order of the batch.
-    if segments.at is not None:
+        y = _by_run(call, q, k, v, runs, recurring=segments.recurring)
+    if segments.at is not None:  # back to the order of the batch
         y = torch.empty_like(y).index_copy(0, segments.at, y)
     return y.view(call.result_shape)
 
 
-def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: Segments) -> Tensor:
+def _sorted(x: Tensor, segments: Segments) -> Tensor:
+    """Sort the tokens of heads [B, T, heads, D] by segment: [tokens, heads, D]."""
+    x = x.flatten(0, 1)
+    return x if segments.at is None else x.index_select(0, segments.at)
+
+
+def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segments, key_segments: Segments) -> Tensor:
     """Run all segments in PyTorch's variable-length kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -332,34 +336,40 @@ def _varlen(call: AttentionCall, heads: list[Tensor], segments: Segments, seen: 
     options: dict[str, Any] = {"scale": call.scale, "window_size": window}
     if "enable_gqa" in VARLEN_OPTIONS:  # versions without the option always allow it
         options["enable_gqa"] = call.q.shape[2] != call.k.shape[2]
-    bounds = segments.cu_seqlens, seen.cu_seqlens, segments.max_seqlen, seen.max_seqlen
+    bounds = segments.cu_seqlens, key_segments.cu_seqlens, segments.max_seqlen, key_segments.max_seqlen
     # Flash attention takes queries, keys and values of one width, which is a multiple of 8.
-    queries, keys, values = _of_one_width(heads[0], heads[1], heads[2], step=8)
-    y: Any = varlen_attn(queries, keys, values, *bounds, **options)
+    q, k, v = _of_one_width(q, k, v, step=8)
+    y: Any = varlen_attn(q, k, v, *bounds, **options)
     narrow: Tensor = y[..., : call.v.shape[3]]
     return narrow
 
 
-def _by_length(
-    call: AttentionCall, heads: list[Tensor], runs: list[tuple[tuple[int, int], int]], *, recurring: bool
+def _by_run(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[tuple[int, int], int]], *, recurring: bool
 ) -> Tensor:
-    """Call SDPA once per run of segments of equal lengths; a run is ``((queries, keys), number of segments)``."""
-    q = call.q
-    queries, keys, values = (
-        x.split([length[side] * count for length, count in runs]) for x, side in zip(heads, (0, 1, 1), strict=True)
-    )
+    """Call SDPA once per run of segments of equal lengths.
+
+    Args:
+        call: the call.
+        q, k, v: [queries, H, D], [keys, G, D] and [keys, G, V], sorted by segment.
+        runs: for each run, the numbers of queries and keys of a segment, and the number of segments.
+        recurring: as in `Segments`. cuDNN then runs for any length, because it reuses the plan of a length.
+    """
+    run_queries = [queries * count for (queries, _), count in runs]
+    run_keys = [keys * count for (_, keys), count in runs]
     results = []
-    for ((n, m), _), *run in zip(runs, queries, keys, values, strict=True):
-        # [segments, H, n, D], [segments, G, m, D] and [segments, G, m, V]
-        part_q, part_k, part_v = (
-            x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in zip(run, (n, m, m), strict=True)
+    tokens = q.split(run_queries), k.split(run_keys), v.split(run_keys)
+    for ((queries, keys), _), *run in zip(runs, *tokens, strict=True):
+        # [segments, H, queries, D], [segments, G, keys, D] and [segments, G, keys, V]
+        run_q, run_k, run_v = (
+            x.unflatten(0, (-1, length)).transpose(1, 2) for x, length in zip(run, (queries, keys, keys), strict=True)
         )
-        if q.dtype == torch.float32 and q.device.type in ACCELERATORS and _few_scores(part_q, part_k):
-            y = attention_reference(part_q, part_k, part_v, None, call.scale, None, 0.0)
+        if q.dtype == torch.float32 and q.device.type in ACCELERATORS and _few_scores(run_q, run_k):
+            y = attention_reference(run_q, run_k, run_v, None, call.scale, None, 0.0)
         else:
-            with _unmasked(q, 0 if recurring else math.gcd(n, m)):
-                y = _sdpa(part_q, part_k, part_v, scale=call.scale, is_causal=call.layout.causal)
-        results.append(y.transpose(1, 2).flatten(0, 1))
+            with _unmasked(q, 0 if recurring else math.gcd(queries, keys)):  # cuDNN's step must divide both
+                y = _sdpa(run_q, run_k, run_v, scale=call.scale, is_causal=call.layout.causal)
+        results.append(y.transpose(1, 2).flatten(0, 1))  # [run's queries, H, V]
     return torch.cat(results)
 
 
@@ -384,7 +394,7 @@ def _flex(call: AttentionCall) -> Tensor:
     return y.transpose(1, 2)
 
 
-def _single_with_sinks(call: AttentionCall) -> Tensor:
+def _single_query_with_sinks(call: AttentionCall) -> Tensor:
     _, k, v = call.heads_first
     rows = call.grouped_query  # [B, G, H / G, D]
     assert call.sinks is not None
@@ -393,13 +403,13 @@ def _single_with_sinks(call: AttentionCall) -> Tensor:
     return y.reshape(call.result_shape)
 
 
-def _formula(call: AttentionCall) -> Tensor:
+def _unfused(call: AttentionCall) -> Tensor:
     sinks = None if call.sinks is None else call.sinks[:, None]
     y = attention_reference(*call.heads_first, call.mask.dense, call.scale, call.softcap, call.dropout, sinks)
     return y.transpose(1, 2)
 
 
-def _single(call: AttentionCall) -> Tensor:
+def _single_query(call: AttentionCall) -> Tensor:
     _, k, v = call.heads_first
     with _sdpa_order(MASKED, call.q):
         y = F.scaled_dot_product_attention(call.grouped_query, k, v, attn_mask=call.mask.dense, scale=call.scale)
@@ -438,19 +448,20 @@ WITH_MASK: tuple[Backend, ...] = (
     (lambda call: call.mask.segments is not None, _segments),
     (lambda call: call.mask.block is not None, _flex),
     # One query per head: the query heads of a group become rows that share the group's keys, so no key is repeated.
-    (lambda call: call.sinks is not None and call.q.shape[1] == 1, _single_with_sinks),
-    # SDPA supports neither softcaps nor sinks. This entry comes before `_single`, which is also SDPA.
-    (lambda call: call.softcap is not None or call.sinks is not None, _formula),
-    (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single),
+    (lambda call: call.sinks is not None and call.q.shape[1] == 1, _single_query_with_sinks),
+    # SDPA supports neither softcaps nor sinks. This entry comes before `_single_query`, which is also SDPA.
+    (lambda call: call.softcap is not None or call.sinks is not None, _unfused),
+    (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single_query),
 )
 """Backends that read the mask, as pairs like those of `WITHOUT_MASK`. `_plain`, which is SDPA, computes all calls that
 no backend of the two tables supports."""
 
 
-# PyTorch's kernels and the formula
+# SDPA and the unfused form
 
 
 def _few_scores(q: Tensor, k: Tensor) -> bool:
+    """Whether the scores of q [B, H, T, D] and k [B, G, S, D] take at most `MOST_SCORES` bytes."""
     return math.prod(q.shape[:3]) * k.shape[2] * q.itemsize <= MOST_SCORES
 
 
@@ -462,9 +473,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     V = v.shape[3]
     if q.shape[3] != V and not _takes_narrow_values(q, k, v, options):
         q, k, v = _of_one_width(q, k, v)
+    # For shared keys and values without flash attention, SDPA materializes the scores; see `MOST_SCORES`.
     shared = q.shape[1] != k.shape[1]
-    by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
-    if by_formula and not _few_scores(q, k):
+    unfused = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
+    if unfused and not _few_scores(q, k):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         shared = False
     if shared:  # not enable_gqa=shared: in a graph with symbolic numbers of heads that is no bool
@@ -480,8 +492,10 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
     takes all widths is slower than flash attention on padded values. On the CPU, only the unfused form supports other
     widths.
     """
-    if q.device.type not in ACCELERATORS or not takes_flash(q.dtype, q.shape[3]):
-        return q.device.type in ACCELERATORS
+    if q.device.type not in ACCELERATORS:
+        return False
+    if not takes_flash(q.dtype, q.shape[3]):
+        return True
     if torch.compiler.is_compiling() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     dropout, causal, shared = options.get("dropout_p", 0.0), options.get("is_causal", False), q.shape[1] != k.shape[1]
@@ -494,10 +508,10 @@ def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
-    G, parts = k.shape[2], -(-q.numel() // most)
-    kv_heads = -(-G // parts)  # of a part
-    pieces = zip(q.split(q.shape[2] // G * kv_heads, 2), k.split(kv_heads, 2), v.split(kv_heads, 2), strict=True)
-    return torch.cat([_sdpa(*(x.transpose(1, 2) for x in piece), **options).transpose(1, 2) for piece in pieces], 2)
+    G, calls = k.shape[2], -(-q.numel() // most)
+    kv_heads = -(-G // calls)  # of a call
+    heads = zip(q.split(q.shape[2] // G * kv_heads, 2), k.split(kv_heads, 2), v.split(kv_heads, 2), strict=True)
+    return torch.cat([_sdpa(*(x.transpose(1, 2) for x in qkv), **options).transpose(1, 2) for qkv in heads], 2)
 
 
 def attention_reference(
