@@ -125,16 +125,6 @@ def check_policy(name: str, policy: str) -> None:
         raise ValueError(f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
 
 
-def _resets_itself(module: nn.Module) -> bool:
-    """Whether a subclass of a linear layer, an embedding or a layer with `Layer.draw` adds ``reset_parameters``."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        bases = (nn.Linear, nn.Embedding, LigerEmbedding)
-        return type(module).reset_parameters not in [base.reset_parameters for base in bases]
-    # The `draw` of a class with this method calls it.
-    drawer = next(cls for cls in type(module).__mro__ if "draw" in vars(cls))
-    return hasattr(module, "reset_parameters") and not hasattr(drawer, "reset_parameters")
-
-
 class Decoder(nn.Module):
     """A decoder with a language-model head.
 
@@ -279,11 +269,11 @@ class Decoder(nn.Module):
             if spec is None:
                 continue
             # A layer that is used in two places would append to its slot twice.
-            other = path if spec.cache_slot is None else slots.setdefault(spec.cache_slot, path)
-            if other != path:
+            slot_owner = path if spec.cache_slot is None else slots.setdefault(spec.cache_slot, path)
+            if slot_owner != path:
                 raise ValueError(
                     f"{name}: each attention layer must have a slot of its own in the decode cache, got "
-                    f"layer={spec.cache_slot} for layers.{other} and layers.{path}. Number them."
+                    f"layer={spec.cache_slot} for layers.{slot_owner} and layers.{path}. Number them."
                 )
             if spec.rotary is not None and spec.rotary not in self.rotary:
                 raise ValueError(
@@ -306,19 +296,19 @@ class Decoder(nn.Module):
         Raises:
             ValueError: a parameter is not initialized.
         """
-        # One NaN per parameter shows which ones have not been written, in whatever way the others are.
-        marked = {
+        # Write a NaN into the first element of each parameter. An initialized parameter does not have it afterwards.
+        first_elements = {
             name: weight.data[(0,) * weight.dim()]
             for name, weight in self.named_parameters()
             if weight.is_floating_point() and weight.numel() and not weight.is_meta
         }
-        for first in marked.values():
-            first.fill_(float("nan"))
+        for element in first_elements.values():
+            element.fill_(float("nan"))
         self.reset_parameters()
         for name, weight in self.named_parameters():
-            mark = marked.get(name)
+            first = first_elements.get(name)
             # A parameter that has new memory has been replaced by one with values.
-            if mark is None or mark.data_ptr() != weight.data_ptr() or not mark.float().isnan():
+            if first is None or first.data_ptr() != weight.data_ptr() or not first.float().isnan():
                 continue
             owner = type(self.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
@@ -453,7 +443,8 @@ class Decoder(nn.Module):
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """Return the weights of all linear layers except the head, and the stacked weights of experts, by name."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
-        # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`.
+        # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`, and neither is the
+        # matrix [X, C] of some routers.
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         routers = {id(weight) for layer in self.routers if layer.router for weight in layer.router.parameters()}
         return {
@@ -498,10 +489,11 @@ class Decoder(nn.Module):
             )
         for path, layer in named_layers(self.layers) if bidirectional else ():
             spec = layer.attention
-            causal = layer.recurrent or layer.needs_bounds
+            must_be_causal = layer.recurrent or layer.needs_bounds
             if spec is not None:
-                causal = causal or spec.window is not None or spec.chunk is not None or spec.needs_flash
-            if causal:
+                is_limited = spec.window is not None or spec.chunk is not None
+                must_be_causal = must_be_causal or is_limited or spec.needs_flash  # attention with sinks
+            if must_be_causal:
                 raise ValueError(
                     "set_bidirectional: all layers must be attention without window, chunks and sinks, got "
                     f"{type(layer).__name__} in layers.{path}. Leave the model causal."
@@ -665,6 +657,29 @@ class Decoder(nn.Module):
         """Return the additional fields of ``layout_class`` for rows of T tokens; ``embeds`` has this rank's tokens."""
         return {}
 
+    def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
+        """Build the layout of a batch of ``shape`` (B, T); the options are those of `BatchLayout.build`."""
+        if self._windows is None:
+            raise ValueError(
+                f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."
+            )
+        rotary: dict[str, Any] = dict(self.rotary.items())
+        windows = self._windows
+        # Attention with sinks has a fused kernel only in half precision. Otherwise its layers need a mask.
+        if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
+            windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
+        if self.bidirectional:
+            if options.get("cache") is not None:
+                raise ValueError(
+                    "forward: a bidirectional model has no decode cache and can't generate, got a cache. Call "
+                    "set_bidirectional(False)."
+                )
+            options["causal"] = False
+        return self.layout_class.build(
+            shape, embeds.device, rotary, windows=windows, needs_bounds=self.needs_bounds, dtype=embeds.dtype,
+            chunks=self._chunks, **options,
+        )  # fmt: skip
+
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
         """Return a layout with which one block can run alone: placeholders replace the tensors that other blocks add.
 
@@ -688,29 +703,6 @@ class Decoder(nn.Module):
             layout: the layout that was passed to the block.
         """
         return more, layout
-
-    def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
-        """Build the layout of a batch of ``shape`` (B, T); the options are those of `BatchLayout.build`."""
-        if self._windows is None:
-            raise ValueError(
-                f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."
-            )
-        rotary: dict[str, Any] = dict(self.rotary.items())
-        windows = self._windows
-        # Attention with sinks has a fused kernel only in half precision. Otherwise its layers need a mask.
-        if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
-            windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
-        if self.bidirectional:
-            if options.get("cache") is not None:
-                raise ValueError(
-                    "forward: a bidirectional model has no decode cache and can't generate, got a cache. Call "
-                    "set_bidirectional(False)."
-                )
-            options["causal"] = False
-        return self.layout_class.build(
-            shape, embeds.device, rotary, windows=windows, needs_bounds=self.needs_bounds, dtype=embeds.dtype,
-            chunks=self._chunks, **options,
-        )  # fmt: skip
 
     def run(self, embeds: Tensor, layout: BatchLayout, **options: Any) -> CausalLMOutput:
         """Run blocks, norm, head and loss.
@@ -736,7 +728,7 @@ class Decoder(nn.Module):
 
         # Run the blocks and the norm.
         states: list[Tensor] = []
-        collect = [states] if request.output_hidden_states else []
+        collect = [states] if request.output_hidden_states else []  # overrides without `states` work otherwise
         hidden, router_logits = self.run_blocks(embeds, layout, *collect)
         hidden = groups.enter_head(hidden)  # [B, T, C], under context parallelism [B, T / R, C]
         # Results are collected in a dictionary, because torch 2.11 cannot compile `_replace` of a named tuple.
@@ -816,15 +808,15 @@ class Decoder(nn.Module):
                 f"forward: routed_experts must be {shape} (rows, tokens, layers with experts, experts of a token), got "
                 f"{list(experts.shape)}."
             )
-        share = self.groups.local_tokens(experts.flatten(2))
-        parts: tuple[Tensor, ...] = share.unflatten(2, shape[2:]).unbind(2)
-        return parts
+        share = self.groups.local_tokens(experts.flatten(2))  # [B, T / R, L · K]
+        by_layer: tuple[Tensor, ...] = share.unflatten(2, shape[2:]).unbind(2)
+        return by_layer
 
     def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
         """Group ``experts``, which has one tensor per layer with routed experts, by the index of the block."""
-        left = iter(experts)
+        remaining = iter(experts)
         routers = map(routed_layers, self.layers)
-        return {index: tuple(next(left) for _ in layers) for index, layers in enumerate(routers) if layers}
+        return {index: tuple(next(remaining) for _ in layers) for index, layers in enumerate(routers) if layers}
 
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
@@ -841,8 +833,8 @@ class Decoder(nn.Module):
                 "forward: offload_layers must be 0 in a model compiled as one graph. Compile the blocks instead."
             )
         # With a decode cache, no block is recomputed, because it would append to the cache again.
-        once = not torch.is_grad_enabled() or layout.cache is not None or in_graph(embeds)
-        recomputed: frozenset[int] = frozenset() if once else self.recomputed
+        runs_once = not torch.is_grad_enabled() or layout.cache is not None or in_graph(embeds)
+        recomputed: frozenset[int] = frozenset() if runs_once else self.recomputed
         # Each block is given only the experts of its own layers.
         experts: dict[int, tuple[Tensor, ...]] = {}
         if layout.experts:
@@ -905,3 +897,13 @@ class Decoder(nn.Module):
         loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.groups.balance)
         weighted: Tensor = self.config.router_aux_loss_coef * loss
         return weighted
+
+
+def _resets_itself(module: nn.Module) -> bool:
+    """Whether a subclass of a linear layer, an embedding or a layer with `Layer.draw` adds ``reset_parameters``."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        bases = (nn.Linear, nn.Embedding, LigerEmbedding)
+        return type(module).reset_parameters not in [base.reset_parameters for base in bases]
+    # The `draw` of a class with this method calls it.
+    drawer = next(cls for cls in type(module).__mro__ if "draw" in vars(cls))
+    return hasattr(module, "reset_parameters") and not hasattr(drawer, "reset_parameters")
