@@ -58,6 +58,7 @@ class FrozenParameters(nn.Module):
         # dtype.
         self._quantized_dtype, self._quantized_layout = weight.dtype, self.layout
         self._statistics: Tensor | None = None
+        """[n, m], what `Format.quantize_part` returned for this rank, until `finish` has used it."""
         self._views: dict[str, tuple[torch.dtype, bool]] = {}
         """Maps the name of each tensor to its dtype, and to whether it has one dimension."""
         for name, parameter in self._as_parameters(self.format.pack(weight)).items():
@@ -96,8 +97,7 @@ class FrozenParameters(nn.Module):
         A weight that FSDP has sharded is gathered from all ranks. After `apply_tp` or `apply_ep`, the result is this
         rank's part.
         """
-        # Parameters that FSDP has sharded as well have a mesh with a further dimension. They are gathered in the
-        # forward.
+        # Parameters that FSDP has sharded as well have a mesh of more dimensions. They are gathered in the forward.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
             return self.whole(codes)
         return self._weight_of({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
@@ -144,13 +144,13 @@ class FrozenParameters(nn.Module):
         *_, rows, columns = self.shape
         by_rows, by_columns = dim == len(self.shape) - 2, dim == len(self.shape) - 1
         if by_rows or by_columns:  # a slice of whole experts always has whole blocks
-            count = rows * columns // ranks if by_rows else columns // ranks
+            size = rows * columns // ranks if by_rows else columns // ranks
             block = self.format.block(self.layout, rows=by_rows)
-            part = f"{rows // ranks} rows of {columns} numbers" if by_rows else f"{count} of {columns} columns"
-            if count % block != 0:
+            rank_slice = f"{rows // ranks} rows of {columns} numbers" if by_rows else f"{size} of {columns} columns"
+            if size % block != 0:
                 raise ValueError(
                     f"apply_tp: each rank's slice of a quantized weight must have a multiple of {block} "
-                    f"{'numbers' if by_rows else 'columns'}, which share a scale, got {part} of "
+                    f"{'numbers' if by_rows else 'columns'}, which share a scale, got {rank_slice} of "
                     f"{name if len(self.shape) == 3 else path} on each of {ranks} ranks. Use fewer ranks for tensor "
                     f"parallelism, {self.format.remedy}, or apply_fsdp alone."
                 )
@@ -160,12 +160,14 @@ class FrozenParameters(nn.Module):
         tensors, self.layout, dims = self.format.slices(tensors, self.shape, self.layout, dim, ranks)
         parameters = self._as_parameters(tensors)
         setattr(layer, attribute, parameters.pop("codes"))
-        for part_name, parameter in parameters.items():
-            self.register_parameter(part_name, parameter)
+        for tensor_name, parameter in parameters.items():
+            self.register_parameter(tensor_name, parameter)
         self.sharded = dim, ranks
 
         stored = f"{path}.stored" if attribute == "weight" else f"{path}.stored.{attribute}"
-        return {name if part == "codes" else f"{stored}.{part}": along for part, along in dims.items()}
+        return {
+            name if tensor_name == "codes" else f"{stored}.{tensor_name}": dims[tensor_name] for tensor_name in dims
+        }
 
     @torch.no_grad()
     def quantize(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> None:
@@ -182,42 +184,46 @@ class FrozenParameters(nn.Module):
         # `finish`.
         if self.format.in_common and len(self.shape) == 2:
             numbers = self._numbers(codes, read)
-            part, self._statistics = self.format.quantize_part(numbers, self._quantized_layout)
-            local(codes).copy_(part.view(torch.uint8))
+            rank_codes, self._statistics = self.format.quantize_part(numbers, self._quantized_layout)
+            local(codes).copy_(rank_codes.view(torch.uint8))
             return
 
         # A rank with whole experts quantizes them together. A rank with a part of every expert reads and quantizes one
         # whole expert at a time. A rank without experts still quantizes zeros, to fill its part of the tensors that all
         # experts share.
-        has_parts = len(self.shape) == 3 and local(codes).shape[1] < codes.shape[1]
+        has_sliced_experts = len(self.shape) == 3 and local(codes).shape[1] < codes.shape[1]
+        step = 1 if has_sliced_experts else max(count, 1)
         parameters: dict[str, Any] = {"codes": codes, **self._parameters}
-        for start in range(first, first + max(count, 1), 1 if has_parts else max(count, 1)):
+        for start in range(first, first + max(count, 1), step):
             if count == 0:
                 numbers = torch.zeros(1, *self.shape[1:], device=local(codes).device)
             else:
-                numbers = read(start, start + 1 if has_parts else first + count)
+                numbers = read(start, start + step)
             weight = FrozenWeight.quantize(numbers.to(self._quantized_dtype), self.format.name)
-            self._copy_parts(parameters, weight, start)
+            self._copy_own_part(parameters, weight, start)
 
-    def _copy_parts(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
+    def _copy_own_part(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
         """Copy this rank's part of ``weight``, which begins at row or expert ``first``, into the parameters."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
             # Rearrange the tensors in the same way as the parameters, so that this rank's slice is contiguous.
             tensors, *_ = self.format.slices(tensors, weight.shape, list(weight.layout), *self.sharded)
         for name, parameter in parameters.items():
-            target, part = local(parameter), _bytes_of(tensors[name])
-            # The first dimension of tensors that all experts share does not index experts.
-            begin = 0 if name in self.format.shared else first
-            mine, *offsets = offset_of(parameter)
-            # ``target`` has the rows from ``mine`` on, and ``part`` those from ``begin`` on. Copy the rows of both.
-            low, high = max(mine, begin), min(mine + len(target), begin + len(part))
-            if low >= high:
+            target, source = local(parameter), _bytes_of(tensors[name])
+            # The rows of the whole parameter with which the target and the source begin. The first dimension of tensors
+            # that all experts share does not index experts.
+            target_first, *offsets = offset_of(parameter)
+            source_first = 0 if name in self.format.shared else first
+
+            # Copy the rows [start, end) that both have, and in the other dimensions what the target has.
+            start, end = max(target_first, source_first), min(target_first + len(target), source_first + len(source))
+            if start >= end:
                 continue
-            target, part = target[low - mine : high - mine], part[low - begin : high - begin]
-            for dim, start in enumerate(offsets, 1):
-                part = part.narrow(dim, start, target.shape[dim])
-            target.copy_(part)
+            target = target[start - target_first : end - target_first]
+            source = source[start - source_first : end - source_first]
+            for dim, offset in enumerate(offsets, 1):
+                source = source.narrow(dim, offset, target.shape[dim])
+            target.copy_(source)
 
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
         """Return the dense elements [n, K] that belong to this rank's rows of ``codes``.
@@ -226,15 +232,17 @@ class FrozenParameters(nn.Module):
         example, a weight [4, 96] in rows of 64 numbers has 6 rows of codes. Rows 1 and 2 have the numbers 64 to 191, so
         the rows 0 and 1 of the weight are read, and the first 64 of their 192 numbers are left out.
         """
+        # This rank has the rows ``first`` to ``first + count − 1`` of the codes, and ``width`` bytes of each.
         (first, column), (count, width) = offset_of(codes), local(codes).shape
         columns, numbers_per_byte = self.shape[1], self.shape.numel() // codes.numel()
         # The number of dense numbers in a row of the codes may differ from the length of a row of the weight.
         row_numbers = codes.shape[1] * numbers_per_byte
 
-        # A row of the codes may begin and end in the middle of a row of the weight.
-        start, end = first * row_numbers // columns, -(-(first + count) * row_numbers // columns)
+        # Read the rows of the weight that have these numbers. The first and the last may belong to other ranks in part.
+        first_number, num_numbers = first * row_numbers, count * row_numbers
+        start, end = first_number // columns, -(-(first_number + num_numbers) // columns)
         numbers = read(start, end).to(self._quantized_dtype).flatten()
-        numbers = numbers[first * row_numbers - start * columns :][: count * row_numbers].view(count, row_numbers)
+        numbers = numbers[first_number - start * columns :][:num_numbers].view(count, row_numbers)
         return numbers[:, column * numbers_per_byte : (column + width) * numbers_per_byte]
 
     @torch.no_grad()
@@ -247,18 +255,18 @@ class FrozenParameters(nn.Module):
         # Gather the statistics, which are sharded in the same way as the scales.
         sharded: Any = self.scales
         if is_sharded(sharded):
-            part = statistics.view(torch.uint8).to(sharded.device_mesh.device_type)
-            width = sharded.shape[1] * statistics.itemsize
-            statistics = _whole(sharded_as(sharded, part, torch.Size([len(sharded), width]))).view(statistics.dtype)
+            own_bytes = statistics.view(torch.uint8).to(sharded.device_mesh.device_type)
+            shape = torch.Size([len(sharded), sharded.shape[1] * statistics.itemsize])
+            statistics = _whole(sharded_as(sharded, own_bytes, shape)).view(statistics.dtype)
 
         # The codes are already in place, so they need no values here.
-        shape, dtype = self.format.tensors_like(self.shape, self.dtype)["codes"]
+        codes_shape, codes_dtype = self.format.tensors_like(self.shape, self.dtype)["codes"]
         tensors = (
-            torch.empty(shape, dtype=dtype, device="meta"),
+            torch.empty(codes_shape, dtype=codes_dtype, device="meta"),
             *self.format.finish(statistics, self._quantized_layout),
         )
         weight = FrozenWeight(self.format, tensors, self.shape, self._quantized_layout, self.dtype)
-        self._copy_parts(self._parameters, weight)
+        self._copy_own_part(self._parameters, weight)
 
 
 def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
@@ -285,13 +293,16 @@ def frozen_parts(layer: nn.Module) -> dict[str, FrozenParameters]:
     """Return the frozen weights of a layer, by the names of the parameters that hold their codes."""
     stored = layer._modules.get("stored")
     parts = {"weight": stored} if isinstance(stored, FrozenParameters) else getattr(stored, "_modules", {})
-    return {name: part for name, part in parts.items() if isinstance(part, FrozenParameters)}
+    return {name: frozen for name, frozen in parts.items() if isinstance(frozen, FrozenParameters)}
 
 
 def frozen_weights(model: nn.Module) -> dict[str, FrozenParameters]:
     """Return the frozen weights of a model, by the names of the parameters that hold their codes."""
-    parts = ((path, frozen_parts(layer)) for path, layer in model.named_modules())
-    return {f"{path}.{name}": frozen for path, of_layer in parts for name, frozen in of_layer.items()}
+    return {
+        f"{path}.{name}": frozen
+        for path, layer in model.named_modules()
+        for name, frozen in frozen_parts(layer).items()
+    }
 
 
 @contextmanager
