@@ -79,8 +79,8 @@ class FrozenWeight(NamedTuple):
             # Matrix by matrix, so that only one dense matrix is on the device at a time.
             experts = [format_.quantize_expert(matrix.to(device)) for matrix in weight]
             tensors = [
-                matrices[0] if part in format_.shared else torch.stack(matrices)
-                for part, matrices in zip(format_.names, zip(*experts, strict=True), strict=True)
+                per_expert[0] if tensor_name in format_.shared else torch.stack(per_expert)
+                for tensor_name, per_expert in zip(format_.names, zip(*experts, strict=True), strict=True)
             ]
             tensors[0] = tensors[0].view(*shape[:2], -1)  # codes [X, O, ...]
         return cls(format_, tuple(tensors), shape, layout, weight.dtype)
@@ -88,8 +88,8 @@ class FrozenWeight(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor) -> "FrozenWeight | None":
         """Wrap a torchao tensor without copying its memory. Return None for any other tensor."""
-        weights = (format_.of_torchao(weight) for format_ in FORMATS.values())
-        return next((frozen for frozen in weights if frozen is not None), None)
+        wrapped = (format_.of_torchao(weight) for format_ in FORMATS.values())
+        return next((frozen for frozen in wrapped if frozen is not None), None)
 
     @property
     def codes(self) -> Tensor:
