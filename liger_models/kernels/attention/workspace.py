@@ -152,9 +152,10 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the number of heads per launch, and parts of the queries that see about the same number of keys.
+    """Return the number of heads per launch, and parts of the queries with about equally many visible pairs.
 
     A part is a tuple of its first query, its number of query tiles, and the number of places of a pair of query tiles.
+    The workspace holds one part of the queries for the returned number of heads.
 
     Args:
         T: number of queries.
@@ -164,20 +165,23 @@ def parts_of_queries(
         matrices: number of matrices that a launch writes, 1 for p and 2 for p and ds.
     """
     queries, keys = cdiv(T, block_m) * block_m, cdiv(S, block_n) * block_n
-    before = keys - queries
+    before = keys - queries  # number of keys before the first query
 
-    # The queries up to position i have about i² / 2 visible pairs, so the edges of equal parts are at square roots.
-    seen = keys**2 - before**2  # twice the number of visible pairs of a head
-    count = cdiv(seen * matrices, 4 * max(PAIRS, LEAST_ROWS * keys))
-    edges = sorted({(math.isqrt(before**2 + seen * part // count) - before) // block_m for part in range(count + 1)})
+    # The query tiles [edges[i], edges[i + 1]) are part i. The queries up to position p have about p² / 2 visible pairs,
+    # so the edges of parts with equal numbers of pairs are at square roots.
+    twice_pairs = keys**2 - before**2  # twice the number of visible pairs of a head
+    count = cdiv(twice_pairs * matrices, 4 * max(PAIRS, LEAST_ROWS * keys))
+    edges = sorted({(math.isqrt(before**2 + twice_pairs * i // count) - before) // block_m for i in range(count + 1)})
 
+    # The width of a part is the largest number of key tiles that a pair of its query tiles sees.
     parts = []
-    for top, bottom in pairwise(edges):
-        counts = [cdiv(min((tile + 1) * block_m + S - T, S), block_n) for tile in range(top, bottom)]
-        folded = [0] * (len(counts) % 2) + counts
-        width = max(first + last for first, last in zip(folded, reversed(folded), strict=True))
-        parts.append((top * block_m, len(counts), width))
-    return min(max(4 * PAIRS // (seen * matrices), 1), 2**15), parts
+    for start, end in pairwise(edges):
+        seen = [cdiv(min((tile + 1) * block_m + S - T, S), block_n) for tile in range(start, end)]
+        paired = [0] * (len(seen) % 2) + seen  # with an odd number of tiles, the last one has no partner
+        width = max(first + last for first, last in zip(paired, reversed(paired), strict=True))
+        parts.append((start * block_m, len(seen), width))
+    heads = min(max(4 * PAIRS // (twice_pairs * matrices), 1), 2**15)
+    return heads, parts
 
 
 def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
