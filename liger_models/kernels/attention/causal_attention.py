@@ -150,8 +150,8 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
         return nothing, nothing, nothing
     token = torch.arange(S, device=like.device).expand(B, -1)
 
-    # The window's first key, and the first token of a document: the least over all later tokens, since documents may
-    # be in any order.
+    # low is the later one of the window's first key and the document's first token. The latter is the least over all
+    # later tokens, because documents may be in any order.
     low = torch.zeros_like(token) if window is None else (token - (window - 1)).clamp_min(0)
     if documents is None:
         documents = token
@@ -285,9 +285,9 @@ def _causal_attention_backward(
         # The workspace of p and of ds. If several launches add to dk and dv, their sums are in fp32 until the last one.
         q, k, v, d_out = map(_aligned, (q, k, v, d_out))
         p, ds = plan.workspace(q), plan.workspace(q)
-        several = any(launch.later for launch in plan.launches)
+        has_sums = any(launch.later for launch in plan.launches)
         dk_sum, dv_sum = (
-            torch.empty(x.shape if several else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)
+            torch.empty(x.shape if has_sums else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)
         )
 
         # Tiles for p and ds; then both factors of dq = ds · k, of dk = dsᵀ · q and of dv = pᵀ · do.

@@ -82,8 +82,8 @@ def weights_kernel(
 
             # m of each row [BLOCK_M]: 0 unless the row's largest score is far from 0, and -inf if it sees no key.
             largest = tl.max(scores, 1)
-            near = (tl.abs(largest) <= FAR) | (largest == float("-inf"))
-            m = tl.where(near, 0.0, tl.ceil(largest))
+            is_near = (tl.abs(largest) <= FAR) | (largest == float("-inf"))
+            m = tl.where(is_near, 0.0, tl.ceil(largest))
             p = tl.exp2(scores - m[:, None])  # [BLOCK_M, BLOCK_N]
 
             tl.store(tile_m_ptr + place * BLOCK_M + rows, tl.where(largest == float("-inf"), largest, m))
@@ -120,17 +120,17 @@ def sums_kernel(
     rows = tl.arange(0, BLOCK_M)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    far = tl.zeros([BLOCK_M], tl.float32)
+    largest_m = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, PARTS):
         key_tile = start + tl.arange(0, PARTS)[:, None]
         entries = (place + key_tile) * BLOCK_M + rows[None, :]  # [PARTS, BLOCK_M]
         tile_m = tl.load(tile_m_ptr + entries, mask=key_tile < end, other=float("-inf"))
         sums = tl.load(tile_sum_ptr + entries, mask=key_tile < end, other=0.0)
-        far = tl.maximum(far, tl.max(tl.where(tile_m == float("-inf"), 0.0, tl.abs(tile_m)), 0))
-        larger = tl.maximum(m, tl.max(tile_m, 0))
-        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
-        total = total * tl.exp2(m - finite) + tl.sum(sums * tl.exp2(tile_m - finite[None, :]), 0)
-        m = larger
+        largest_m = tl.maximum(largest_m, tl.max(tl.where(tile_m == float("-inf"), 0.0, tl.abs(tile_m)), 0))
+        new_m = tl.maximum(m, tl.max(tile_m, 0))
+        finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # -inf is the m of a query that has seen no key yet
+        total = total * tl.exp2(m - finite_m) + tl.sum(sums * tl.exp2(tile_m - finite_m[None, :]), 0)
+        m = new_m
     m = tl.where(total == 0.0, 0.0, m)  # rows past the last query
     total = tl.where(total == 0.0, 1.0, total)
 
@@ -140,8 +140,8 @@ def sums_kernel(
         tl.store(m_ptr + entries, m, mask=queries < T)
         tl.store(inverse_ptr + entries, 1.0 / total, mask=queries < T)
 
-    # Tiles with another m than the query's are multiplied by a power of 2.
-    if tl.max(far) > 0.0:
+    # Tiles with another m than the query's are multiplied by a power of 2. If all m are 0, there are none.
+    if tl.max(largest_m) > 0.0:
         for key_tile in range(begin + tl.program_id(0), end, tl.num_programs(0)):
             entries = (place + key_tile) * BLOCK_M + rows
             tile_m = tl.load(tile_m_ptr + entries)
@@ -351,6 +351,7 @@ def gradients_kernel(
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     ACROSS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     index, rank = tl.program_id(0), tl.program_id(1)
+    # The programs of dv come first, then those of dk, then those of dq.
     before_k = kv_heads * ACROSS_V
     before_q = before_k + kv_heads * ACROSS_K
     # The three branches are not nested: only the tiles of branches that follow each other share their shared memory.
