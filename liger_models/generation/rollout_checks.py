@@ -39,7 +39,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
             f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}."
         )
 
-    # Integers, and ids that the model has.
+    # The prompts must be integers, and ids that the model has.
     vocab = model.embed_tokens.num_embeddings
     for number, prompt in enumerate(tensors):
         dtype = prompt.dtype
@@ -132,9 +132,9 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
         is_stored = not (state.is_distributed or torch.is_autocast_enabled(model.device.type))
         cache = state.cached if is_stored else None
         if cache is None:
-            used = DecodeCache(1)
-            model(torch.tensor([prompt[:1]], device=model.device), cache=used, return_logits=False)
-            cache = used.on_meta()
+            filled = DecodeCache(1)
+            model(torch.tensor([prompt[:1]], device=model.device), cache=filled, return_logits=False)
+            cache = filled.on_meta()
             if is_stored:
                 state.cached = cache
     if cache.extra:

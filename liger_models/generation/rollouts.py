@@ -122,19 +122,19 @@ def rollout(
     check_features(model, record_routing=record_routing, deterministic=deterministic)
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
-    # What the layers cache depends on the mode.
+    # Run one token to see what the layers cache, which depends on the mode.
     derived, draft = DerivedTensors(), settings.draft_model
     modules = list((model if draft is None else draft).modules())
     with derived.used(), batch_invariant(deterministic), evaluating(modules):
-        cache = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
-        if isinstance(cache, str):
-            raise ValueError(f"rollout: {cache}. Use generate.")
+        probe = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
+        if isinstance(probe, str):
+            raise ValueError(f"rollout: {probe}. Use generate.")
         if draft is not None:
-            cache = with_layers_of(draft, cache, tokens[0])
+            probe = with_layers_of(draft, probe, tokens[0])
 
     invariant = batch_invariant() if deterministic else nullcontext()
     with resharded(model), evaluating(modules), derived.used(), invariant, in_lockstep(model):
-        pool = _make_pool(cache, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings))
+        pool = _make_pool(probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings))
         return Scheduler(
             model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic, draft
         ).run()
@@ -163,7 +163,7 @@ def drafted_steps(
     Raises:
         ValueError: `rollout` does not support the model, or an option.
     """
-    # Check the options, and make a row for each continuation.
+    # Refuse options that depend on earlier tokens of a row, and further inputs.
     refused = [name for name, neutral in UNFILTERED.items() if name not in DRAWING and _is_set(settings, name, neutral)]
     refused += ["logits_processor"] * bool(settings.logits_processor) + sorted(inputs)
     if refused:
@@ -171,49 +171,35 @@ def drafted_steps(
             f"generate: with LigerMTP as draft_model, {', '.join(refused)} must be omitted, got a value from the call "
             "or from generation_config.json. Omit draft_model, or these options."
         )
+
+    # Make a row for each continuation, and a cache for all rows.
     mask = torch.ones_like(prompts) if mask is None else mask
-    tokens = [row[kept != 0].tolist() for row, kept in zip(prompts.cpu(), mask.cpu(), strict=True)]
+    tokens = [prompt[is_token != 0].tolist() for prompt, is_token in zip(prompts.cpu(), mask.cpu(), strict=True)]
     rows = _make_rows(tokens, [settings.max_new_tokens] * len(tokens), None, settings)
     draft, derived = settings.draft_model, DerivedTensors()
     modules = list(draft.modules())
     with derived.used(), evaluating(modules):
-        cache = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
-        if isinstance(cache, str):
-            raise ValueError(f"generate: with LigerMTP as draft_model, {cache}. Omit draft_model.")
-        cache = with_layers_of(draft, cache, tokens[0])
-    pool = _make_pool(cache, rows, len(rows), None, model, _overhang(settings))
+        probe = cache_of_one_token(model, max(row.end for row in rows), tokens[0])
+        if isinstance(probe, str):
+            raise ValueError(f"generate: with LigerMTP as draft_model, {probe}. Omit draft_model.")
+        probe = with_layers_of(draft, probe, tokens[0])
+    pool = _make_pool(probe, rows, len(rows), None, model, _overhang(settings))
     scheduler = Scheduler(model, rows, pool, settings, CHUNK_SIZE, ROUNDS_PER_READ, draft=draft)
 
-    # Yield the columns that all rows have. The columns after the end of a row are padding.
-    length, running, padding = 0, True, settings.pad_token_id or 0
-    while running:
+    # A round gives rows unequal numbers of tokens. Yield the columns that all running rows have; rows that have ended
+    # are padded.
+    num_yielded, is_running, padding = 0, True, settings.pad_token_id or 0
+    while is_running:
         with evaluating(modules), derived.used():
-            running = scheduler.advance()
+            is_running = scheduler.advance()
         completions = scheduler.completions
-        counts = [_count(row) for row in rows]
-        unfinished = [count for count, done in zip(counts, completions, strict=True) if done is None]
-        for column in range(length, min(unfinished, default=max(counts))):
+        lengths = [_num_new(row) for row in rows]
+        running = [length for length, completion in zip(lengths, completions, strict=True) if completion is None]
+        for column in range(num_yielded, min(running, default=max(lengths))):
             new, ended, log_probs = _column(rows, completions, column, padding)
             values = torch.tensor(log_probs, device=model.device) if logprobs else None
             yield Step(torch.tensor(new, device=model.device), torch.tensor(ended, device=model.device), values)
-            length = column + 1
-
-
-def _count(row: Row) -> int:
-    return len(row.tokens) - row.begin
-
-
-def _column(
-    rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
-) -> tuple[list[int], list[bool], list[float]]:
-    """Return token number ``column`` of all rows, whether each row has stopped, and the log-probabilities."""
-    tokens, ended, log_probs = [], [], []
-    for row, done in zip(rows, completions, strict=True):
-        has_token = column < _count(row)
-        tokens.append(row.tokens[row.begin + column] if has_token else padding)
-        ended.append(done is not None and done.reason == "stop" and column >= _count(row) - 1)
-        log_probs.append(row.log_probs[column] if has_token else 0.0)
-    return tokens, ended, log_probs
+            num_yielded = column + 1
 
 
 def _is_set(settings: Settings, name: str, neutral: Any) -> bool:
@@ -295,3 +281,20 @@ def free_memory(device: torch.device) -> int | None:
     # Memory that PyTorch has reserved but not allocated is free, too.
     unused: int = backend.memory_reserved(device) - backend.memory_allocated(device)
     return int(backend.mem_get_info(device)[0]) + unused
+
+
+def _num_new(row: Row) -> int:
+    return len(row.tokens) - row.begin
+
+
+def _column(
+    rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
+) -> tuple[list[int], list[bool], list[float]]:
+    """Return token number ``column`` of all rows, whether each row has stopped, and the log-probabilities."""
+    tokens, ended, log_probs = [], [], []
+    for row, completion in zip(rows, completions, strict=True):
+        has_token = column < _num_new(row)
+        tokens.append(row.tokens[row.begin + column] if has_token else padding)
+        ended.append(completion is not None and completion.reason == "stop" and column >= _num_new(row) - 1)
+        log_probs.append(row.log_probs[column] if has_token else 0.0)
+    return tokens, ended, log_probs
