@@ -159,16 +159,18 @@ def run(
 
         compile_blocks(model)
 
-    # The optimizer, and the saved state if the run resumes. The current options override the saved ones.
+    # The optimizer.
     progress = Progress(options, data, objective)
     updates = Updates(trained, options, step_plan.plan, progress, dtype)
-    parts = (trained, updates.optimizer, updates.scheduler, loader, updates.scaler)
-    settings = fixed_settings(options, objective)
     drafts = measure_drafts(options, model, objective, data_rank, data_ranks)
-    accepted_before = None if drafts is None else drafts.measure()
-    start = load_state(output, *parts, settings=settings) or 0
+    accepted_before = None if drafts is None else drafts.measure()  # by the weights that the run began with
+
+    # The saved state if the run resumes. The current options override the saved ones.
+    state = (trained, updates.optimizer, updates.scheduler, loader, updates.scaler)
+    settings = fixed_settings(options, objective)
+    start = load_state(output, *state, settings=settings) or 0
     progress.resume(start)
-    updates.resume(start)
+    updates.resume(start)  # after the progress, whose number of steps determines the learning rate
     steps = progress.steps
 
     # Banner and log.
@@ -185,7 +187,7 @@ def run(
         log.write(0, draft_acceptance=accepted_before)
 
     # Signals and checks of finite numbers begin with the first step.
-    checkpoints, stop = Checkpoints(output, options.keep, parts, settings), Stop()
+    checkpoints, stop = Checkpoints(output, options.keep, state, settings), Stop()
     finite = FiniteChecks(updates.trained, updates.scaler, options.data, checkpoints.newest)
     targets = TargetChecks(options.length)
     loaded, batches = endless(loader), list[Batch]()
@@ -411,9 +413,9 @@ class Progress:
 
     def __init__(self, options: TrainOptions, data: PackedDataset, objective: Objective) -> None:
         self._options, self._data, self._repeats = options, data, objective.repeats
-        # Batches and steps of all epochs. The products are rounded, so that 0.07 of 100 batches are 7 and not 8.
+        # Batches and steps of all epochs. Products are rounded before `ceil`, so that 0.07 of 100 batches are 7, not 8.
         self._batches = math.ceil(round(options.epochs * len(data), 6))
-        self._epoch_steps = self._batches / options.accumulate * objective.repeats
+        self._exact_steps = self._batches / options.accumulate * objective.repeats
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
@@ -424,17 +426,18 @@ class Progress:
         """
         read_steps = self._batches_read() / self._options.accumulate * self._repeats
         if self._options.steps is None and read_steps != start:
-            self.steps = start + max(math.ceil(round(self._epoch_steps - read_steps, 6)), 0)
+            self.steps = start + max(math.ceil(round(self._exact_steps - read_steps, 6)), 0)
 
     def _batches_read(self) -> float:
+        """Return the number of batches that each rank has read, in batches of the current size."""
         return self._data.passed / (self._data.ranks * self._options.batch_size)
 
     def next_batches(self) -> int:
         """Return the number of batches of the next step. The last step of all epochs takes the remaining batches."""
         if self._options.steps is not None:
             return self._options.accumulate
-        left = math.ceil(round(self._batches - self._batches_read(), 6))
-        return max(min(left, self._options.accumulate), 1)
+        remaining = math.ceil(round(self._batches - self._batches_read(), 6))
+        return max(min(remaining, self._options.accumulate), 1)
 
     @property
     def epochs(self) -> float:
@@ -513,12 +516,12 @@ class Checkpoints:
     Args:
         output: folder of the run.
         keep: number of checkpoints to keep.
-        parts: the positional arguments of `save_state` from ``model`` on.
+        state: the positional arguments of `save_state` from ``model`` on.
         settings: as for `save_state`.
     """
 
-    def __init__(self, output: Path, keep: int, parts: Sequence[Any], settings: Mapping[str, Any]) -> None:
-        self._output, self._keep, self._parts, self._settings = output, keep, parts, settings
+    def __init__(self, output: Path, keep: int, state: Sequence[Any], settings: Mapping[str, Any]) -> None:
+        self._output, self._keep, self._state, self._settings = output, keep, state, settings
         self._saving: Future[None] | None = None
 
     def finish(self) -> None:
@@ -534,7 +537,7 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Copy the state after ``step``, and start to write the copy."""
         options: dict[str, Any] = {"keep": self._keep, "settings": self._settings}
-        self._saving = save_state(self._output, step, *self._parts, background=True, **options)
+        self._saving = save_state(self._output, step, *self._state, background=True, **options)
 
 
 def announce(
