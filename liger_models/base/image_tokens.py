@@ -84,7 +84,7 @@ class ImageTokenModel(VisionLanguageModel):
 
         # All ranks must gather the weights of a sharded tower together, even if only some ranks have images.
         tower_inputs = images
-        if images is None and self.tower_is_sharded and not decoding:
+        if images is None and not decoding and self.tower_is_sharded:  # which asks every module of the tower
             tower_inputs = self.blank_image(embeds)
         # The host waits in the check, so a tower that takes pixels alone runs before it, to keep the device busy.
         tokens = self.visual(*tower_inputs) if tower_inputs is not None and len(tower_inputs) == 1 else None
