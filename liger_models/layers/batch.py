@@ -281,11 +281,14 @@ class BatchLayout:
         if explicit and empty and self.causal:
             B, T = q.shape[:2]
             mask = self.masks[window] = text_mask(self.documents, self.past, window, B, T, q.device, needed=True)
-        # In a bidirectional layout, the segments of images have lengths, and the segments of text have none.
-        is_text = mask.segments is not None and (self.causal or mask.segments.lengths is None)
-        if is_text and not takes_segments(q.device, q.dtype, q.shape[3]):
-            # The heads are too wide, or their dtype differs from the dtype of the embeddings. `build` knows neither the
-            # width nor the dtype of the heads.
+        # The heads may be too wide, or their dtype may differ from the dtype of the embeddings. `build` knows neither
+        # the width nor the dtype of the heads.
+        segments = mask.segments
+        if segments is None or takes_segments(q.device, q.dtype, q.shape[3]):
+            return mask
+        # In a bidirectional layout, the segments of images have lengths, and the segments of text have none. Lengths
+        # are read last, because a graph that reads them is compiled again for each number of segments.
+        if self.causal or segments.lengths is None:
             B, T = q.shape[:2]
             if self.causal:
                 mask = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
