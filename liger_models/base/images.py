@@ -34,7 +34,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     Args:
         source: a PIL image; a path; a ``file://`` URL; a data URI such as ``data:image/png;base64,...``; the bytes of a
             file; or a mapping with one of these. If a mapping has several keys, "bytes" takes precedence over "path"
-            (an undecoded image column of ``datasets``) and "url" (OpenAI's ``image_url`` parts).
+            (an undecoded image column of ``datasets``), "url" (OpenAI's ``image_url`` parts) and "base64" (a part of
+            transformers' messages).
 
     Raises:
         TypeError: ``source`` is none of these.
@@ -43,12 +44,13 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
     """
     # Mappings, bytes, paths and PIL images.
     if isinstance(source, Mapping):
-        values = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
+        values = [source[key] for key in ("bytes", "path", "url", "base64") if source.get(key) is not None]
         if not values:
             raise ValueError(
-                f"open_image: a mapping must have the key bytes, path or url, got {sorted(map(str, source))}."
+                f"open_image: a mapping must have the key bytes, path, url or base64, got {sorted(map(str, source))}."
             )
-        return locate_image(values[0])
+        is_bare = values[0] is source.get("base64") and not str(values[0]).startswith("data:")
+        return locate_image(f"data:;base64,{values[0]}" if is_bare else values[0])
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, os.PathLike):

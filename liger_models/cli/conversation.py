@@ -45,6 +45,8 @@ class Conversation:
         """Add an image or a video to the next prompt, for the command /image or /video."""
         medium = command.removeprefix("/")
         self._check_medium(command, medium)
+        if not source:
+            raise ValueError(f"generate: {command} must be followed by the path of the file, got none.")
         self.media.append(open_medium(medium, source))
 
     def answer(self, prompt: str) -> Iterator[str]:

@@ -324,6 +324,7 @@ class MediaReader:
                 "first, or set bounds on the processor: processor.images.max_pixels = ..."
             )
         spellings = [present[key] for key in (kind, f"{kind}_url", "path", "url", "bytes") if key in present]
+        spellings += [{"base64": present["base64"]}] if "base64" in present else []
         return MediaSource(kind, spellings[0] if spellings else None, settings)
 
     def open(self, where: str, sources: Sequence[MediaSource]) -> list[Medium]:

@@ -60,7 +60,7 @@ from liger_models.train.draft_block import (
 from liger_models.train.finite import FiniteChecks
 from liger_models.train.folder import lock_folder
 from liger_models.train.grpo import has_room
-from liger_models.train.metrics import Log, flops
+from liger_models.train.metrics import Log, flops, reporter
 from liger_models.train.modelscope import PREFIX, fetch
 from liger_models.train.muon import LigerMuon
 from liger_models.train.objective_options import OBJECTIVES, make_objective
@@ -129,7 +129,9 @@ def run(
 
     After an error, ``cleanup`` ends the line of the progress bar.
     """
-    # Budget, mesh and seed: whatever can fail before a large model is loaded.
+    # Packages, budget, mesh and seed: whatever can fail before a large model is loaded.
+    for name in options.report_to:
+        reporter(name)
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     mesh = make_mesh(options, device)
     data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
@@ -682,7 +684,7 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
     """Set the largest number of pixels of an image, unless ``max_pixels`` is None.
 
     Raises:
-        ValueError: the model's processor has no such limit.
+        ValueError: the model's processor has no such limit, or its images have at least more pixels.
     """
     if max_pixels is None:
         return
@@ -690,6 +692,11 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
     if not hasattr(images, "max_pixels"):
         raise ValueError(
             f"train: max_pixels is a bound on images of Qwen-VL, got {type(model.config).__name__}. Leave it out."
+        )
+    if max_pixels < images.min_pixels:
+        raise ValueError(
+            f"train: max_pixels must be at least the checkpoint's min_pixels, {images.min_pixels}, got {max_pixels}. "
+            "Raise it."
         )
     images.max_pixels = max_pixels
 

@@ -23,6 +23,9 @@ from liger_models.train.report import Lines, say
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
 """Maps part of a device's name to its peak dense bf16 FLOPS in the vendor's datasheet, by which MFU is defined."""
 
+REPORTERS = {"tensorboard": ("TensorBoard", "torch.utils.tensorboard"), "wandb": ("Weights & Biases", "wandb")}
+"""Maps a kind of ``report_to`` to the name of its product and the module that writes it."""
+
 
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     """Count the floating-point operations of a forward and backward on this rank.
@@ -175,11 +178,7 @@ class _TensorBoard:
     """Writes a TensorBoard file. Earlier values from step ``start`` on are hidden, because these steps run again."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard", "TensorBoard") from error
-        self._writer: Any = SummaryWriter(folder, purge_step=start)
+        self._writer: Any = reporter("tensorboard").SummaryWriter(folder, purge_step=start)
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         for name, value in values.items():
@@ -194,10 +193,7 @@ class _WandB:
     """Writes to a run of Weights & Biases. The variables ``WANDB_...`` set its mode, project and entity."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any] | None) -> None:
-        try:
-            wandb: Any = importlib.import_module("wandb")
-        except ImportError as error:
-            raise _missing("wandb", "Weights & Biases") from error
+        wandb = reporter("wandb")
         # A resumed run continues the run whose id is in the file.
         file = folder / "wandb.id"
         run_id = file.read_text().strip() if file.is_file() else None
@@ -220,8 +216,13 @@ def _step(line: bytes) -> float:
         return math.inf
 
 
-def _missing(name: str, product: str) -> ImportError:
-    return ImportError(
-        f"Log: report_to={name} needs {product}, got no such package. Run: pip install 'liger_models[{name}]', or "
-        "leave it out: log.jsonl has the same numbers."
-    )
+def reporter(name: str) -> Any:
+    """Import the package that writes a kind of ``report_to``. Raises ImportError if it is not installed."""
+    product, module = REPORTERS[name]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"Log: report_to={name} needs {product}, got no such package. Run: pip install 'liger_models[{name}]', or "
+            "leave it out: log.jsonl has the same numbers."
+        ) from error

@@ -206,7 +206,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch, most):
 def test_what_is_no_image():
     with pytest.raises(TypeError, match="a PIL image, a path, a file:// URL, a data URI or a file's bytes, got int"):
         read_image(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a mapping must have the key bytes, path or url, got \['bytes', 'name'\]"):
+    with pytest.raises(ValueError, match=r"must have the key bytes, path, url or base64, got \['bytes', 'name'\]"):
         read_image({"bytes": None, "name": "a.png"})
     for broken in ("data:image/png;base64,iV*O", "data:image/png;base64", "data:image/png;base64,i"):
         with pytest.raises(ValueError, match=r"a data URI must be .*, got data:image/png;base64.*Encode it again\."):

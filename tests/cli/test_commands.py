@@ -458,6 +458,7 @@ def test_generate_with_images(seeing):
         commands.app, ["generate", "seeing", "--chat", *options], input="/image nowhere.png\n/image\nHi\n"
     )
     assert "nowhere.png" in heard.stderr
+    assert "/image must be followed by the path of the file, got none" in heard.stderr
     plain = answer([asked[0], {"role": "user", "content": "Hi"}])
     assert heard.stdout == f"> > > {plain}\n> "
     assert "image must be a file, got nowhere.png" in run("generate", "seeing", "Hi", "--image", "nowhere.png", code=1)

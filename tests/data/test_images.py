@@ -153,6 +153,8 @@ def spellings(path: Path):
         part(type="image", path=path.name, text=None),
         part(type="image", url=path.as_uri()),
         part(type="image_url", image_url={"url": data}),
+        part(type="image", base64=data),
+        part(type="image", base64=data.partition(",")[2]),
         part(type="image_url", image_url={"url": path.name, "detail": "low"}),
         part(image_url=path.name),
         part(image={"bytes": None, "path": path.name}),

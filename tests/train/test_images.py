@@ -249,6 +249,8 @@ def test_options_of_images(folder, monkeypatch):
         options(folder, "gemma3", "bad", lora_tower=True)
     with pytest.raises(ValueError, match=r"max_pixels is a bound on images of Qwen-VL, got Gemma3Config"):
         train(options(folder, "gemma3", "bad", max_pixels=64))
+    with pytest.raises(ValueError, match=r"max_pixels must be at least the checkpoint's min_pixels, 64, got 63"):
+        train(options(folder, "qwen2_5_vl", "bad", max_pixels=63))
     dist.destroy_process_group()
     (folder / "missing.jsonl").write_text(json.dumps({"messages": chat("nowhere.png")}) + "\n")
     with pytest.raises(ValueError, match=r"missing.jsonl, line 1: an image must be a file .*nowhere\.png"):

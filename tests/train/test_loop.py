@@ -875,8 +875,8 @@ def test_wandb(folder, tmp_path, monkeypatch):
     assert fake.calls[0]["id"] == "made-up"
     assert [call[0] for call in fake.calls[1:-1]] == [2]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"liger_models\[wandb\]"):
-        Log(tmp_path, 0, 2, torch.device("cpu"), report_to=["wandb"])
+    with pytest.raises(ImportError, match=r"liger_models\[wandb\]"):  # before the model is read
+        train(options(folder, tmp_path, model=str(tmp_path / "absent"), report_to="wandb"))
 
 
 def test_the_learning_rate_rises_and_falls():
