@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,41 @@ def save_pretrained(
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
+    _check(model, max_shard_size)
+    _warn_of_derived_class(model)
+    contents = _contents(model, dtype, mxfp4, tensors)
+
+    # Divide the tensors into files, which needs only shapes.
+    plan = split_state_dict_into_shards_factory(
+        contents.stored.shapes(dtype) | contents.kept,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+
+    # Prepare the other files.
+    assets = model.current_assets()
+    if hf_config is None:
+        hf_config = _config_json(model, contents.stored, dtype)
+    if contents.quantization and "quantization_config" in (model.hf_config.get("text_config") or {}):  # Kimi K2.5
+        hf_config = {**hf_config, "text_config": {**hf_config["text_config"], **contents.quantization}}
+    else:
+        hf_config = {**hf_config, **contents.quantization}
+    if auto_map:
+        hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
+
+    # Whole tensors are written by the caller or by rank 0, and sharded tensors by all ranks together.
+    files = _Files(Path(folder).absolute(), contents, dtype, plan, hf_config, assets)
+    if contents.stored.is_sharded:
+        files.save_together()
+    elif tensors is not None:
+        files.save()
+    else:
+        run_on_rank_zero(f"save_pretrained {files.folder}", files.save)
+
+
+def _check(model: Decoder, max_shard_size: int | str) -> None:
+    """Raise ValueError if the model has adapters, or if ``max_shard_size`` is no size."""
     if not isinstance(max_shard_size, str) and not (type(max_shard_size) is int and max_shard_size > 0):
         raise ValueError(
             "save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "
@@ -95,109 +130,138 @@ def save_pretrained(
             "adapters with save_adapter, or merge them with merge_lora."
         )
 
-    _warn_of_derived_class(model)
 
-    # Determine the tensors and their format: MXFP4 with the scales of a checkpoint, quantized as read, or dense.
-    folder = Path(folder).absolute()
+class _Contents(NamedTuple):
+    """The tensors of a checkpoint.
 
-    def named_as(weights: WeightMap) -> WeightMap:
+    Attributes:
+        stored: the tensors that are computed from parameters.
+        kept: the tensors that are written as they are, by name.
+        quantization: the entry ``quantization_config`` of config.json, or no entry.
+    """
+
+    stored: CheckpointTensors
+    kept: dict[str, Tensor]
+    quantization: dict[str, Any]
+
+    def named(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors by their names in the checkpoint, the first ones from ``gathered`` parameters."""
+        return itertools.chain(self.stored.unpack(gathered, dtype), self.kept.items())
+
+
+def _contents(
+    model: Decoder,
+    dtype: torch.dtype | None,
+    mxfp4: str | os.PathLike[str] | None,
+    parameters: Mapping[str, Tensor] | None,
+) -> _Contents:
+    """Determine the tensors and their format: MXFP4 with the scales of a checkpoint, quantized as read, or dense."""
+
+    def of_model(weights: WeightMap) -> WeightMap:
         return weights if model.has_head else weights.of_body()
 
-    stored = as_stored("save_pretrained", model, merge=False, parameters=tensors).narrowed(model)
-    stored = stored._replace(weights=named_as(stored.weights))
-    read, quantization = model.quantized, dict[str, Any]()
-    extras: Mapping[str, Tensor] = {}
+    stored = as_stored("save_pretrained", model, merge=False, parameters=parameters).narrowed(model)
+    stored = stored._replace(weights=of_model(stored.weights))
+    kept = dict(model.current_kept_tensors())
     if mxfp4 is not None:
         weights, quantization, encodings = read_mxfp4(type(model), stored.config, Path(mxfp4))
-        stored = stored._replace(weights=weights, encodings=encodings)
-    elif dtype is None and stored.kept:
-        quantized_map = format_of(type(model)).quantized_maps.get(read.config["quant_method"])
-        weights = stored.weights if quantized_map is None else named_as(quantized_map(stored.config))
-        if {theirs for name in stored.kept for theirs in weights.entries[name].names()} == read.encodings.keys():
-            quantization, extras = {"quantization_config": read.config}, read.extras
-            stored = stored._replace(weights=weights, encodings=read.encodings)
+        return _Contents(stored._replace(weights=weights, encodings=encodings), kept, quantization)
 
-    # Divide the tensors into files, which needs only shapes.
-    kept_tensors = {**model.current_kept_tensors(), **extras}
-    if quantization and mxfp4 is None:  # as they were read, unless they were trained
-        trained = model.trained_tensors()
-        for name, tensors in read.kept.items():
-            if name not in trained:
-                del kept_tensors[name]
-                kept_tensors |= tensors
-    plan = split_state_dict_into_shards_factory(
-        stored.shapes(dtype) | kept_tensors,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
+    # Quantized as read, if no quantized weight of the checkpoint is dense now.
+    read = model.quantized
+    if dtype is not None or not stored.kept:
+        return _Contents(stored, kept, {})
+    quantized_map = format_of(type(model)).quantized_maps.get(read.config["quant_method"])
+    weights = stored.weights if quantized_map is None else of_model(quantized_map(stored.config))
+    if {theirs for name in stored.kept for theirs in weights.entries[name].names()} != read.encodings.keys():
+        return _Contents(stored, kept, {})
 
-    # Prepare the other files.
-    assets = model.current_assets()
-    if hf_config is None:
-        hf_config = _config_json(model, stored, dtype)
-    if quantization and "quantization_config" in (model.hf_config.get("text_config") or {}):  # Kimi K2.5
-        hf_config = {**hf_config, "text_config": {**hf_config["text_config"], **quantization}}
-    else:
-        hf_config = {**hf_config, **quantization}
-    if auto_map:
-        hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
+    # Kept tensors are written as they were read, unless they were trained.
+    kept |= read.extras
+    trained = model.trained_tensors()
+    for name, as_read in read.kept.items():
+        if name not in trained:
+            del kept[name]
+            kept |= as_read
+    stored = stored._replace(weights=weights, encodings=read.encodings)
+    return _Contents(stored, kept, {"quantization_config": read.config})
 
-    def named(gathered: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return itertools.chain(stored.unpack(gathered, dtype), kept_tensors.items())
 
-    def write_others(target: Path) -> None:
-        write_json(target / CONFIG, hf_config)
-        for name, content in assets.items():
+class _Files(NamedTuple):
+    """The files of a checkpoint.
+
+    Attributes:
+        folder: the folder.
+        contents: the tensors.
+        dtype: the dtype of the tensors in the files; None for the dtype of each parameter.
+        plan: the `StateDictSplit` of huggingface_hub, which says which file holds which tensors.
+        hf_config: the content of config.json.
+        assets: the contents of the other files, by name.
+    """
+
+    folder: Path
+    contents: _Contents
+    dtype: torch.dtype | None
+    plan: Any
+    hf_config: Mapping[str, Any]
+    assets: Mapping[str, bytes]
+
+    def save(self) -> None:
+        """Write all files by this process."""
+        self._publish(self._write_all)
+
+    def save_together(self) -> None:
+        """Write sharded tensors. All ranks send their shards, and the ranks on the host of rank 0 write files."""
+        # Rank 0 sends the other ranks the folder in which they write, and the owners of the files.
+        order: list[Any] = [None]
+
+        def write_part(target: Path) -> None:
+            self._write_others(target)
+            order[0] = target, self.plan.tensor_to_filename, _owners(self.plan.filename_to_tensors, self.contents.kept)
+            dist.broadcast_object_list(order, 0)
+            self._write_own(*order[0])
+
+        with raise_on_all_ranks():
+            try:
+                if rank() == 0:
+                    self._publish(write_part)
+                else:
+                    dist.broadcast_object_list(order, 0)
+                    if order[0] is not None:
+                        self._write_own(*order[0])
+            except Exception:
+                if rank() == 0 and order[0] is None:  # rank 0 failed before it could send the folder
+                    dist.broadcast_object_list(order, 0)
+                raise
+
+    def _publish(self, write: Callable[[Path], None]) -> None:
+        write_folder(self.folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX, MODELOPT))
+
+    def _write_all(self, target: Path) -> None:
+        self._write_others(target)
+        named = self.contents.named(self.contents.stored.gather(), self.dtype)
+        _write_tensors(target, self.plan.tensor_to_filename, set(self.plan.filename_to_tensors), named)
+
+    def _write_others(self, target: Path) -> None:
+        """Write all files without tensors."""
+        write_json(target / CONFIG, self.hf_config)
+        for name, content in self.assets.items():
             (target / name).write_bytes(content)
-        if plan.is_sharded:
-            write_json(target / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        if self.plan.is_sharded:
+            index = {"metadata": self.plan.metadata, "weight_map": self.plan.tensor_to_filename}
+            write_json(target / INDEX, index)
 
-    def write_all(target: Path) -> None:
-        write_others(target)
-        _write_tensors(target, plan.tensor_to_filename, set(plan.filename_to_tensors), named(stored.gather()))
+    def _write_own(self, target: Path, file_of: Mapping[str, str], owners: Mapping[str, int]) -> None:
+        """Write the files of this rank; the arguments are those of `_write_part`."""
+        stored = self.contents.stored
 
-    def save(write: Callable[[Path], None] = write_all) -> None:
-        write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX, MODELOPT))
-
-    # Whole tensors are written by the caller or by rank 0.
-    if not stored.is_sharded and tensors is not None:
-        save()
-        return
-    if not stored.is_sharded:
-        run_on_rank_zero(f"save_pretrained {folder}", save)
-        return
-
-    # For sharded tensors, all ranks send their shards and some ranks write files. Rank 0 sends them the folder.
-    order: list[Any] = [None]
-
-    def write_own(target: Path, file_of: Mapping[str, str], owners: Mapping[str, int]) -> None:
         def reader(name: str) -> int | None:
             """Return the rank that writes all tensors of a parameter; None if several ranks write them."""
             ranks = {owners[file_of[theirs]] for theirs in stored.names_of(name) if theirs in file_of}
             return ranks.pop() if len(ranks) == 1 else None
 
         gathered = stored.gather(reader)
-        _write_part(target, file_of, owners, named(gathered), gathered)
-
-    def write_part(target: Path) -> None:
-        write_others(target)
-        order[0] = target, plan.tensor_to_filename, _owners(plan.filename_to_tensors, kept_tensors)
-        dist.broadcast_object_list(order, 0)
-        write_own(*order[0])
-
-    with raise_on_all_ranks():
-        try:
-            if rank() == 0:
-                save(write_part)
-            else:
-                dist.broadcast_object_list(order, 0)
-                if order[0] is not None:
-                    write_own(*order[0])
-        except Exception:
-            if rank() == 0 and order[0] is None:  # rank 0 failed before it could send the folder
-                dist.broadcast_object_list(order, 0)
-            raise
+        _write_part(target, file_of, owners, self.contents.named(gathered, self.dtype), gathered)
 
 
 def _config_json(model: Decoder, stored: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, Any]:

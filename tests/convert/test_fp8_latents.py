@@ -6,6 +6,7 @@ The tiny model has 40 rows there, in blocks of 24, and 24 rows of ``q_a_proj`` b
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from liger_models import AutoLigerModel
 from liger_models.adapters import LigerMTP, LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
+from liger_models.convert import save
 from liger_models.convert.files import open_files, read_headers, read_rows
 from liger_models.layers.frozen import frozen_weights
 from liger_models.parallel import apply_fsdp
@@ -96,7 +98,9 @@ def test_a_prediction_block_in_float8_is_saved_again(folders: tuple[Path, Path],
     codes, dense = folders
     with_mtp(codes, dense)
     model = load(codes, **KEEP)
-    model.save_pretrained(tmp_path / "saved")
+    with mock.patch.object(save, "run_on_rank_zero", wraps=save.run_on_rank_zero) as run:
+        model.save_pretrained(tmp_path / "saved")
+    run.assert_called_once()  # the other ranks wait in it
     assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
     assert "quantization_config" in (tmp_path / "saved" / "config.json").read_text()
     assert_same_bits(model.kept_tensors, load(dense).kept_tensors)
