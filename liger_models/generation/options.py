@@ -301,51 +301,24 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         if idle:
             warnings.warn(f"generate: {idle} has no effect without do_sample=True.", stacklevel=3)
 
-    # Find the stop tokens and the padding token.
+    # The stop tokens, the texts that stop, and the padding token, which is -1 in some checkpoints without one.
     vocab = model.config.vocab_size
-    stops: Any = option("eos_token_id", getattr(model.config, "eos_token_id", None), [])
-    stops = stops.tolist() if hasattr(stops, "tolist") else stops
-    eos: list[Any] = [stops] if isinstance(stops, str | Real) else [*stops]
-    if not all(isinstance(token, int) for token in eos):
-        raise ValueError(f"generate: eos_token_id must be a token or a list of tokens, got {stops!r}.")
+    eos = _stop_tokens(option("eos_token_id", getattr(model.config, "eos_token_id", None), []))
+    strings, tokenizer = option("stop_strings", []), options.get("tokenizer")
+    strings = list(strings) if isinstance(strings, list | tuple) else [strings]
+    if strings and tokenizer is None and "tokenizer.json" in model.assets:
+        tokenizer = getattr(model, "tokenizer")  # noqa: B009  not of `Decoder`
     pad = options.get("pad_token_id")
     if pad is not None and not 0 <= pad < vocab:
         raise ValueError(
             f"generate: pad_token_id must be in [0, {vocab}), got {pad}. Omit it to pad with the stop token."
         )
-    # In some checkpoints, −1 stands for no padding token.
     pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
-    strings, tokenizer = option("stop_strings", []), options.get("tokenizer")
-    strings = list(strings) if isinstance(strings, list | tuple) else [strings]
-    if strings and tokenizer is None and "tokenizer.json" in model.assets:
-        tokenizer = getattr(model, "tokenizer")  # noqa: B009  not of `Decoder`
 
-    # Check the lists of tokens that are never generated.
-    def are_tokens(tokens: Any) -> bool:
-        return isinstance(tokens, Sequence) and all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
-
-    words, suppressed = option("bad_words_ids", []), option("suppress_tokens", [])
-    if not isinstance(words, Sequence) or not all(are_tokens(word) and len(word) for word in words):
-        raise ValueError(f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.")
-    if not are_tokens(suppressed):
-        raise ValueError(f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
     # The minimum in the checkpoint may exceed the maximum of this call.
     least, limit = options.get("min_new_tokens"), cast(Any, max_new_tokens)
     if isinstance(least, int) and isinstance(limit, Real) and least > max_new_tokens:
         raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")
-
-    # Check the generator and the seeds, which exclude each other.
-    generator, seed = options.get("generator"), cast(Any, options.get("seed"))
-    if generator is not None and generator.device.type != model.device.type:
-        raise ValueError(
-            f"generate: generator must be on {model.device.type} like the model, got {generator.device}. Use "
-            f"torch.Generator({model.device.type!r})."
-        )
-    seeds = seed if isinstance(seed, Sequence) else [] if seed is None else [seed]
-    if seed is not None and generator is not None:
-        raise ValueError("generate: seed and generator exclude each other, got both. Pass one.")
-    if not all(isinstance(number, int) and 0 <= number < 2**62 for number in seeds):
-        raise ValueError(f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.")
 
     # A cache that the caller keeps must contain no images.
     cache, inputs = options.get("cache"), [name for name in model.prompt_inputs if options.get(name) is not None]
@@ -358,13 +331,15 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     processors: Any = _first(options.get("logits_processor"), [])
     is_list = isinstance(processors, Sequence) and not callable(processors)
     numbers = {name: option(name, UNFILTERED.get(name, 1.0)) for name in RANGES if name != "max_new_tokens"}
+    words, suppressed = _banned_tokens(option("bad_words_ids", []), option("suppress_tokens", []), vocab)
+    generator, seed = _source_of_noise(model, options)
     return Settings(
         **numbers,
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         no_repeat_ngram_size=option("no_repeat_ngram_size", 0),
-        bad_words_ids=[list(word) for word in words],
-        suppress_tokens=list(suppressed),
+        bad_words_ids=words,
+        suppress_tokens=suppressed,
         logits_processor=list(processors) if is_list else [processors],
         min_new_tokens=option("min_new_tokens", 0),
         eos_token_id=eos,
@@ -372,12 +347,50 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         pad_token_id=next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None),
         num_return_sequences=_first(options.get("num_return_sequences"), 1),
         generator=generator,
-        seed=list(seeds) if isinstance(seed, Sequence) else seed,
+        seed=seed,
         use_cache=_first(options.get("use_cache"), True),
         cache=cache,
         draft_model=options.get("draft_model"),
         num_draft_tokens=_draft_tokens(model, options, do_sample),
     )
+
+
+def _stop_tokens(stops: Any) -> list[int]:
+    """Return the stop tokens, which are given as a token, a list of tokens or a tensor."""
+    stops = stops.tolist() if hasattr(stops, "tolist") else stops
+    eos: list[Any] = [stops] if isinstance(stops, str | Real) else [*stops]
+    if not all(isinstance(token, int) for token in eos):
+        raise ValueError(f"generate: eos_token_id must be a token or a list of tokens, got {stops!r}.")
+    return eos
+
+
+def _banned_tokens(words: Any, suppressed: Any, vocab: int) -> tuple[list[list[int]], list[int]]:
+    """Check ``bad_words_ids`` and ``suppress_tokens``, and return them as lists."""
+
+    def are_tokens(tokens: Any) -> bool:
+        return isinstance(tokens, Sequence) and all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
+
+    if not isinstance(words, Sequence) or not all(are_tokens(word) and len(word) for word in words):
+        raise ValueError(f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.")
+    if not are_tokens(suppressed):
+        raise ValueError(f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
+    return [list(word) for word in words], list(suppressed)
+
+
+def _source_of_noise(model: Decoder, options: Options) -> tuple[torch.Generator | None, int | list[int] | None]:
+    """Check the generator and the seeds, which exclude each other, and return both."""
+    generator, seed = options.get("generator"), cast(Any, options.get("seed"))
+    if generator is not None and generator.device.type != model.device.type:
+        raise ValueError(
+            f"generate: generator must be on {model.device.type} like the model, got {generator.device}. Use "
+            f"torch.Generator({model.device.type!r})."
+        )
+    if seed is not None and generator is not None:
+        raise ValueError("generate: seed and generator exclude each other, got both. Pass one.")
+    seeds = seed if isinstance(seed, Sequence) else [] if seed is None else [seed]
+    if not all(isinstance(number, int) and 0 <= number < 2**62 for number in seeds):
+        raise ValueError(f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.")
+    return generator, list(seed) if isinstance(seed, Sequence) else seed
 
 
 def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:

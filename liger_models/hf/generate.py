@@ -223,37 +223,26 @@ def _run(
     lengths, stops, limits = known.values()
     new = min(criterion.max_length for criterion in lengths) - ids.shape[1]
     eos = [token for criterion in stops for token in criterion.eos_token_id.tolist()]
-    pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    if pads and config._pad_token_tensor is None:
-        raise ValueError(
-            "generate: pad_token_id must be given with a stopping criterion that has stop tokens, got None. Pass "
-            "the token that fills rows after their end."
-        )
-    pad = int(config._pad_token_tensor) if pads else None
+    pad = _padding_token(stopping_criteria, config)
 
+    # The options of the engine. Sampled rows with the same prompt are one prompt that repeats.
     positions, is_usual = _positions(decoder, ids, mask, new, pixels, inputs.get("position_ids"))
     options = options_of(logits_processor, ids, mask, eos, decoder.config.vocab_size)
     if options is None:
         options = {"logits_processor": [lambda ids, logits: logits_processor(ids.contiguous(), logits)]}
     do_sample = bool(config.do_sample)
-    repeats = 1
-    if do_sample and inputs.get("use_cache") and is_usual and not pixels:
-        repeats = count_repeats(ids, mask)
+    shares_prompts = do_sample and inputs.get("use_cache") and is_usual and not pixels
+    repeats = count_repeats(ids, mask) if shares_prompts else 1
     settings = _settings(
         max_new_tokens=new, do_sample=do_sample, eos_token_id=eos, pad_token_id=pad, num_return_sequences=repeats,
         use_cache=bool(inputs.get("use_cache")), **options,
     )  # fmt: skip
 
+    # Run the steps, and ask the criteria that the engine does not know every few steps.
     records = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     output = Output(ids, new, pad, others, limits, streamer, keeps_scores=bool(config.output_scores and records))
     every = STEPS_PER_CHECK if ids.device.type in ACCELERATORS and streamer is None else 1
     first = slice(None, None, repeats)
-    # A user's processor would notice further steps after the end. A streamer reads a token while the next step runs.
-    ahead = STEPS_AHEAD
-    if ids.device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
-        ahead = 0
-    elif streamer is not None:
-        ahead = 0 if others else 1
     steps = run_steps(
         decoder,
         ids[first],
@@ -263,7 +252,7 @@ def _run(
         positions=positions[..., first, :] if positions.shape[-2] > 1 else positions,
         returns_logits=records,
         copies_tokens=streamer is not None and not others,
-        ahead=ahead,
+        ahead=_steps_ahead(ids.device, logits_processor, others, streamer),
     )
     with closing(steps):
         for step in steps:
@@ -272,6 +261,8 @@ def _run(
                 break
     if output.is_checked:
         output.check()
+
+    # The result.
     sequences = output.sequences().to(input_ids.device)
     for criterion in lengths:
         criterion(sequences[:, :-1], None)  # it warns of rows beyond the model's positions
@@ -291,6 +282,30 @@ def _run(
         logits=tuple(step.logits for step in kept) if config.output_logits else None,
         past_key_values=cache,
     )
+
+
+def _padding_token(stopping_criteria: Any, config: Any) -> int | None:
+    """Return the token that fills rows after their end; None if no criterion has stop tokens."""
+    if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+        return None
+    if config._pad_token_tensor is None:
+        raise ValueError(
+            "generate: pad_token_id must be given with a stopping criterion that has stop tokens, got None. Pass "
+            "the token that fills rows after their end."
+        )
+    return int(config._pad_token_tensor)
+
+
+def _steps_ahead(device: torch.device, logits_processor: Any, others: Any, streamer: Any) -> int:
+    """Return how many steps may run beyond the tokens that have been read.
+
+    A user's processor would notice further steps after the end. A streamer reads a token while the next step runs.
+    """
+    if device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
+        return 0
+    if streamer is None:
+        return STEPS_AHEAD
+    return 0 if others else 1
 
 
 class Output:
