@@ -297,22 +297,27 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Compute attention within segments, by one kernel for all segments, or by one call per run of equal lengths."""
+    """Compute attention within segments: by one kernel for all segments, by calls for runs of equal lengths, or masked.
+
+    A compiled graph must serve all lengths, so it does not read them. Where no kernel takes segments, it has a mask.
+    """
     segments = call.mask.segments
     assert segments is not None
     key_segments = segments.keys or segments
     # [queries, H, D], [keys, G, D] and [keys, G, V]
     q, k, v = _sorted(call.q, segments), _sorted(call.k, key_segments), _sorted(call.v, key_segments)
 
-    # Runs of segments with equal numbers of queries and keys. A compiled graph must serve all lengths, so it has none.
+    # Runs of segments with equal numbers of queries and keys. There are none if the lengths are unknown.
     takes_varlen = takes_segments(q.device, q.dtype, q.shape[2])
-    is_hidden = takes_varlen and torch.compiler.is_compiling()
-    lengths = [] if is_hidden else [*zip(segments.lengths or [], key_segments.lengths or [], strict=True)]
+    compiling = torch.compiler.is_compiling()
+    lengths = [] if compiling else [*zip(segments.lengths or [], key_segments.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
 
-    # Long runs are faster on cuDNN, with one call for each. There are no runs if the lengths are unknown.
+    # Long runs are faster on cuDNN, with one call for each.
     if takes_varlen and not 0 < len(runs) * LEAST_CALL <= len(q):
         y = _varlen(call, q, k, v, segments, key_segments)
+    elif compiling:
+        y = _by_mask(call, q, k, v, segments, key_segments)
     else:
         y = _by_run(call, q, k, v, runs, recurring=segments.recurring)
     if segments.at is not None:  # back to the order of the batch
@@ -371,6 +376,20 @@ def _by_run(
                 y = _sdpa(run_q, run_k, run_v, scale=call.scale, is_causal=call.layout.causal)
         results.append(y.transpose(1, 2).flatten(0, 1))  # [run's queries, H, V]
     return torch.cat(results)
+
+
+def _by_mask(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segments, key_segments: Segments
+) -> Tensor:
+    """Call SDPA once, with a mask of all queries and keys; the arguments are those of `_by_run`."""
+    query, key = (torch.arange(len(x), device=x.device, dtype=torch.int32) for x in (q, k))
+    of_query = torch.searchsorted(segments.cu_seqlens, query, right=True)
+    of_key = torch.searchsorted(key_segments.cu_seqlens, key, right=True)
+    visible = of_query[:, None] == of_key
+    if call.layout.causal:
+        visible = visible & (query[:, None] >= key)
+    y = _sdpa(*(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=visible, scale=call.scale)
+    return y[0].transpose(0, 1)  # [queries, H, V]
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

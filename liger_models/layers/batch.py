@@ -286,9 +286,8 @@ class BatchLayout:
         segments = mask.segments
         if segments is None or takes_segments(q.device, q.dtype, q.shape[3]):
             return mask
-        # In a bidirectional layout, the segments of images have lengths, and the segments of text have none. Lengths
-        # are read last, because a graph that reads them is compiled again for each number of segments.
-        if self.causal or segments.lengths is None:
+        # A bidirectional layout of image patches keeps its segments, whose ``lengths`` take calls of other kernels.
+        if self.causal or segments.of_text:
             B, T = q.shape[:2]
             if self.causal:
                 mask = text_mask(self.documents, 0, window, B, T, q.device, needed=False)

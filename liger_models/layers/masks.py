@@ -32,6 +32,7 @@ class Segments:
         keys: the segments of the keys if queries and keys are different tokens, otherwise None. Segment i of the
             queries attends to segment i of ``keys``.
         recurring: whether the segments have the same lengths in every batch.
+        of_text: whether the segments are the rows of a batch of text, or its packed documents.
     """
 
     cu_seqlens: Tensor
@@ -40,6 +41,7 @@ class Segments:
     at: Tensor | None = None
     keys: "Segments | None" = None
     recurring: bool = False
+    of_text: bool = False
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Segments":
@@ -72,7 +74,7 @@ class Segments:
         bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
         if cu_seqlens is not None:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
-        return cls(bounds.int(), T)
+        return cls(bounds.int(), T, of_text=True)
 
     @classmethod
     def of_chunks(cls, B: int, T: int, size: int, device: torch.device) -> "Segments":

@@ -499,18 +499,22 @@ def test_segments_of_parts_against_the_formula(device, dtype, recurring, T, size
 
 
 @pytest.mark.compile
-def test_layouts_with_any_number_of_segments_are_one_graph(monkeypatch):
-    """The kernel for segments, which needs a GPU, is replaced."""
-    monkeypatch.setattr("liger_models.layers.batch.takes_segments", lambda *_: True)
-    monkeypatch.setattr("liger_models.layers.attention_backends.takes_segments", lambda *_: True)
-    monkeypatch.setattr("liger_models.layers.attention_backends._varlen", lambda call, q, *_: q * call.scale)
+@pytest.mark.parametrize("kernel", [False, True])
+def test_layouts_with_any_number_of_segments_are_one_graph(monkeypatch, kernel):
+    """The kernel for segments, which needs a GPU, is replaced. Without it, the graph has a mask."""
+    if kernel:
+        monkeypatch.setattr("liger_models.layers.batch.takes_segments", lambda *_: True)
+        monkeypatch.setattr("liger_models.layers.attention_backends.takes_segments", lambda *_: True)
+        monkeypatch.setattr("liger_models.layers.attention_backends._varlen", lambda call, q, *_: q * call.scale)
     torch._dynamo.reset()
     counter = dynamo_testing.CompileCounter()
     compiled = torch.compile(attention, backend=counter, fullgraph=True)
     for sizes in ([5, 6], [7, 9, 3], [20], [4] * 7):
         numbers = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-        q = torch.randn(1, sum(sizes), 2, 64)
-        compiled(q, q, q, BatchLayout.bidirectional(numbers[None], {}, numbers), scale=0.1)
+        layout = BatchLayout.bidirectional(numbers[None], {}, numbers)
+        q, k = torch.randn(1, sum(sizes), 4, 64), torch.randn(1, sum(sizes), 2, 64)
+        got = compiled(q, k, k, layout, scale=0.1)
+        torch.testing.assert_close(got, attention(q, k, k, layout, scale=0.1))
     assert counter.frame_count <= 2  # the second time sizes become variables
 
 
