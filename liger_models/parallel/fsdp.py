@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -409,5 +409,10 @@ def compile_blocks(model: Model, **options: Any) -> Model:
     """
     for block in model.blocks:
         splits = any(layer.wide or layer.groups.expert is not None for layer in layers_of(block))
-        block.forward = torch.compile(block.forward, **{"fullgraph": not splits, **options})
+        forward, options_of_block = block.forward, {"fullgraph": not splits, **options}
+        if isinstance(forward, MethodType):
+            # The result is a method, too, so that a copy of the block runs the weights of the copy.
+            block.forward = MethodType(torch.compile(forward.__func__, **options_of_block), forward.__self__)
+        else:  # a function that replaces the block's own forward
+            block.forward = torch.compile(forward, **options_of_block)
     return model

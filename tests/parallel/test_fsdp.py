@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 import socket
 import warnings
 from contextlib import nullcontext
@@ -501,6 +502,30 @@ def test_compiled_blocks(two, first):
     expected = train(tiny(num_hidden_layers=10), {"packed": True})
     for got in two(train_compiled, first):
         assert_close(got, expected)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_compiled_blocks_runs_its_own_weights(duplicate):
+    model = compile_blocks(tiny(), backend="eager")
+    expected = model(**batch(0)).loss
+    twin = duplicate(model)
+    loss = twin(**batch(0)).loss
+    assert torch.equal(loss, expected)
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+
+
+@pytest.mark.compile
+def test_a_replaced_forward_of_a_block_is_compiled():
+    model = tiny()
+    expected, block = model(**batch(0)).loss, model.layers[0]
+    forward, runs = block.forward, []
+    block.forward = lambda *args: forward(*args)
+    compile_blocks(model, backend=lambda graph, _: runs.append(graph) or graph.forward)
+    assert torch.equal(model(**batch(0)).loss, expected)
+    assert len(runs) == 2
 
 
 def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]:
