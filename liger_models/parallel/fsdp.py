@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -30,6 +31,12 @@ from liger_models.parallel.float8_gather import Float8Gather
 from liger_models.parallel.mesh import data_mesh, group_over, replicas
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 
+RECOMPILE_LIMIT = 64
+"""Number of times that `compile_blocks` lets a block's forward be compiled.
+
+PyTorch's limit is 8. The forwards of the first block, of each kind of attention, with one length and with changing
+lengths, in training, evaluation and generation are compiled separately, which makes over 20 for a model with windows.
+"""
 Model = TypeVar("Model", bound=Decoder)
 Sharded = TypeVar("Sharded", bound=Decoder | LigerMedusa)
 
@@ -401,12 +408,15 @@ def compile_blocks(model: Model, **options: Any) -> Model:
 
     Args:
         model: the model.
-        options: arguments of ``torch.compile``. By default, ``fullgraph`` is True, except for blocks that can't be one
-            graph: those with layers that `apply_fsdp` gathers separately, and with experts after `apply_ep`.
+        options: arguments of ``torch.compile``. By default, ``recompile_limit`` is `RECOMPILE_LIMIT`, and ``fullgraph``
+            is True, except for blocks that can't be one graph: those with layers that `apply_fsdp` gathers separately,
+            and with experts after `apply_ep`.
 
     Returns:
         ``model``.
     """
+    if "recompile_limit" in signature(torch.compile).parameters:
+        options = {"recompile_limit": RECOMPILE_LIMIT, **options}
     for block in model.blocks:
         splits = any(layer.wide or layer.groups.expert is not None for layer in layers_of(block))
         forward, options_of_block = block.forward, {"fullgraph": not splits, **options}

@@ -1,6 +1,7 @@
 """A model under FSDP2 trains as in one process."""
 
 import copy
+import inspect
 import itertools
 import pickle
 import socket
@@ -25,7 +26,7 @@ from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 from liger_models.train import optimizer as optimizer_module
 
 from ..processes import scripts
-from .comparison import build
+from .comparison import build, run_config
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, mixture, share, tiny, whole
 
@@ -526,6 +527,24 @@ def test_a_replaced_forward_of_a_block_is_compiled():
     compile_blocks(model, backend=lambda graph, _: runs.append(graph) or graph.forward)
     assert torch.equal(model(**batch(0)).loss, expected)
     assert len(runs) == 2
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters, reason="this version has one limit for all"
+)
+def test_compiled_blocks_of_several_kinds_train_and_generate():
+    """Blocks of three kinds, of changing lengths, are compiled more often than PyTorch's limit allows."""
+    torch._dynamo.reset()
+    model, ids = build(*run_config("gemma2")), torch.arange(3, 20)[None]
+    want = [model(ids[:, :T], labels=ids[:, :T]).loss for T in (9, 12)]
+    answer = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=[])
+    compile_blocks(model, backend="eager")
+    assert [model(ids[:, :T], labels=ids[:, :T]).loss for T in (9, 12)] == want
+    with torch.no_grad():
+        assert model.eval()(ids[:, :9], labels=ids[:, :9]).loss == want[0]
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=[]), answer)
+    torch._dynamo.reset()  # or other tests of the same code would reach PyTorch's limit
 
 
 def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]:
