@@ -565,7 +565,7 @@ def _forward_fake(inputs: MoEInputs) -> MoEOutputs:
     (X, width, _), dtype = inputs.gate_up.weight.shape, inputs.gate_up.weight.dtype
     slot = experts.new_empty(experts.numel(), dtype=torch.int32)
     order = slot.new_empty(experts.numel() if copies is None else copies)
-    u = None if inputs.recompute else x.new_empty(len(order), width, dtype=dtype)
+    u = None if inputs.recompute else x.new_empty(*order.shape, width, dtype=dtype)
     return MoEOutputs(x.new_empty(x.shape, dtype=dtype), order, slot, order.new_empty(X), u)
 
 

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from liger_models.kernels.moe.experts import (
 from liger_models.kernels.moe.grouped_mm import grouped_outer
 from liger_models.kernels.moe.permutation import sort_by_expert
 
+from ...late import dynamo_testing
 from ..oracle import assert_close_to_truth, opcheck_named, run
 from .cases import (
     GPU_DTYPES,
@@ -510,6 +513,19 @@ def test_compiles_without_graph_breaks(backend, recompute):
     function = lambda *args: layer(*args, recompute=recompute)
     compiled = torch.compile(function, fullgraph=True, backend="inductor" if backend == "cuda" else "aot_eager")
     torch.testing.assert_close(run(compiled, inputs, upstream), run(function, inputs, upstream))
+
+
+@pytest.mark.compile
+@RECOMPUTE
+def test_one_graph_serves_all_numbers_of_tokens(backend, recompute):
+    """The first number of tokens has a graph of its own."""
+    torch._dynamo.reset()
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(layer, recompute=recompute), fullgraph=True, backend=counter)
+    for N in (6, 9, 12, 7):
+        (x, _, *matrices), _, dy = make((N, 2, 4, 24, 8), torch.float32, backend)
+        run(compiled, [x, gate(4, 24, backend), *matrices], [dy, torch.ones((), device=backend)])
+    assert counter.frame_count == 2
 
 
 @pytest.mark.gpu
