@@ -71,8 +71,9 @@ def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
             f"{op}: cu_seqlens must be [documents + 1] and the batch one row of packed documents, got "
             f"{list(cu_seqlens.shape)} and {B} rows. Flatten the rows and add their bounds."
         )
-    # On an accelerator, checking the bounds would launch five kernels for each op of each layer.
-    if cu_seqlens.device.type != "cpu":
+    # On an accelerator, checking the bounds would launch five kernels for each op of each layer. In a compiled graph,
+    # which checks no values, the message would fix the number of tokens, so every length would be compiled anew.
+    if cu_seqlens.device.type != "cpu" or is_traced():
         return len(cu_seqlens) - 1
     check_values(
         (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all(),
