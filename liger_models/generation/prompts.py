@@ -73,8 +73,7 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
     Raises:
         ValueError: ``ids`` is not [B, T], has no tokens, or has an id that the model does not have.
     """
-    # Placeholders may lie beyond the head's vocabulary, so the embedding decides. PEFT may have wrapped it.
-    vocab: int = getattr(model.embed_tokens, "original_module", model.embed_tokens).num_embeddings
+    vocab = count_embeddings(model)
     if ids.dim() != 2:
         raise ValueError(f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
     if ids.numel() == 0:
@@ -90,6 +89,16 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
             f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?"
         )
     return ids.to(model.device)
+
+
+def count_embeddings(model: Decoder) -> int:
+    """Return the number of rows of the embedding, which PEFT may have wrapped.
+
+    Placeholders may lie beyond the head's vocabulary, so the embedding decides which ids the model has.
+    """
+    modules: Any = model.embed_tokens.modules()
+    rows: int = next(module.num_embeddings for module in modules if hasattr(module, "num_embeddings"))
+    return rows
 
 
 def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from liger_models.generation.draft_rounds import draft_refusal
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
+from liger_models.generation.prompts import count_embeddings
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of, named_layers
@@ -40,7 +41,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
         )
 
     # The prompts must be integers, and ids that the model has.
-    vocab = model.embed_tokens.num_embeddings
+    vocab = count_embeddings(model)
     for number, prompt in enumerate(tensors):
         dtype = prompt.dtype
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:

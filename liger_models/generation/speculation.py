@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.options import Settings
+from liger_models.generation.prompts import count_embeddings
 from liger_models.generation.rows import Rows, Step
 from liger_models.generation.sampling import Sampler
 from liger_models.layers.decoder import Decoder
@@ -132,7 +133,7 @@ class DraftModel:
     """
 
     def __init__(self, columns: Columns, ids: Tensor, T: int) -> None:
-        self.columns, self.vocab_size = columns, columns.model.embed_tokens.num_embeddings
+        self.columns, self.vocab_size = columns, count_embeddings(columns.model)
         self.logits(ids, T, 0)
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:

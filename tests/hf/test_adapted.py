@@ -135,6 +135,24 @@ def test_rows_of_the_embedding(folder, tmp_path):
     assert torch.equal(got.eval().generate(**new), theirs.eval().generate(**new))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["embed_tokens"]}, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}],
+    ids=["adapter", "copy"],
+)
+def test_generating_with_another_embedding(folder, tmp_path, options):
+    """The engine, rollouts and draft models count its rows, although PEFT has wrapped it."""
+    theirs = stir(peft.get_peft_model(hf_model(folder), peft.LoraConfig(**options, task_type="CAUSAL_LM"))).eval()
+    theirs.save_pretrained(tmp_path)
+    got = peft.PeftModel.from_pretrained(load(folder), tmp_path).eval()
+    ids, new = IDS[1:, :8], {"max_new_tokens": 5, "do_sample": False}
+    want = theirs.generate(input_ids=ids, **new)
+    assert torch.equal(got.generate(input_ids=ids, **new), want)
+    native = got.base_model.model.model.decoder
+    assert torch.equal(native.generate(ids, **new, draft_model=native), want)
+    assert native.rollout(ids, **new)[0].tokens.tolist() == want[0, 8:].tolist()
+
+
 def test_names_that_match_nothing_leave_a_model_that_computes(folder, tmp_path):
     model = load(folder)
     before = model(IDS).logits
