@@ -29,6 +29,7 @@ from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
 from liger_models.hf.generate import EngineGenerationMixin, with_stored_signature
 from liger_models.hf.trl import fused_forward
+from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer, layers_of
 from liger_models.layers.lm_head import LigerLMHead
@@ -691,11 +692,20 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
                 logits_to_keep=logits_to_keep, output_hidden_states=all_hidden,
             )  # fmt: skip
 
-        # The loss includes the weighted auxiliary loss; transformers returns the latter without its weight.
-        weight = getattr(decoder.config, "router_aux_loss_coef", 1.0)
+        # The loss includes the weighted auxiliary loss; transformers returns the latter without its weight. The decoder
+        # returns 0 if the weight is 0, and None if there is a cache.
+        weight, aux_loss = getattr(decoder.config, "router_aux_loss_coef", 1.0), out.aux_loss
+        if aux_loss is not None and weight:
+            aux_loss = aux_loss / weight
+        elif out.router_logits and getattr(decoder.config, "output_router_logits", False):
+            mask, tokens = prepared["attention_mask"], input_ids if inputs_embeds is None else inputs_embeds
+            mask = None if mask is None else mask[:, -tokens.shape[1] :]  # type: ignore[union-attr]
+            aux_loss = load_balancing_loss(
+                out.router_logits, decoder.config.num_experts_per_tok, mask, decoder.groups.balance
+            )
         outputs = MoeCausalLMOutputWithPast(
             loss=out.loss,
-            aux_loss=None if out.aux_loss is None else out.aux_loss / (weight or 1.0),
+            aux_loss=aux_loss,
             logits=out.logits,
             past_key_values=None if cache is None else cache.returned(),
             hidden_states=out.hidden_states if all_hidden else None,

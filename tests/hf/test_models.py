@@ -368,6 +368,15 @@ def test_auxiliary_loss_of_experts(hf):
     assert without.aux_loss is None
     assert error(without.loss, theirs(ids, labels=ids, output_router_logits=False).loss) <= LIMIT
     assert len(ours.model(ids).router_logits) == len(want.router_logits)
+    # Without a weight, with which a trainer may multiply it later, and in an evaluation, which makes a cache.
+    theirs.config.router_aux_loss_coef = ours.config.router_aux_loss_coef = 0.0
+    mask = torch.ones_like(ids)
+    mask[1, T - 3 :] = 0
+    for labels in (ids, None):
+        got, want = (
+            model.eval()(ids, attention_mask=mask, labels=labels, output_router_logits=True) for model in (ours, theirs)
+        )
+        assert error(got.aux_loss, want.aux_loss) <= LIMIT
 
 
 @pytest.mark.parametrize("hf", [("glm4_moe", "norms")], indirect=True, ids="-".join)
