@@ -131,8 +131,8 @@ class Node(nn.Module):
             else:
                 raise ValueError(
                     f"{name}: PEFT must replace linear layers, norms, the embedding or the head, got another module. "
-                    "Experts, routers and patch embeddings have no adapters: list other names in target_modules or "
-                    "modules_to_save."
+                    "Experts, routers and patch embeddings have no adapters: load the model again, which PEFT has "
+                    "changed, and list other names in target_modules or modules_to_save."
                 )
 
     def extra_repr(self) -> str:
@@ -324,7 +324,7 @@ class UnpackedModel(Node):
             ValueError: PEFT has replaced a module that can't have adapters here, or a configuration has a setting that
                 PEFT would silently ignore.
         """
-        self.sync_leaves()
+        # The configurations come first, because their errors name the setting.
         for name, config in (self.adapter_configs or {}).items():
             if name not in self.checked:
                 check_config(
@@ -332,6 +332,7 @@ class UnpackedModel(Node):
                 )
                 self._warn_of_skipped(config)
                 self.checked.add(name)
+        self.sync_leaves()
 
     def _before_forward(self, *_: Any) -> None:
         self.sync()

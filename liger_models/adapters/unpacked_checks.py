@@ -57,9 +57,9 @@ def _check_parameters(config: Any) -> None:
     parameters = getattr(config, "target_parameters", None)
     if parameters:
         raise ValueError(
-            f"target_parameters must be empty, got {parameters}. Experts have no adapters in PEFT: use "
-            "apply_lora. If you set none, PEFT derived them from names in target_modules that mean experts: "
-            "leave these out."
+            f"target_parameters must be empty, got {sorted(parameters)}. Experts and routers have no adapters in PEFT: "
+            "use apply_lora for experts. If you set none, PEFT derived them from target_modules: load the model again, "
+            "and list only names of linear layers, such as q_proj, instead of 'all-linear' or names of experts."
         )
 
 

@@ -337,10 +337,11 @@ def test_one_graph():
 @pytest.mark.parametrize(
     ("arch", "options", "message"),
     [
-        ("mixtral", {"target_modules": "all-linear"}, "Experts, routers and patch embeddings have no adapters"),
-        ("mixtral", {"target_modules": ["q_proj", "w2"]}, "in target_modules that mean experts: leave these out"),
-        ("mixtral", {"target_modules": ["gate"]}, "gate: PEFT must replace linear layers"),
-        ("qwen3_moe", {"target_modules": SEVEN}, "Experts have no adapters|Experts, routers"),
+        ("mixtral", {"target_modules": "all-linear"}, "got .'down_proj', .*instead of 'all-linear'"),
+        ("mixtral", {"target_modules": ["q_proj", "w2"]}, "PEFT derived them from target_modules: load the model"),
+        ("mixtral", {"target_modules": ["gate"]}, "target_parameters must be empty, got .'gate.weight'"),
+        ("qwen3_moe", {"target_modules": SEVEN}, "Experts and routers have no adapters in PEFT"),
+        ("gpt_oss", {"target_parameters": ["experts.down_proj"]}, "target_parameters must be empty, got"),
         ("qwen2_vl", {"target_modules": ["proj"]}, "weight, which cannot have adapters"),
         (
             "qwen3_vl_moe",
