@@ -38,7 +38,8 @@ def ndcg(scores: Tensor, relevance: Tensor, k: int | None = None) -> Tensor:
     """Compute the normalized discounted cumulative gain of a ranking, [] fp32.
 
     Each of the best k documents has the gain 2^relevance − 1, divided by log2(2 + rank), and the sum is divided by the
-    sum for the ideal ranking. It is 0 if no document is relevant.
+    sum for the ideal ranking. It is 0 if no document is relevant. Documents with equal scores share their mean gain, so
+    their order has no effect.
 
     Args:
         scores: [n], by which the documents are ranked.
@@ -47,6 +48,8 @@ def ndcg(scores: Tensor, relevance: Tensor, k: int | None = None) -> Tensor:
     """
     gains = torch.exp2(relevance.float()) - 1
     discounts = 1 / torch.arange(2, len(gains) + 2, device=gains.device).log2()
-    ranked, ideal = (gains[order.argsort(descending=True, stable=True)] for order in (scores, gains))
+    _, ties, counts = scores.unique(return_inverse=True, return_counts=True)
+    shared = gains.new_zeros(len(counts)).index_add(0, ties, gains) / counts
+    ranked, ideal = shared[ties[scores.argsort(descending=True)]], gains.sort(descending=True).values
     best = (ideal * discounts)[:k].sum()
     return torch.where(best > 0, (ranked * discounts)[:k].sum() / best.clamp_min(1e-12), torch.zeros_like(best))
