@@ -8,6 +8,8 @@ from collections import defaultdict
 from unittest import mock
 
 import pytest
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's, for Triton's interpreter; its threads would wait in a busy loop
 import torch
 
 from . import no_gpu  # noqa: F401
