@@ -12,6 +12,7 @@ from ..rope.test_rope import draw, dtypes
 def test_adds_the_partial_sums(kernel_device, programs, split, monkeypatch, poisoned_empty):
     """One or two results, also where a block of columns holds parts of both, and zeros of no program."""
     monkeypatch.setattr(module, "ROWS", 4)
+    monkeypatch.setattr(module, "COLUMNS", 16)
     partial = draw(programs, 37, device=kernel_device)
     for dtype in dtypes(kernel_device):
         outs = [torch.empty(size, dtype=dtype, device=kernel_device) for size in (split, 37 - split)]
