@@ -1,7 +1,8 @@
 """Rerankers (cross-encoders): causal models that answer with one of two tokens whether a document fits a query."""
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -169,4 +170,20 @@ def encode_prompts(
             )
     bodies = [settings.body(query, document) for query, document in pairs]
     encoded = encode_texts(tokenizer, bodies, max_length, add_special_tokens=False)
+    if max_length is not None:
+        cut = {query for (query, _), body in zip(pairs, encoded, strict=True) if len(body) == max_length}
+        _warn_of_long_queries(tokenizer, settings, cut, max_length)
     return [torch.cat([prefix, body, suffix]) for body in encoded]
+
+
+def _warn_of_long_queries(
+    tokenizer: Tokenizer, settings: RerankerSettings, queries: Collection[str], max_length: int
+) -> None:
+    """Warn if a query and the instruction have ``max_length`` tokens, so that nothing of the document is left."""
+    texts = [settings.body(query, "") for query in queries]
+    if any(len(text) >= max_length for text in encode_texts(tokenizer, texts, None, add_special_tokens=False)):
+        warnings.warn(
+            f"rerank: a query and its instruction have {max_length} tokens or more, so its documents are cut away. "
+            "Raise length, or shorten the query.",
+            stacklevel=4,
+        )

@@ -51,6 +51,10 @@ def test_cut_prompts_keep_their_end(checkpoint):
     whole, cut = (encode_prompts(tokenizer, SETTINGS, PAIRS[2:], length)[0] for length in (None, 20))
     assert len(cut) == 20
     assert torch.equal(cut, torch.cat([whole[:18], whole[-2:]]))
+    with pytest.warns(
+        UserWarning, match="a query and its instruction have 11 tokens or more, so its documents are cut"
+    ):
+        encode_prompts(tokenizer, SETTINGS, [("w1 " * 8, "w3")], 15)
     with pytest.raises(ValueError, match="length must be more than the 4 tokens of prefix and suffix, got 4"):
         encode_prompts(tokenizer, SETTINGS, PAIRS, 4)
 
