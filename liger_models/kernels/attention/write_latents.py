@@ -126,7 +126,7 @@ def _write_latents(
 
 def _fake(pages: Tensor, slots: Tensor, c: Tensor, rope: Tensor, *others: Tensor | None) -> Tensor:
     q = others[3]
-    return c.new_empty(len(c), 0) if q is None else q.new_empty(q.shape)
+    return c.new_empty(c.shape[0], 0) if q is None else q.new_empty(q.shape)
 
 
 WRITE_LATENTS = define_op("write_latents", _write_latents, _fake)
