@@ -29,7 +29,6 @@ from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
 from liger_models.hf.generate import EngineGenerationMixin, with_stored_signature
 from liger_models.hf.trl import fused_forward
-from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer, layers_of
 from liger_models.layers.lm_head import LigerLMHead
@@ -646,13 +645,16 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         if getattr(decoder.config, "output_router_logits", with_routers) != with_routers:
             decoder.config = dataclasses.replace(decoder.config, output_router_logits=with_routers)
         all_hidden = _resolve(output_hidden_states, self.config, "output_hidden_states")
+        # The mask of the new tokens; [B, cached + T] -> [B, T].
+        tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
+        mask = prepared["attention_mask"]
+        mask = None if mask is None else mask[:, -tokens.shape[1] :]
 
         if cache is not None and labels is not None and shifted is None:
             # The decoder shifts labels in batches without cached tokens, so they are shifted here.
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-            mask = prepared["attention_mask"]
             if mask is not None:
-                padding = mask[:, -labels.shape[1] :] == 0
+                padding = mask == 0
                 shifted = shifted.masked_fill(padding | padding.roll(-1, 1), -100)
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
         own_loss = self.has_own_loss and (labels is not None or shifted is not None)
@@ -672,9 +674,6 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
                 loss, logits = self.lm_head(hidden, shifted, num_items=num_items_in_batch, return_logits=not skip)
             else:
                 logits = self.lm_head(hidden[:, logits_to_keep])
-            # The mask of the new tokens; [B, cached + T] -> [B, T].
-            mask = prepared["attention_mask"]
-            mask = None if mask is None else mask[:, -hidden.shape[1] :]
             aux_loss = decoder.auxiliary_loss([*out.router_logits], mask)
             if loss is not None and aux_loss is not None:
                 targets = labels[:, 1:] if shifted is None else shifted  # type: ignore[index]
@@ -698,11 +697,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         if aux_loss is not None and weight:
             aux_loss = aux_loss / weight
         elif out.router_logits and getattr(decoder.config, "output_router_logits", False):
-            mask, tokens = prepared["attention_mask"], input_ids if inputs_embeds is None else inputs_embeds
-            mask = None if mask is None else mask[:, -tokens.shape[1] :]  # type: ignore[union-attr]
-            aux_loss = load_balancing_loss(
-                out.router_logits, decoder.config.num_experts_per_tok, mask, decoder.groups.balance
-            )
+            aux_loss = decoder.balancing_loss(out.router_logits, mask)
         outputs = MoeCausalLMOutputWithPast(
             loss=out.loss,
             aux_loss=aux_loss,

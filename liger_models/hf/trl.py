@@ -21,7 +21,6 @@ from transformers.utils import logging
 
 from liger_models.common.errors import is_traced
 from liger_models.kernels.loss.linear_logprobs import log_probs_of_sum
-from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.layers.lm_head import LabeledRows
 
 logger = logging.get_logger(__name__)
@@ -178,10 +177,7 @@ def _numbers(
     text, aux_loss = model.config.get_text_config(), None
     wanted = inputs.get("output_router_logits")
     if getattr(text, "output_router_logits", False) if wanted is None else wanted:
-        decoder = model.model.decoder
-        aux_loss = load_balancing_loss(
-            body.router_logits, decoder.config.num_experts_per_tok, inputs.get("attention_mask"), decoder.groups.balance
-        )
+        aux_loss = model.model.decoder.balancing_loss(body.router_logits, inputs.get("attention_mask"))
         loss = loss + getattr(text, "router_aux_loss_coef", 0.0) * aux_loss
     others = {name: numbers.get(name) for name in ("entropy", "mean_logits", "is_top1")}
     return TokenNumbers(loss, log_probs, **others, label_mask=label_mask, aux_loss=aux_loss)

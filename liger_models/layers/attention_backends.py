@@ -383,6 +383,7 @@ def _by_mask(
 ) -> Tensor:
     """Call SDPA once, with a mask of all queries and keys; the arguments are those of `_by_run`."""
     query, key = (torch.arange(len(x), device=x.device, dtype=torch.int32) for x in (q, k))
+    # Not `number_documents`, whose graph for a single segment serves no other number of segments.
     of_query = torch.searchsorted(segments.cu_seqlens, query, right=True)
     of_key = torch.searchsorted(key_segments.cu_seqlens, key, right=True)
     visible = of_query[:, None] == of_key

@@ -286,7 +286,7 @@ class BatchLayout:
         segments = mask.segments
         if segments is None or takes_segments(q.device, q.dtype, q.shape[3]):
             return mask
-        # A bidirectional layout of image patches keeps its segments, whose ``lengths`` take calls of other kernels.
+        # The segments of image patches stay, because their ``lengths`` divide them among calls of other kernels.
         if self.causal or segments.of_text:
             B, T = q.shape[:2]
             if self.causal:

@@ -894,9 +894,12 @@ class Decoder(nn.Module):
         """
         if not (router_logits and getattr(self.config, "output_router_logits", False)):
             return None
-        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.groups.balance)
-        weighted: Tensor = self.config.router_aux_loss_coef * loss
+        weighted: Tensor = self.config.router_aux_loss_coef * self.balancing_loss(router_logits, attention_mask)
         return weighted
+
+    def balancing_loss(self, router_logits: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
+        """Return the load-balancing loss over all layers with routed experts, without its weight."""
+        return load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.groups.balance)
 
 
 def _resets_itself(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _quick_sums(monkeypatch):
-    """Wide blocks of few partial sums, of which there are few: the time grows with the number of programs."""
+    """Add partial sums in wide blocks, because the interpreter's time grows with the number of programs."""
     from liger_models.kernels import dispatch
     from liger_models.kernels.norm import partial_sums
 
