@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_models.common.errors import is_traced
@@ -234,7 +235,9 @@ def record_step(
             leaf = mode.from_tensor(tensor.detach())
         return leaf.requires_grad_(tensor.requires_grad)
 
-    with mode, _Implementations(), recording(kernels), torch.enable_grad():
+    # The caller's hooks of saved tensors must not see tensors without values. Autograd calls only the innermost hooks.
+    no_hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with mode, _Implementations(), recording(kernels), torch.enable_grad(), no_hooks:
         # A parameter with several names becomes one tensor.
         weights = {parameter: fake(parameter) for parameter in model.parameters()}
         named = {name: weights[tensor] for name, tensor in model.named_parameters(remove_duplicate=False)}

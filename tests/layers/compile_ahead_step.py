@@ -12,6 +12,7 @@ import threading
 from contextlib import nullcontext
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -60,7 +61,10 @@ if early:
     record_step(twin, *_step_of_text(twin, (2, 128), ids.device), kernels, ids.device)
     assert all(parameter.is_meta and parameter.grad is None for parameter in twin.parameters())
 else:
-    record_step(model, embeds, layout, {"labels": ids}, kernels)
+    packed = []
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        record_step(model, embeds, layout, {"labels": ids}, kernels)
+    assert not packed
 assert JITFunction.run is run
 assert knobs.runtime.jit_cache_hook is hook
 assert torch.equal(torch.get_rng_state(), random)

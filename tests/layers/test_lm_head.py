@@ -43,7 +43,7 @@ def dpo(x, weight, target):
 
 
 def plain_dpo(x, weight, bias, target):
-    one = torch.ones(V, 1, dtype=weight.dtype)  # the bias as a column of the weight
+    one = weight.new_ones(V, 1)  # the bias as a column of the weight
     columns = torch.cat([weight, bias[:, None] * one], 1)
     return dpo(torch.cat([x, torch.ones_like(x[:, :1])], 1), columns, target)
 
