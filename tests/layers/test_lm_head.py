@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from liger_models import KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
 from liger_models.generation.deterministic import head_outputs
+from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers.lm_head import BIAS_COLUMNS, LigerLMHead
 from liger_models.memory import training_memory
 
@@ -45,7 +46,8 @@ def dpo(x, weight, target):
 def plain_dpo(x, weight, bias, target):
     one = weight.new_ones(V, 1)  # the bias as a column of the weight
     columns = torch.cat([weight, bias[:, None] * one], 1)
-    return dpo(torch.cat([x, torch.ones_like(x[:, :1])], 1), columns, target)
+    with reference_backend():
+        return dpo(torch.cat([x, torch.ones_like(x[:, :1])], 1), columns, target)
 
 
 LOSSES = {

@@ -14,7 +14,8 @@ In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16
 has 24, so the split is exact. The results are rounded to bf16, whose rounding error is far larger than that of
 truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in order.
 
-x and W are saved for the backward. For few rows, and on devices without the kernels, x and W are cast to fp32.
+x and W are saved for the backward in their own dtypes. If there are only a few rows, if x is in fp16, or if W is in
+fp32, x and W are cast to fp32, in the backward again.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.2 (sums of tensor cores, continued in fp32).
 """
@@ -137,14 +138,9 @@ def _outputs(X: int) -> int:
     return min(max(next_power_of_2(X), 16), MOST_OUTPUTS)
 
 
-def _is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels support the inputs, apart from the number of rows."""
-    return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x)
-
-
 def _runs(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels compute the layer for these rows."""
-    return _is_supported(x, weight) and len(x) >= MIN_ROWS
+    """Whether the kernels compute the layer. Otherwise, the op casts the inputs to fp32."""
+    return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
 
 
 def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -221,6 +217,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     check_floating(op, x=x, weight=weight)
     if not (x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1] > 0):
         raise ValueError(f"{op}: x must be [N, C] and weight [X, C], got {list(x.shape)} and {list(weight.shape)}.")
-    if not _is_supported(x, weight):
+    # Without a cast of x, autograd saves what the op would save.
+    if x.dtype not in (torch.bfloat16, torch.float16) or not use_triton(x):
         return wide_linear_reference(x, weight)
     return FORWARD(x, weight)

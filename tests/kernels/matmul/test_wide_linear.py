@@ -76,6 +76,19 @@ def test_few_rows_and_other_dtypes_are_cast(kernel_device):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("wide_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_no_copy_in_fp32_is_saved(kernel_device, dtype, wide_weight):
+    x, weight, dy = make(7, 32, 6, kernel_device, dtype)
+    weight = weight.float() if wide_weight else weight
+    ours, theirs = (run(f, [x, weight], [dy]) for f in (wide_linear, wide_linear_reference))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: t):
+        wide_linear(x.requires_grad_(), weight.requires_grad_())
+    assert set(saved) == {x.data_ptr(), weight.data_ptr()}
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_frozen_inputs_get_no_gradient(kernel_device, monkeypatch, frozen):
     monkeypatch.setattr(module, "MIN_ROWS", 1)
