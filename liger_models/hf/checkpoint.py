@@ -298,13 +298,13 @@ class Checkpoint(Loading):
         tensors = parameters if state_dict is None else state_dict
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         decoder = self.model.decoder
+        head = tensors.get("lm_head.weight", decoder.lm_head.weight)  # FSDP1 leaves no rows in the parameter
         if decoder.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
-        elif len(decoder.lm_head.weight) != decoder.config.vocab_size:
+        elif len(head) != decoder.config.vocab_size:
             raise ValueError(
                 "save_pretrained: embedding and head must have the same number of rows, got "
-                f"{len(decoder.embed_tokens.weight)} and {len(decoder.lm_head.weight)}. Replace both, or call "
-                "resize_token_embeddings."
+                f"{len(tensors['embed_tokens.weight'])} and {len(head)}. Replace both, or call resize_token_embeddings."
             )
 
         # The other files. The defaults of generate replace those that were loaded.

@@ -101,7 +101,7 @@ def quantize(
     scales = weight.unflatten(1, (-1, width)).abs().amax(2) / table.abs().max()
     if "nvfp4" in kind:
         whole = rounded(scales.amax() / 448)
-        stored = rounded(scales / whole).to(torch.float8_e4m3fn)
+        stored = rounded(scales / whole).clamp(max=448).to(torch.float8_e4m3fn)
         scales = stored.float() * whole if kind == "mo_nvfp4" else stored.float() / (1 / whole)
     elif kind == "ct_int4":
         stored = rounded(scales).bfloat16()

@@ -353,7 +353,7 @@ def test_captured_steps_record_what_ordinary_ones_do(arch, monkeypatch):
     options = {"max_new_tokens": NEW, "eos_token_id": [], "batch_size": 3, "chunk_size": 11, "record_routing": True}
     found = rollout(model, prompts, **options)
     assert_recorded(model, prompts, found)
-    monkeypatch.setattr(scheduler, "can_capture", lambda _: False)
+    monkeypatch.setattr(scheduler, "can_capture", lambda *_: False)
     plain = rollout(model, prompts, **options)
     assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in plain]
     assert all(torch.equal(one.routed_experts, other.routed_experts) for one, other in zip(found, plain, strict=True))

@@ -144,6 +144,20 @@ def test_a_state_dict_in_place_of_a_folder(hf, tmp_path):
 
 
 @llama
+def test_a_state_dict_is_saved_in_place_of_empty_parameters(hf, tmp_path):
+    """FSDP1 gathers the state dict, and leaves each rank a part of the parameters, which may be empty."""
+    ours = hf[-1]
+    ours.save_pretrained(tmp_path / "whole")
+    state = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    for parameter in ours.parameters():
+        parameter.data = torch.empty(0)
+    ours.save_pretrained(tmp_path / "state", state_dict=state)
+    want, got = (load_file(tmp_path / each / "model.safetensors") for each in ("whole", "state"))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@llama
 def test_parameters_without_values_are_assigned(hf, tmp_path):
     ours = hf[-1]
     ours.save_pretrained(tmp_path)
