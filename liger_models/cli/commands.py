@@ -672,7 +672,7 @@ def bench(
         optimizer.step()
         optimizer.zero_grad()
         if accelerated:
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(target)
 
     # The first step compiles kernels and fills caches.
     step()
@@ -684,14 +684,14 @@ def bench(
     # Speed, and its fraction of the device's peak. Each row is a document of its own.
     bounds = torch.arange(0, rows * length + 1, length)
     operations = flops(loaded, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
-    name = torch.get_device_module(target).get_device_name() if accelerated else "cpu"
+    name = torch.get_device_module(target).get_device_name(target) if accelerated else "cpu"
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
     result: dict[str, Any] = {
         "device": name,
         "tokens_per_second": rows * length / seconds,
         "seconds_per_step": seconds,
         "mfu": None if peak is None else operations / seconds / peak,
-        "peak_memory": torch.get_device_module(target).max_memory_allocated() if accelerated else None,
+        "peak_memory": torch.get_device_module(target).max_memory_allocated(target) if accelerated else None,
     }
     if as_json:
         return _print_json(result)
