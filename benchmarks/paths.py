@@ -170,7 +170,7 @@ TABLES: dict[str, tuple[tuple[str, ...], str, Callable[[Row, Rows], list[Line]]]
     "Generation": (
         ("generate",), "first token ms|ms/token|peak GiB|speed ratio|memory ratio", generate_lines,
     ),
-    "Time to the first token, of a single forward and of `generate`": (
+    "Time to the first token, for a single forward and for `generate`": (
         ("first",), "prompts|forward ms|generate ms|speed ratio, forward|speed ratio, generate", first_lines,
     ),
     "Requests of lm-evaluation-harness": (
@@ -178,7 +178,7 @@ TABLES: dict[str, tuple[tuple[str, ...], str, Callable[[Row, Rows], list[Line]]]
         "generate_until s|loglikelihood s|speed ratio, generate_until|speed ratio, loglikelihood",
         by_keys("generate_until_s", "loglikelihood_s"),
     ),
-    "From the start of the process to the end of the first step": (
+    "Time from the start of the process to the end of the first step": (
         ("start",),
         "empty caches s|full caches s|speed ratio, empty|speed ratio, full",
         by_keys("cold_s", "warm_s"),

@@ -81,10 +81,10 @@ PARTS = {
 
 
 ALTERNATIVES = {
-    "train": "Bars of tokens per second for each training step, of transformers, Liger Kernel and liger_models",
-    "families": "Bars of each family's speed, relative to the faster of transformers with and without Liger Kernel",
-    "curves": "Curves of the loss over the steps, of transformers and of liger_models, which lie on each other",
-    "ops": "Bars of each op's speed, relative to its fastest peer, on a logarithmic axis",
+    "train": "Bar chart of tokens per second in each training step of transformers, Liger Kernel and liger_models",
+    "families": "Bar chart of each family's speed, relative to the faster of transformers and transformers + Liger Kernel",
+    "curves": "Loss curves of transformers and of liger_models over the steps; the curves coincide",
+    "ops": "Bar chart of each op's speed, relative to its fastest peer, on a logarithmic axis",
 }
 """Name of a plot -> what a reader hears who does not see it."""
 
