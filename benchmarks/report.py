@@ -82,7 +82,7 @@ PARTS = {
 
 ALTERNATIVES = {
     "train": "Bar chart of tokens per second in each training step of transformers, Liger Kernel and liger_models",
-    "families": "Bar chart of each family's speed, relative to the faster of transformers and transformers + Liger Kernel",
+    "families": "Bar chart of family speeds, relative to the faster of transformers and transformers + Liger Kernel",
     "curves": "Loss curves of transformers and of liger_models over the steps; the curves coincide",
     "ops": "Bar chart of each op's speed, relative to its fastest peer, on a logarithmic axis",
 }
