@@ -1,4 +1,4 @@
-"""Settings in config.json and names in checkpoints that all families with `LigerMamba2` have."""
+"""The settings in config.json and the checkpoint names that all families with `LigerMamba2` share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from liger_models.layers.mamba2 import LigerMamba2, StateDecay
 
 @dataclass(frozen=True, kw_only=True)
 class MambaHybridConfig(RMSNormDecoderConfig):
-    """The fields of a decoder with mixers whose keys in config.json begin with ``mamba_``.
+    """The config of a decoder with state-space mixers, whose keys in config.json begin with ``mamba_``.
 
-    ``time_step_limit`` holds the smallest step size and the largest one; the largest may be left out, and None stands
-    for no limits.
+    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None stands for no
+    limits.
 
     Raises:
         ValueError: the sizes of the mixer are inconsistent.
@@ -48,7 +48,7 @@ class MambaHybridConfig(RMSNormDecoderConfig):
 
     @property
     def mixer_sizes(self) -> tuple[int, int, int, int]:
-        """Number of heads of the mixer, their dimension, number of groups, and size of the state."""
+        """The mixer's number of heads, head dimension, number of groups, and state size."""
         head_dim = self.mixer_width // self.mamba_n_heads if self.mamba_d_head is None else self.mamba_d_head
         return self.mamba_n_heads, head_dim, self.mamba_n_groups, self.mamba_d_state
 
@@ -84,7 +84,7 @@ def write_mixer(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 IGNORED_MIXER_KEYS = (
     "layers_block_type",  # computed from other keys
-    "mamba_chunk_size",  # a size of kernels
+    "mamba_chunk_size",  # a tile size of kernels
     "num_logits_to_keep",
     "time_step_floor",
     "time_step_max",
@@ -94,7 +94,10 @@ IGNORED_MIXER_KEYS = (
 
 
 def _by_unit(name: str, parts: Mapping[str, int], units: int) -> Expression:
-    """Group the rows of a checkpoint tensor with several parts by unit; ``parts`` has the rows per unit of each."""
+    """Reorder the rows of a checkpoint tensor such that the rows of each unit are adjacent.
+
+    ``parts`` maps the name of each part of the tensor to the part's number of rows per unit.
+    """
     groups = [Rearrange("(u n) ... -> u n ...", part, u=units) for part in parts]
     rows = Rearrange("u n ... -> (u n) ...", Cat(groups, dim=1, sizes=[*parts.values()]), u=units)
     return Split(name, 0, {part: units * size for part, size in parts.items()}, rows)
@@ -113,10 +116,10 @@ def mixer_entries(
     """Return the entries of a weight map for a `LigerMamba2`.
 
     Args:
-        ours, theirs: the prefixes of our names and of the checkpoint's names.
-        sizes: number of heads, their dimension, number of groups, and size of the state.
+        ours, theirs: the prefixes of the names in this package and in the checkpoint.
+        sizes: number of heads, head dimension, number of groups, and state size.
         bias, conv_bias: whether the projections and the convolution have biases.
-        out_bias: whether the output projection has a bias; None for the same as ``bias``.
+        out_bias: whether the output projection has a bias; None means the same as ``bias``.
         norm: whether the mixer has a norm.
     """
     units, rows = LigerMamba2.units_of(*sizes)
@@ -168,7 +171,7 @@ def hybrid_map(
 
 
 def read_limits(limits: Sequence[Any] | None) -> list[float] | None:
-    """Read ``time_step_limit`` of config.json. None stands for (0, infinity), which no JSON number expresses.
+    """Read ``time_step_limit`` from config.json. None stands for (0, infinity), which no JSON number expresses.
 
     Transformers 5 writes infinity as ``{"__float__": "Infinity"}``, and older versions write ``Infinity``.
 

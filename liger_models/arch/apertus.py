@@ -1,11 +1,11 @@
 """Apertus (8B, 70B): model_type ``apertus``.
 
-Differs from Llama: each head of q and k is normalized before the rotation, as in Qwen3, and the MLP has no gate. Its
-activation is xIELU, whose two coefficients are trained in each layer; its two constants come from the checkpoint and
-are not trained. The norms have other names. Without rope parameters in config.json, the rotation is scaled as in Llama
-3.1.
+Differs from Llama: each head of q and k is normalized before the rotation, as in Qwen3, and the MLP has no gate. The
+MLP's activation is xIELU. Each layer trains two coefficients of xIELU; its two constants come from the checkpoint and
+are not trained. Checkpoints use other names for the norms. Without rope parameters in config.json, the rotation is
+scaled as in Llama 3.1.
 
-transformers computes the activation in the dtype of the model, and this package in fp32.
+transformers computes the activation in the dtype of the model; this package computes it in fp32.
 
 Source: https://arxiv.org/abs/2509.14233, https://arxiv.org/abs/2411.13010, transformers ``models/apertus``.
 """
@@ -77,7 +77,7 @@ class LigerApertus(CausalLM):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the rope parameters that transformers uses if there are none; ``rope_theta`` alone is ignored then."""
+    """If there are no rope parameters, add the ones that transformers uses. They override ``rope_theta``."""
     if hf.get("rope_parameters") or hf.get("rope_scaling"):
         return dict(hf)
     return dict(hf) | {
@@ -87,7 +87,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write that there is no scaling, because a config.json without rope parameters has one."""
+    """If there is no scaling, write so explicitly: a config.json without rope parameters stands for scaling."""
     return dict(keys) | {"rope_scaling": keys["rope_scaling"] or {"rope_type": "default"}}
 
 

@@ -28,12 +28,12 @@ ENTRY_POINTS = "liger_models.architectures"
 
 
 def list_archs() -> list[str]:
-    """Return the sorted ``model_type`` of every architecture that is built in, registered, or from a plugin."""
+    """Return the sorted ``model_type`` of every architecture that is built in, registered, or provided by a plugin."""
     return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names} - LANGUAGE_MODELS.keys())
 
 
 def list_model_types() -> list[str]:
-    """Return `list_archs` and the model types that are read without their vision or audio towers, sorted."""
+    """Return the sorted model types of `list_archs` and of models that load without their vision or audio towers."""
     return sorted([*list_archs(), *LANGUAGE_MODELS])
 
 
@@ -99,7 +99,7 @@ class _AnyFamily(CausalLM):
 
 
 class AutoLigerModel:
-    """Builds the model of a config.json, whose ``model_type`` selects the class."""
+    """Loads or builds a model. The ``model_type`` in config.json selects the model class."""
 
     def __init__(self) -> None:
         raise TypeError("AutoLigerModel: has no instances. Use from_hub, from_pretrained or from_config.")
@@ -137,8 +137,7 @@ class AutoLigerModel:
         if not isinstance(config, Mapping):
             check_config(config, " or the content of a config.json")
         if isinstance(config, Mapping):
-            # The family follows from model_type for the content of a config.json, and from the class for a config
-            # instance.
+            # The content of a config.json determines the family by its model_type, and a config instance by its class.
             model_class = get_arch(read_model_type(config))
             parsed: Any = read_config(model_class.config_class, config, strict=strict)
         else:
@@ -151,7 +150,7 @@ class AutoLigerModel:
 
 
 class AutoLigerProcessor:
-    """Loads only the processor of a vision-language model, which turns texts and images into inputs."""
+    """Loads only the processor of a vision-language model, which turns texts and images into model inputs."""
 
     def __init__(self) -> None:
         raise TypeError("AutoLigerProcessor: has no instances. Use from_pretrained.")

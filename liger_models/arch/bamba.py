@@ -1,13 +1,13 @@
 """Bamba 9B: model_type ``bamba``.
 
 Differs from Llama: most layers have a state-space mixer (`LigerMamba2`) instead of attention; ``attn_layer_indices``
-lists the layers with attention. Attention rotates half of each head, or the fraction ``partial_rotary_factor`` of the
-rope parameters; at the top level of config.json, this key has no effect. The loss has no z-loss:
-a ``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the loss function.
+lists the layers with attention. By default, attention rotates half of each head. ``partial_rotary_factor`` in the rope
+parameters sets another fraction; at the top level of config.json, this key has no effect. The loss has no z-loss: a
+``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the loss function.
 
-Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding. Without ``position_ids``, the positions of new tokens continue those of the cached
-tokens. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole prompts.
+Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+convolution do not enter the state. Without ``position_ids``, new tokens continue the positions of the cached tokens.
+Step sizes are limited in cached decoding, too; transformers 5.23 limits them only for whole prompts.
 
 Source: https://huggingface.co/blog/bamba, transformers ``models/bamba``.
 """
@@ -103,7 +103,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `from_json`. Only the rope parameters can have another rotated fraction than one half."""
+    """Invert `from_json`. A rotated fraction other than one half is written to the rope parameters."""
     out = write_mixer(keys)
     share = out.pop("partial_rotary_factor")
     if share != BambaConfig.partial_rotary_factor:

@@ -99,7 +99,7 @@ class LigerCohere2(CausalLM):
         return LigerLMHead(config.hidden_size, config.vocab_size, logit_scale=config.logit_scale, kernels=self.kernels)
 
 
-# Keys of the first releases that describe the only possible layout. transformers does not read them.
+# Keys in the first releases that only describe the one possible layout. transformers does not read them.
 IGNORED_KEYS = (
     "_sliding_window_pattern",
     "cache_implementation",

@@ -2,11 +2,12 @@
 
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
 (`LigerLatentAttention`). In V2 Lite, ``q_lora_rank`` is null and queries are computed from the input. From layer
-``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens,
-which are one MLP without a gate. Routing weights are probabilities of the softmax, which are multiplied by
-``routed_scaling_factor`` and not renormalized. With ``topk_method`` "group_limited_greedy", only experts of the
-``topk_group`` best of ``n_group`` groups are chosen, where the score of a group is the score of its best expert. With
-YaRN, scores are multiplied by the square of a factor that follows from ``mscale_all_dim``.
+``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
+experts process all tokens; together they are one MLP, whose output is not gated. Routing weights are the softmax
+probabilities, multiplied by ``routed_scaling_factor`` and not renormalized. With ``topk_method``
+"group_limited_greedy", experts are chosen only from the ``topk_group`` best of ``n_group`` groups, where the score of a
+group is the score of its best expert. With YaRN, attention scores are multiplied by the square of a factor that follows
+from ``mscale_all_dim``.
 
 Source: https://arxiv.org/abs/2405.04434, transformers ``models/deepseek_v2``.
 """
@@ -50,7 +51,7 @@ class DeepseekV2Config(LatentDecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen, and the factor of their weights."""
+        """How experts are chosen, and the factor that scales their weights."""
         if self.topk_method == "greedy":
             return Routing(self.top_k, scale=self.routed_scaling_factor)
         groups, top_groups = self.n_group or 1, self.topk_group or 1
@@ -58,7 +59,7 @@ class DeepseekV2Config(LatentDecoderConfig):
 
     @property
     def top_k(self) -> int:
-        """Number of routed experts of a token. Without a value, it is 6, as in all released models."""
+        """Number of routed experts per token. If the config has no value, it is 6, as in all released models."""
         return 6 if self.num_experts_per_tok is None else self.num_experts_per_tok
 
     def is_sparse(self, layer: int) -> bool:
@@ -88,7 +89,7 @@ IGNORED_KEYS = (*DEEPSEEK_IGNORED_KEYS, "norm_topk_prob", "num_nextn_predict_lay
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the type of rope scaling also under the key that the released code reads."""
+    """Also write the type of the rope scaling under the key that the released code reads."""
     rope = keys.get("rope_scaling")
     return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
 

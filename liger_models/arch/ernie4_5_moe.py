@@ -1,12 +1,13 @@
 """ERNIE 4.5 21B-A3B and 300B-A47B: model_type ``ernie4_5_moe``.
 
-Differs from ``ernie4_5``: the MLP of layer i is a mixture of experts, if i + 1 is a multiple of ``moe_layer_interval``
-and i is in ``moe_layer_start_index`` to ``moe_layer_end_index`` (−1 for the last layer). The logits and the weight of
-the router are in fp32 whatever the dtype of the model. A correction bias is added to the softmax of the logits for the
-choice of experts alone; the bias stays in fp32, and gradients do not train it. The routing weights are divided by their
-sum. The ``moe_num_shared_experts`` shared experts for all tokens are one MLP without a gate. If ``use_bias`` is set,
-all linear layers except routers and routed experts have biases, the head too. If ``output_router_logits`` is set, the
-load-balancing loss is added to the loss. Weights for multi-token prediction are kept and saved with the model.
+Differs from ``ernie4_5``: the MLP of layer i is a mixture of experts if i + 1 is a multiple of ``moe_layer_interval``
+and i lies between ``moe_layer_start_index`` and ``moe_layer_end_index`` (−1 stands for the last layer). The router's
+logits and weight are in fp32, whatever the dtype of the model. To choose experts, a correction bias is added to the
+softmax of the logits. The bias does not enter the routing weights, stays in fp32, and is not trained by gradients. The
+routing weights are divided by their sum. The ``moe_num_shared_experts`` shared experts process all tokens; together
+they are one MLP, whose output is not gated. If ``use_bias`` is set, all linear layers except routers and routed experts
+have biases, including the head. If ``output_router_logits`` is set, the load-balancing loss is added to the loss.
+Weights for multi-token prediction are kept and saved with the model.
 
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5_moe``.
 """
@@ -66,7 +67,7 @@ class Ernie4_5MoeConfig(RMSNormDecoderConfig):
 
     @property
     def num_experts_per_tok(self) -> int:
-        """K, the number of experts of a token."""
+        """K, the number of experts per token."""
         return self.moe_k
 
     def is_sparse(self, layer: int) -> bool:
@@ -120,7 +121,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename keys that transformers 5 reads, too."""
+    """Rename the alternative keys that transformers 5 also reads."""
     names = {"num_experts": "moe_num_experts", "num_local_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
     return {names.get(key, key): value for key, value in hf.items()}
 
@@ -136,7 +137,7 @@ def weight_map(config: Ernie4_5MoeConfig) -> WeightMap:
 
 
 def other_maps(config: Ernie4_5MoeConfig) -> list[WeightMap]:
-    """The layouts of transformers 5, in which the router has the bias, or the experts are fused, or both."""
+    """The layouts of transformers 5, in which the bias belongs to the router, or the experts are fused, or both."""
     return [
         _map(config, "gate.moe_statics", fused=True),
         _map(config, "gate.moe_statics", fused=False),

@@ -2,12 +2,12 @@
 
 Differs from Llama: each layer has a state-space mixer (`LigerMamba2`) and attention side by side, which read the same
 normalized stream. Constant multipliers scale the embeddings, the inputs and outputs of both branches, the keys, the
-parts of the mixer's projection, gate and result of the MLP, and the logits. As in transformers, ``inputs_embeds`` of
-the caller are not scaled. Without ``mamba_rms_norm``, the mixer has a gate but no norm.
+parts of the mixer's projection, the MLP's gate and output, and the logits. As in transformers, ``inputs_embeds`` that
+the caller passes are not scaled. Without ``mamba_rms_norm``, the mixer has a gate but no norm.
 
-Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole
-prompts.
+Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+convolution do not enter the state. Step sizes are limited in cached decoding, too; transformers 5.23 limits them only
+for whole prompts.
 
 Source: https://arxiv.org/abs/2507.22448, transformers ``models/falcon_h1``.
 """
@@ -42,8 +42,8 @@ class FalconH1Config(MambaHybridConfig):
     """Sizes and constants of a Falcon-H1 model.
 
     Raises:
-        ValueError: a multiplier of a branch's input is not 1 although the projection has a bias; the multiplier would
-            have to leave the bias out.
+        ValueError: the multiplier of a branch's input is not 1, but the branch's projection has a bias, which must not
+            be scaled.
     """
 
     vocab_size: int = 128000
@@ -93,8 +93,8 @@ class FalconH1Config(MambaHybridConfig):
 class FalconH1Block(nn.Module):
     """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``.
 
-    The input of attention has a multiplier c, and the keys have a multiplier κ. They are applied as a factor c² · κ of
-    the scores and a factor c of the result.
+    The input of attention has a multiplier c, and the keys have a multiplier κ. Both are applied later, as a factor c²
+    · κ on the attention scores and a factor c on the result.
     """
 
     def __init__(self, config: FalconH1Config, layer: int, kernels: KernelOptions) -> None:

@@ -5,8 +5,8 @@ layer, starting with the first, has a window. The attention projections, the rou
 experts' activation is a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. Norms
 multiply by their weight in fp32.
 
-The released experts are stored in MXFP4, with four bits per weight. They are read and trained in bf16, or kept in MXFP4
-and frozen.
+The released experts are stored in MXFP4, with four bits per weight. They are either converted to bf16 and trained, or
+kept in MXFP4 and frozen.
 
 Source: https://arxiv.org/abs/2508.10925, transformers ``models/gpt_oss``.
 """
@@ -112,7 +112,8 @@ class GptOssBlock(PreNormBlock):
         return {"window": config.window(layer)}
 
     def build_mlp(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
-        # Weights of the softmax over all experts, divided by their sum, are the softmax over the chosen experts.
+        # The softmax over all experts, divided by its sum over the chosen experts, is the softmax over the chosen
+        # experts.
         routing = Routing(config.num_experts_per_tok, normalize=True, round_weights=True)
         # Experts have biases, and their activation clamps gate and up.
         return LigerMoE(
@@ -162,7 +163,7 @@ def weight_map(config: GptOssConfig) -> WeightMap:
 
 
 def mxfp4_map(config: GptOssConfig) -> WeightMap:
-    """`weight_map` for experts in MXFP4, the released format, which is not transposed."""
+    """Like `weight_map`, for experts in the released format MXFP4, which is not transposed."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(
         config,

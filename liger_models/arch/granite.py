@@ -1,6 +1,6 @@
 """Granite 3.0 to 3.3, the dense models: model_type ``granite``.
 
-Differs from Llama by four factors, each of which is 1 if its key is missing. Embeddings are multiplied by
+Differs from Llama by four factors. A factor whose key is missing is 1. Embeddings are multiplied by
 ``embedding_multiplier``. The outputs of attention and MLP are multiplied by ``residual_multiplier`` before they are
 added to the residual stream. Attention scores q·k are multiplied by ``attention_multiplier`` instead of D^-0.5. Logits
 are divided by ``logits_scaling``.

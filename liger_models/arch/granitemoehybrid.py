@@ -2,11 +2,11 @@
 
 Differs from Granite 3: most layers of the models with "h" in their names have a state-space mixer (`LigerMamba2`)
 instead of attention. The MLP is a mixture of experts plus a shared MLP for all tokens, or the shared MLP alone. Queries
-and keys are rotated only if ``position_embedding_type`` is "rope". The four factors are those of ``granite``.
+and keys are rotated only if ``position_embedding_type`` is "rope". The four factors are the same as in ``granite``.
 
-Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole
-prompts.
+Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+convolution do not enter the state. Step sizes are limited in cached decoding, too; transformers 5.23 limits them only
+for whole prompts.
 
 Source: https://www.ibm.com/granite, transformers ``models/granitemoehybrid``.
 """
@@ -146,14 +146,14 @@ def _map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> Weigh
 
 HUB = "input_linear.weight", "output_linear.weight", "router.layer.weight"
 MEMORY = "experts.gate_up_proj", "experts.down_proj", "router.weight"
-"""Names of the experts' matrices and of the router, on the hub and in the memory of transformers 5."""
+"""Names of the experts' matrices and of the router, on the hub and in the modules of transformers 5."""
 
 WORDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
-"""The types of layers in files of transformers 5, and their names on the hub."""
+"""Maps the layer types in files of transformers 5 to their names on the hub."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of the mixer, and the types of the layers by the names on the hub."""
+    """Read the settings of the mixer, and convert the layer types to their names on the hub."""
     flat = read_mixer(hf)
     types = flat.pop("layers_block_type", None) if flat.get("layer_types") is None else flat["layer_types"]
     return flat if types is None else {**flat, "layer_types": [WORDS.get(word, word) for word in types]}

@@ -1,15 +1,15 @@
 """Kimi Linear 48B-A3B: model_type ``kimi_linear``.
 
 Differs from DeepSeek V3: most layers have linear attention by the Kimi delta rule (`LigerKimiDeltaAttention`), the
-others have latent attention, and nothing is rotated. The ``qk_rope_head_dim`` columns that DeepSeek rotates remain one
-part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention, and the numbers of the
-layers of both kinds, which begin at 1; files of transformers 5 have ``layer_types`` instead. Experts are chosen and
-weighted as in DeepSeek V3. The parameters of the decays and the bias of the router stay in fp32.
+others have latent attention, and nothing is rotated. The ``qk_rope_head_dim`` columns that DeepSeek rotates remain:
+they are the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention and lists
+the layers of both kinds, counted from 1. Files that transformers 5 writes have ``layer_types`` instead of these lists.
+Experts are chosen and weighted as in DeepSeek V3. The parameters of the decays and the bias of the router stay in fp32.
 
-Differs from transformers where padding follows a prompt: padding neither enters the state nor lets it decay.
+Unlike in transformers, padding after a prompt neither enters the state nor lets the state decay.
 
-Configurations of other models with this model_type are refused: rotated latent attention, gates with a lower bound, and
-other functions of the router.
+Some other models use the same model_type, with rotated latent attention, gates with a lower bound, or other router
+functions. Their configurations are refused.
 
 Source: https://arxiv.org/abs/2510.26692, transformers ``models/kimi_linear``.
 """
@@ -107,7 +107,7 @@ class KimiLinearConfig(LatentDecoderConfig):
 
     @property
     def n_shared_experts(self) -> int:
-        """Number of experts for all tokens, which are one MLP."""
+        """Number of shared experts, which process all tokens and are one MLP."""
         return self.num_shared_experts
 
     def is_linear(self, layer: int) -> bool:
@@ -146,7 +146,7 @@ class LigerKimiLinear(CausalLM):
 
 
 def _by_unit(parts: Sequence[str], sizes: Sequence[int], units: int) -> Expression:
-    """Group the rows of several parts by unit, where ``sizes`` has the number of rows per unit of each part."""
+    """Join several parts such that the rows of each unit are adjacent; ``sizes`` has each part's rows per unit."""
     groups = [Rearrange("(u n) ... -> u n ...", part, u=units) for part in parts]
     return Rearrange("u n ... -> (u n) ...", Cat(groups, dim=1, sizes=sizes), u=units)
 
@@ -182,8 +182,8 @@ def weight_map(
     Args:
         config: config of the model.
         moe, dense: names of a block's mixture of experts and of its dense MLP.
-        fused: whether the layout is that of transformers' modules in memory, with one tensor for each projection of a
-            layer's experts and for all convolutions of a layer.
+        fused: whether the layout is the one of transformers' modules in memory: one tensor for each projection of all
+            experts in a layer, and one tensor for all convolutions in a layer.
     """
     layers = range(config.num_hidden_layers)
     experts, mlp = f"model.layers.{{sparse}}.{moe}", f"model.layers.{{dense}}.{dense}"
@@ -216,7 +216,7 @@ def weight_map(
 
 
 def other_maps(config: KimiLinearConfig) -> list[WeightMap]:
-    """The layouts of transformers 5: of the files that it writes, and of its modules in memory."""
+    """The layouts of the files that transformers 5 writes, and of its modules in memory."""
     return [
         weight_map(config, dense="block_sparse_moe"),
         weight_map(config, moe="mlp", fused=True),
@@ -236,7 +236,7 @@ SIZES = {
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-"""Keys of ``linear_attn_config``, and the fields that they are read into."""
+"""Maps keys of ``linear_attn_config`` to the fields that hold their values."""
 
 RENAMED = {
     "model_max_length": "max_position_embeddings",
@@ -246,20 +246,20 @@ RENAMED = {
     "num_experts_per_tok": "num_experts_per_token",
     "num_local_experts": "num_experts",
 }
-"""Other names of settings, which transformers reads, too, and the fields that they are read into."""
+"""Maps alternative names of settings, which transformers also reads, to the fields that hold their values."""
 
 NUMBERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
-"""Keys of ``linear_attn_config`` that hold numbers of layers, and the types of these layers."""
+"""Maps keys of ``linear_attn_config`` that hold layer numbers to the types of these layers."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the types of layers and MLPs in both spellings, and refuse other models with this model_type.
+    """Read the types of layers and MLPs in both formats, and refuse other models with this model_type.
 
     ``tie_word_embeddings`` is read as false, because transformers ties no weights of this architecture.
 
     Raises:
-        ValueError: a key has an unsupported value, ``linear_attn_config`` has an unknown key, or its numbers do not
-            name every layer once.
+        ValueError: a key has an unsupported value, ``linear_attn_config`` has an unknown key, or its layer numbers do
+            not name every layer exactly once.
     """
     for key, value in FIXED.items():
         if hf.get(key, value) != value:
@@ -296,7 +296,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the keys that released files have, and ``mlp_layer_types`` if dense MLPs follow experts."""
+    """Write the keys that released files have, and ``mlp_layer_types`` if a dense MLP follows a layer with experts."""
     rest = (*SIZES.values(), "layer_types", "mlp_layer_types", "rope_theta", "rope_scaling")
     hf = {key: value for key, value in keys.items() if key not in rest}
     config = KimiLinearConfig(
@@ -314,7 +314,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_KEYS = (
-    "output_router_logits",  # the loss has no term for the balance of the experts
+    "output_router_logits",  # the loss has no load-balancing term
     "pretraining_tp",
     "qk_head_dim",
     "rope_parameters",

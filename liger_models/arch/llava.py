@@ -1,10 +1,10 @@
 """LLaVA 1.5, BakLLaVA and Pixtral 12B: model_type ``llava``.
 
-The language model is Llama or Mistral. The vision tower is CLIP, whose images have one size, or Pixtral's, whose images
-keep their sizes. The text reads the output of the tower's block ``vision_feature_layer`` (counted from the embedding,
-or from the end), without CLIP's class token if ``vision_feature_select_strategy`` is "default". A plain MLP projects
-the patches to image tokens, which attend only to earlier tokens, like tokens of text. Later blocks of the tower are
-loaded and saved, not run.
+The language model is Llama or Mistral. The vision tower is CLIP, which takes images of one size, or Pixtral's tower,
+which takes images of any size. The language model reads the output of the tower's block ``vision_feature_layer``
+(counted from the embedding, or from the end), without CLIP's class token if ``vision_feature_select_strategy`` is
+"default". A plain MLP projects the patches to image tokens, which attend only to earlier tokens, like text tokens.
+Later blocks of the tower are loaded and saved, but not run.
 
 Source: https://arxiv.org/abs/2310.03744, https://arxiv.org/abs/2410.07073, transformers ``models/llava``.
 """
@@ -28,7 +28,7 @@ from liger_models.convert.weight_map import WeightMap
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(LlavaTextConfig):
-    """Sizes and constants of a LLaVA 1.5 or a Pixtral; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a LLaVA 1.5 or Pixtral model; ``vision_config`` holds the sizes of the tower."""
 
 
 class LigerLlava(ImageSizesModel):
@@ -48,7 +48,7 @@ class LigerLlava(ImageSizesModel):
         return self.config.vision_config.model_type == CLIP  # type: ignore[no-any-return]
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
-        """See `ImageSizesModel.images_of`. With CLIP, all images have the size of the tower."""
+        """See `ImageSizesModel.images_of`. With CLIP, all images have the tower's image size."""
         if not self._has_clip:
             return super().images_of(pixels, sizes)
         if pixels is None or not len(pixels):
@@ -63,7 +63,7 @@ class LigerLlava(ImageSizesModel):
         return (pixels,)
 
     def grids(self, images: tuple[Tensor, ...]) -> Tensor:
-        """See `ImageSizesModel.grids`. With CLIP, the tokens of an image are one row."""
+        """See `ImageSizesModel.grids`. With CLIP, the tokens of an image form one row."""
         if not self._has_clip:
             return super().grids(images)
         grid = torch.tensor([[1, self.visual.tokens]], device=images[0].device)
@@ -80,7 +80,7 @@ def weight_map(config: LlavaConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaConfig) -> list[WeightMap]:
-    """Return the other layouts of tensor names that can be read: of transformers 5, and of its modules since 4.52."""
+    """Return the weight maps of other layouts that are read: of transformers 5, and of its modules since 4.52."""
     levels = tower_levels(config)
     return [
         *(llava_map(config, HUB, level) for level in levels[1:]),

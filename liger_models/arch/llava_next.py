@@ -1,8 +1,9 @@
 """LLaVA-NeXT (LLaVA 1.6) with Llama or Mistral: model_type ``llava_next``.
 
-Differs from LLaVA 1.5: an image is resized into one of several canvases, keeping its aspect ratio, and the canvas is
-cut into tiles of the tower's size. The tokens of the whole image, resized to one tile, come first. The tokens of the
-tiles follow row by row over the whole canvas, without the padding, and each row ends with a learned token.
+Differs from LLaVA 1.5: an image is resized to fit into one of several canvases, keeping its aspect ratio, and the
+canvas is cut into tiles of the tower's image size. The tokens of the whole image, resized to one tile, come first. The
+tokens of the tiles follow row by row over the whole canvas, without the padding, and each row ends with a learned
+token.
 
 Source: https://llava-vl.github.io/blog/2024-01-30-llava-next/, transformers ``models/llava_next``.
 """
@@ -35,7 +36,8 @@ class LlavaNextConfig(LlavaTextConfig):
     """Sizes and constants of a LLaVA-NeXT. ``image_grid_pinpoints`` has the height and width of each canvas.
 
     Raises:
-        ValueError: the tower is not CLIP, the text reads its class token, or a canvas does not consist of tiles.
+        ValueError: the tower is not CLIP, the language model reads the tower's class token, or a canvas does not
+            consist of whole tiles.
     """
 
     image_grid_pinpoints: list[list[int]] = field(
@@ -61,7 +63,7 @@ class LlavaNextConfig(LlavaTextConfig):
 
 
 class LlavaNextTower(LlavaClipTower):
-    """CLIP with the projector, which turns the tiles of images into image tokens.
+    """CLIP and the projector, which together turn the tiles of images into image tokens.
 
     Args:
         config: sizes of the language model and the tower.
@@ -80,7 +82,7 @@ class LlavaNextTower(LlavaClipTower):
         tiles = torch.cat([own[:count] for own, count in zip(pixels, counts, strict=True)])
         tokens = self.project(tiles)  # [tiles · tokens, C]
 
-        # The result is one selection from the tokens of all tiles and the newline, which comes last.
+        # One list of indices selects the result from the tokens of all tiles, which are followed by the newline token.
         order, before, per_tile = [], 0, self.tokens
         side = int(per_tile**0.5)
         for image, count in zip(images, counts, strict=True):
@@ -105,7 +107,7 @@ class LigerLlavaNext(ImageSizesModel):
     processor_class = LlavaNextProcessor
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
-        """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and sizes are those before resizing."""
+        """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and ``sizes`` are the original sizes."""
         if pixels is None or not len(pixels):
             return None
         check_tensors(pixel_values=pixels)
@@ -132,7 +134,7 @@ class LigerLlavaNext(ImageSizesModel):
         return tiles
 
     def grids(self, images: tuple[Tensor, ...]) -> Tensor:
-        """See `ImageSizesModel.grids`; the tokens of an image are one row."""
+        """See `ImageSizesModel.grids`; the tokens of an image form one row."""
         counts = [self._arrange(size).count(self.visual.tokens) for size in images[1].tolist()]
         return torch.tensor([[1, count] for count in counts], device=images[0].device)
 
@@ -158,7 +160,7 @@ def weight_map(config: LlavaNextConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaNextConfig) -> list[WeightMap]:
-    """Return the other layouts of tensor names that can be read: of transformers 5, and of its modules since 4.52."""
+    """Return the weight maps of other layouts that are read: of transformers 5, and of its modules since 4.52."""
     shallow, deep = "", tower_levels(config)[0]
     return [_map(config, HUB, shallow), _map(config, MODULES, shallow), _map(config, MODULES, deep)]
 

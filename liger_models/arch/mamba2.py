@@ -1,14 +1,14 @@
 """Mamba-2 in the format of transformers (Mamba-Codestral 7B, mamba2 130M to 2.7B): model_type ``mamba2``.
 
-Differs from Llama: each layer is a norm and a state-space mixer (`LigerMamba2`); there are neither attention nor MLPs
-nor positions. The state does not grow with the length of the sequence. Step sizes and decays are computed in fp32, as
-in the kernels of the package mamba_ssm. The residual stream is in the dtype of the weights, whatever
+Differs from Llama: each layer is a norm and a state-space mixer (`LigerMamba2`); there is no attention, no MLP and no
+position embedding. The state does not grow with the length of the sequence. Step sizes and decays are computed in fp32,
+as in the kernels of the package mamba_ssm. The residual stream is in the dtype of the weights, whatever
 ``residual_in_fp32`` says.
 
-Differs from transformers where padding would change the result: the biases of the projection and of the convolution do
-not enter the state at padding. Cached decoding limits step sizes, too; transformers 5.23 does so only for whole
-prompts. With ``rescale_prenorm_residual``, transformers 5.23 divides the output projections of a loaded checkpoint by
-the square root of the number of layers; here they stay as they are.
+Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+convolution do not enter the state. Step sizes are limited in cached decoding, too; transformers 5.23 limits them only
+for whole prompts. With ``rescale_prenorm_residual``, transformers 5.23 divides the output projections of a loaded
+checkpoint by the square root of the number of layers; this package leaves them unchanged.
 
 Source: https://arxiv.org/abs/2405.21060, transformers ``models/mamba2``.
 """
@@ -35,8 +35,8 @@ from liger_models.layers.norm import LigerRMSNorm
 class Mamba2Config(BaseConfig):
     """Sizes and constants of a Mamba-2 model.
 
-    ``time_step_limit`` holds the smallest step size and the largest one; the largest may be left out, and None stands
-    for no limits.
+    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None stands for no
+    limits.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")
@@ -150,9 +150,9 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_KEYS = (
-    "chunk_size",  # a size of kernels
+    "chunk_size",  # a tile size of kernels
     "residual_in_fp32",
-    "rescale_prenorm_residual",  # only for new models
+    "rescale_prenorm_residual",  # affects only the initial weights of new models
     "time_step_rank",
     "layer_types",
 )

@@ -1,11 +1,11 @@
 """MiniMax M2, M2.1, M2.5, M2.7: model_type ``minimax_m2``.
 
-Differs from Llama: q and k are normalized over all heads before the rotation, and only the first ``rotary_dim`` numbers
-of each head are rotated. The MLP of every layer is a mixture of experts, which are scored by a sigmoid. For the choice,
-``e_score_correction_bias`` is added to the scores; the weights are the scores without the bias, divided by their sum.
-The bias stays in fp32, although transformers casts it with the other weights, and gradients do not train it. If
-``output_router_logits`` is set, the load-balancing loss is added to the loss. As in transformers, it is computed from
-the softmax of the logits.
+Differs from Llama: q and k are normalized over all heads before the rotation, and only the first ``rotary_dim`` entries
+of each head are rotated. The MLP of every layer is a mixture of experts, which are scored by a sigmoid. To choose
+experts, ``e_score_correction_bias`` is added to the scores; the routing weights are the scores without the bias,
+divided by their sum. The bias stays in fp32, although transformers casts it with the other weights, and gradients do
+not train it. If ``output_router_logits`` is set, the load-balancing loss is added to the loss. As in transformers, the
+load-balancing loss is computed from the softmax of the logits.
 
 Source: https://arxiv.org/abs/2506.13585, transformers ``models/minimax_m2``.
 """
@@ -91,7 +91,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_local_experts`` also as ``num_experts``, and ``rotary_dim`` as a fraction of the head."""
+    """Accept ``num_experts`` for ``num_local_experts``, and convert ``rotary_dim`` to a fraction of the head."""
     flat = {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
     width = flat.pop("rotary_dim", None)
     if width is not None:

@@ -58,7 +58,7 @@ class Ministral3Attention(LigerAttention):
 
     Args:
         beta: rate at which the factor of the queries grows beyond ``length``.
-        length: number of positions, from 0 on, whose factor is 1.
+        length: number of positions, starting at 0, whose factor is 1.
         Others: as in `LigerAttention`.
     """
 
@@ -115,7 +115,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling into the rope parameters, and write the rope type under the older key ``type``, too."""
+    """Move the query scaling into the rope parameters, and also write the rope type under the older key ``type``."""
     out = dict(keys)
     out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}
     return out

@@ -1,12 +1,12 @@
-"""Mistral Small 3.1 and 3.2 with images: model_type ``mistral3`` with a ``mistral`` as language model.
+"""Mistral Small 3.1 and 3.2 with images: model_type ``mistral3`` with a ``mistral`` language model.
 
-The language model is Mistral. The vision tower is Pixtral's, which takes images of any size. Its patches are
-normalized with the eps of the language model, squares of them are merged by a linear layer, and a plain MLP projects
-the result to image tokens. In the text, the tokens of each row of an image are followed by a token of their own; image
-tokens attend only to earlier tokens, like tokens of text.
+The language model is Mistral. The vision tower is Pixtral's, which takes images of any size. The tower's patches are
+normalized with the eps of the language model, a linear layer merges squares of patches, and a plain MLP projects the
+result to image tokens. In the text, each row of image tokens is followed by a token that marks the end of the row.
+Image tokens attend only to earlier tokens, like text tokens.
 
-The released files lack ``tie_word_embeddings``, and their head is not the embedding. transformers 5 takes a missing key
-for true, and its loader then unties the head. Here a missing key is false.
+The released files lack ``tie_word_embeddings``, and their head is not tied to the embedding. transformers 5 takes a
+missing key for true, and its loader then unties the head. In this package, a missing key means false.
 
 A family with another language model derives its classes from `Mistral3Images` and `Mistral3Vision`.
 
@@ -35,7 +35,7 @@ from liger_models.layers.norm import LigerRMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral3Vision:
-    """The fields of a Mistral 3 with images besides those of the language model.
+    """The config fields that a Mistral 3 with images has besides the fields of the language model.
 
     Raises:
         ValueError: ``spatial_merge_size`` is not positive, or the tower's output or the activation is not supported.
@@ -56,7 +56,7 @@ class Mistral3Vision:
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral3Config(Mistral3Vision, MistralTextConfig):
-    """Sizes and constants of a Mistral Small 3 with images; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Mistral Small 3 model with images; ``vision_config`` holds the sizes of the tower."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,10 +84,10 @@ class Mistral3Tower(PixtralTower):
     def forward(self, pixels: Tensor, sizes: Tensor) -> Tensor:
         """Turn pixels [n, channels, height, width] of images with ``sizes`` [n, 2] into image tokens [N / merge², C].
 
-        In a compiled graph, the result has further rows for padding at the end.
+        In a compiled graph, rows for padding follow at the end of the result.
         """
         normed = self.norm.add(*self.run_blocks(pixels, sizes))[0]
-        # The patches of a square follow each other. The layer takes their values ordered by channel first, as in the
+        # The patches of a square are adjacent. The layer takes their values ordered by channel first, as in the
         # checkpoint, so that its matrix and adapters are those of the checkpoint.
         squares = rearrange(normed, "one (n m) c -> (one n) (c m)", m=self.merge**2)  # [N / merge², C · merge²]
         tokens: Tensor = self.projection(self.merging(squares))
@@ -95,7 +95,7 @@ class Mistral3Tower(PixtralTower):
 
 
 class Mistral3Images(ImageSizesModel):
-    """The images of a Mistral 3, for a class that adds the configuration and the blocks of the language model."""
+    """The image part of a Mistral 3. A derived class adds the configuration and the blocks of the language model."""
 
     tower_class = Mistral3Tower
     processor_class = PixtralProcessor
@@ -153,7 +153,7 @@ def weight_map(config: Mistral3Config) -> WeightMap:
 
 
 def other_maps(config: Mistral3Config) -> list[WeightMap]:
-    """The layout of the modules of transformers since 4.52, which some of these versions also wrote to checkpoints."""
+    """The layout of transformers' modules since 4.52, which some of these versions also wrote to checkpoints."""
     return [_map(config, MODULES)]
 
 

@@ -20,7 +20,7 @@ MODEL_CLASSES: dict[str, type[CausalLM]] = {}
 """Maps ``model_type`` to the model class, for each imported family and each architecture given to `register`."""
 
 NOT_FAMILIES = ("auto", "registry")
-"""Modules of this package that define no family. Modules whose names begin with an underscore are not listed.
+"""Modules of this package that define no family, besides those whose names begin with an underscore.
 
 A family's file is named after its ``model_type``. The ``__init__.py`` of a family's folder has a table ``MODEL_TYPES``,
 which maps each ``model_type`` to the file that registers it.
@@ -30,13 +30,13 @@ LANGUAGE_MODELS = {
     "gemma3n": f"{__package__}.gemma3n.model",
     "kimi_k25": f"{__package__}.deepseek_v3.kimi_k25",
 }
-"""Maps a ``model_type`` to its module, for models with images whose language model alone is implemented.
+"""Maps the ``model_type`` of multimodal models to their modules, which implement only the language model.
 
-These are not among `built_in_modules`.
+`built_in_modules` does not list these models.
 """
 
 ALIASES = {"kimi_k2": "deepseek_v3", "lfm2-vl": "lfm2_vl"}
-"""Maps further values of ``model_type`` in released files to that of the family that reads them."""
+"""Maps other values of ``model_type`` in released files to the ``model_type`` of the family that reads the files."""
 
 _NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
 """Fields that `CausalLM` reads and `save_pretrained` writes."""
@@ -91,7 +91,7 @@ def register(
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
     hf_class: str | None = None,
 ) -> None:
-    """Register a custom architecture, so that models can be saved, and loaded by the ``model_type`` in config.json.
+    """Register a custom architecture, so that its models can be saved, and loaded by the ``model_type`` in config.json.
 
     Call this function after the class definition, in the same module. If the class is defined and registered again, for
     example by rerunning a notebook cell, the new class replaces the earlier one.
@@ -102,8 +102,8 @@ def register(
             and JSON must be able to represent its fields; `DecoderConfig` has the usual fields.
         weight_map: function from a config to the `WeightMap` of its checkpoints. By default parameters are stored under
             their own names.
-        other_maps: function from a config to the `WeightMap` of each further layout. These layouts are read but never
-            written.
+        other_maps: function from a config to a list of the `WeightMap` of each further checkpoint layout. These layouts
+            are read but never written.
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         hf_class: name of the class in transformers, for ``architectures`` in config.json; by default the name of
@@ -160,7 +160,7 @@ def _path(cls: type) -> str:
 
 
 RESERVED = ("model_type", "rope_parameters", "quantization_config", "compression_config", "text_config")
-"""Keys of config.json that loading reads by rules of its own, so that they can't be numbers, strings or lists."""
+"""Keys of config.json that have a fixed meaning in loading, so that a config class can't use them for plain fields."""
 
 
 def _check_fields(config_class: type) -> None:

@@ -1,7 +1,7 @@
-"""Capture of the forward and backward of a training step in a CUDA graph, for batches of one shape.
+"""Captures the forward and backward of a training step in a CUDA graph, for batches of one shape.
 
-For batches of few tokens, the time of a step is the time that Python takes to launch the step's kernels. A CUDA graph
-launches all of them at once.
+If a batch has few tokens, a step takes as long as Python needs to launch the step's kernels. A CUDA graph launches all
+kernels at once.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import is_hooked
 
 WARM_UPS = 3
-"""Number of steps without a graph before a capture. In these steps kernels compile and libraries allocate memory."""
+"""Number of steps that run before a capture. During these steps, kernels are compiled and libraries allocate memory."""
 
 
 class CapturedStep:
@@ -25,8 +25,8 @@ class CapturedStep:
 
     As ``backward`` does, the step sets gradients that are None and adds to gradients that exist. The step allocates the
     gradients itself and uses the same tensors in every call. Between calls all gradients must be None, or all must
-    still be these tensors; an optimizer and clipping may change their values. Every call draws new random numbers
-    (dropout). The optimizer is not part of the step.
+    still be these tensors; an optimizer and clipping may change their values. Every call draws new random numbers for
+    dropout. The optimizer is not part of the step.
 
     On a GPU there are two graphs: one sets gradients, and the other adds to existing gradients. Each graph is captured
     when it is first needed, and the two graphs share their memory. On the CPU the step runs without a graph.
@@ -55,7 +55,8 @@ class CapturedStep:
             for name, value in batch.items()
         }
 
-        # Changes that a graph would miss are errors. The gradients stay at the addresses of the first capture.
+        # A change of this state is an error, because a graph would miss it. The gradients stay at the addresses of the
+        # first capture.
         self._state = self._model_state()
         self._gradients: list[Tensor | None] | None = None
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -108,7 +109,7 @@ class CapturedStep:
         if fresh:
             for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
                 parameter.grad = gradient
-        return loss.clone()  # the next call overwrites it
+        return loss.clone()  # the next call overwrites `loss`
 
     def _run(self) -> Tensor:
         """Run the step on the tensors of `_batch` without a graph, and return the loss."""
@@ -153,7 +154,7 @@ class CapturedStep:
     def _model_state(self) -> list[Any]:
         """Return the identity, address and ``requires_grad`` of each parameter, and the mode of each module."""
         parameters = [
-            # 4-bit parameters own no memory.
+            # 4-bit parameters have no memory of their own.
             (id(weight), weight.data_ptr() if type(weight) is nn.Parameter else None, weight.requires_grad)
             for weight in self.model.parameters()
         ]
@@ -203,13 +204,13 @@ class CapturedStep:
 
 
 def can_record(model: Decoder) -> bool:
-    """Return whether a step of the model is captured in a CUDA graph."""
+    """Return whether a step of the model can be captured in a CUDA graph."""
     return model.device.type == "cuda"
 
 
 def _check_model(model: Decoder) -> None:
     """Raise ValueError unless the model's training step is a plain forward and backward on one device."""
-    # Parameters with an optimizer in the backward, and modules with hooks.
+    # Find the parameters that an optimizer updates in the backward, and the modules with hooks.
     name, device = type(model).__name__, model.device.type
     stepping = [path for path, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     hooked = [path or name for path, module in model.named_modules() if is_hooked(module)]

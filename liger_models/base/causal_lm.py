@@ -86,7 +86,8 @@ class CausalLM(Decoder):
 
         Existing rows do not change. Each new row is the mean of the old rows, so that new tokens take little
         probability from the old tokens (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The resized weights
-        are new parameters, so create optimizers, adapters and Medusa heads, and shard the model, after this call.
+        are new parameters, so call this method before you create optimizers, adapters or Medusa heads, and before you
+        shard the model.
 
         Args:
             new_num_tokens: V, more than the largest id in use.
@@ -96,8 +97,9 @@ class CausalLM(Decoder):
             The embedding.
 
         Raises:
-            ValueError: a number is below 1 or no integer; the model is sharded or has adapters on embedding or head; or
-                the embedding has more rows than the head (placeholders of Llama 3.2 Vision).
+            ValueError: a number is below 1 or not an integer; the model is sharded; the embedding or the head has
+                adapters; or the embedding has more rows than the head (Llama 3.2 Vision has extra rows for
+                placeholders).
         """
         numbers: dict[str, Any] = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
         for name, number in numbers.items():
@@ -107,7 +109,7 @@ class CausalLM(Decoder):
         # V, rounded up.
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
 
-        # Single rows of a shard or of an adapter cannot be added.
+        # Rows cannot be added to a shard or to an adapter.
         parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
         plain = all({name for name, _ in part.named_parameters()} <= {"weight", "bias"} for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
@@ -126,7 +128,7 @@ class CausalLM(Decoder):
         # A tied head stays tied.
         tied = self.lm_head.weight is self.embed_tokens.weight
         resize_rows(self.embed_tokens, V)
-        resize_rows(self.lm_head, V)  # nothing below a head that classifies, which has no parameters
+        resize_rows(self.lm_head, V)  # a classification head has no parameters of its own
         if tied and "weight" in self.lm_head._parameters:
             self.lm_head.weight = self.embed_tokens.weight
         self.config = replace(self.config, vocab_size=V)
@@ -146,12 +148,12 @@ class CausalLM(Decoder):
             policy, offload_layers: as for `Decoder.set_checkpointing`. With policy "auto",
                 `liger_models.memory.plan_memory` chooses both, such that a step with AdamW fits into the budget and is
                 as fast as possible. The moments are assumed to be on the device, in the dtype of the weights.
-            budget: with "auto", bytes of device memory, or a text such as "60GB" or "80%".
-            tokens: with "auto", B · T, tokens of a batch.
+            budget: with "auto", the device memory in bytes, or as text such as "60GB" or "80%".
+            tokens: with "auto", the number of tokens in a batch, B · T.
 
         Raises:
-            ValueError: as for `Decoder.set_checkpointing`; no choice fits; or ``budget`` and ``tokens`` are given
-                without "auto" or missing with it.
+            ValueError: as for `Decoder.set_checkpointing`; no choice fits into the budget; or ``budget`` and ``tokens``
+                are given for another policy, or are missing for "auto".
         """
         if policy != "auto":
             if budget is not None or tokens is not None:
@@ -170,7 +172,7 @@ class CausalLM(Decoder):
         plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
 
     def capture(self, batch: Mapping[str, Any]) -> CapturedStep:
-        """Capture the forward and backward of a training step in a CUDA graph, for batches of the shape of ``batch``.
+        """Capture the forward and backward of a training step in a CUDA graph, for batches shaped like ``batch``.
 
         ``loss = step(batch)`` does the work of ``loss = model(**batch).loss`` and ``loss.backward()`` in one launch.
         For batches of a few hundred tokens this is several times as fast as separate launches. The graph uses the
@@ -188,7 +190,7 @@ class CausalLM(Decoder):
             ValueError: the batch has no labels, a gradient is not None, or the model does something that a graph would
                 not repeat: it is sharded, has hooks, offloads activations, recomputes whole blocks ("full"), has an
                 optimizer in its backward, or is under autocast or ``no_grad``.
-            RuntimeError: an operation cannot be captured, such as a wait for the GPU.
+            RuntimeError: an operation cannot be captured, such as one that waits for the GPU.
         """
         return CapturedStep(self, batch)
 
@@ -265,7 +267,7 @@ class CausalLM(Decoder):
 
         If the prompts are texts, `tokenizer` encodes them. ``tokenizer.batch_decode`` converts the result into texts.
         """
-        flags: Any = {"return_logprobs": return_logprobs}  # no overload takes a bool of unknown value
+        flags: Any = {"return_logprobs": return_logprobs}  # no overload takes a bool whose value is unknown
         output: Tensor | GenerateOutput = generate(
             self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **flags, **options
         )
@@ -313,7 +315,7 @@ class CausalLM(Decoder):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()
         model.to_empty(device=device)
-        if model.device.type != "meta":  # meta tensors have no values to draw; PyTorch would take seconds
+        if model.device.type != "meta":  # meta tensors have no values to draw, and trying takes seconds
             model.initialize()
         return model
 
@@ -340,10 +342,10 @@ class CausalLM(Decoder):
         """Load a Hugging Face checkpoint from a local folder or, if there is no such folder, from the hub.
 
         Args:
-            folder: folder with config.json and safetensors; or the name of a repository of the hub, ``owner/name``, if
-                there is no folder of this name.
+            folder: folder with config.json and safetensors files. If there is no such folder, the name of a hub
+                repository, ``owner/name``.
             dtype, device, kernels, strict, progress, shard, keep_quantized, head: see
-                `liger_models.convert.load.load_pretrained`, also for errors.
+                `liger_models.convert.load.load_pretrained`, which also lists the errors.
             revision, cache_dir, token, local_files_only, force_download: as for `from_hub`. They are unused if the
                 checkpoint is in a local folder.
         """
@@ -354,7 +356,7 @@ class CausalLM(Decoder):
                 force_download=force_download, shard=shard, keep_quantized=keep_quantized, head=head,
             )  # fmt: skip
 
-        # A class with subclasses, such as `AutoLigerModel`, passes the call on to the class of the checkpoint.
+        # A class with subclasses, such as `AutoLigerModel`, passes the call on to the model class of the checkpoint.
         chosen = cls._class_at(folder)
         load = partial(load_pretrained, cls) if chosen is cls else chosen.from_pretrained
         return load(
@@ -395,12 +397,12 @@ class CausalLM(Decoder):
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
             shard: function that distributes the model's parameters before they are loaded, such as
                 `parallel.apply_fsdp`.
-            keep_quantized: whether to keep weights that are quantized in the checkpoint as they are, frozen; see
+            keep_quantized: whether weights that are quantized in the checkpoint stay quantized and frozen; see
                 `liger_models.convert.load.load_pretrained`.
             head: False leaves out the language-model head, and None leaves it out if the checkpoint has none; see
                 `liger_models.convert.load.load_pretrained`.
         """
-        # The class of the checkpoint is known only from its config.json.
+        # Only the checkpoint's config.json determines the model class.
         folder = download(
             repo_id,
             cls._class_for,
@@ -443,7 +445,7 @@ class CausalLM(Decoder):
         not called it.
 
         Raises:
-            TimeoutError: the model is sharded, and a rank did not call within the process group's timeout.
+            TimeoutError: the model is sharded, and a rank did not call this method within the process group's timeout.
         """
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             wait_for_ranks("save_pretrained")
@@ -487,7 +489,7 @@ class CausalLM(Decoder):
 
 
 def check_config(config: object, also: str = "") -> None:
-    """Raise TypeError unless ``config`` is a dataclass. ``also`` is a text about other arguments, for the message."""
+    """Raise TypeError unless ``config`` is a dataclass. The message adds ``also``, which names other accepted types."""
     if not is_dataclass(config) or isinstance(config, type):
         is_place = isinstance(config, str | PathLike)
         raise TypeError(

@@ -19,8 +19,8 @@ class GridLayout(BatchLayout):
     """The layout of a batch of text with images or videos.
 
     Attributes:
-        deepstack: DeepStack features [B, T, C], or those of this rank's tokens, [B, T / R, C] on one of R ranks. Entry
-            i is added to the residual stream after block i.
+        deepstack: DeepStack features [B, T, C]. If R ranks share the tokens, only the features of this rank's tokens,
+            [B, T / R, C]. Entry i is added to the residual stream after block i.
     """
 
     deepstack: list[Tensor] = field(default_factory=list)
@@ -30,8 +30,8 @@ class GridImageModel(VisionLanguageModel):
     """A vision-language model that takes the patches and the grid of each image and each video.
 
     The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C], and a list
-    of DeepStack features of the same shape, which may be empty. Its attribute ``merge`` is the side of a square of
-    patches that becomes one token, and its layer ``patch_embed`` embeds a patch.
+    of DeepStack features of the same shape, which may be empty. The tower's attribute ``merge`` is the side of the
+    square of patches that becomes one token, and the tower's layer ``patch_embed`` embeds patches.
     """
 
     layout_class = GridLayout
@@ -73,9 +73,9 @@ class GridImageModel(VisionLanguageModel):
                 of the text.
             pixel_values_videos, video_grid_thw: patches and grids of videos.
             second_per_grid_ts: [videos], seconds between consecutive frames of patches, for models whose positions
-                depend on it. Default: 1.
+                depend on this time. Default: 1.
             mm_token_type_ids: ignored; accepted because the processors of transformers return it.
-            position_ids: as in `BatchLayout.build`. Default: the positions of the model.
+            position_ids: as in `BatchLayout.build`. Default: the positions that the model computes.
             attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images need
                 ``input_ids``.
 
@@ -100,7 +100,7 @@ class GridImageModel(VisionLanguageModel):
             inputs_embeds=inputs_embeds,
             cache=cache,
         )
-        # The embeddings [B, T, C] already hold the image tokens; the decoder runs as for text.
+        # The embeddings [B, T, C] already hold the image tokens; the decoder runs as it does for text.
         return self.run(embeds, layout, **options)
 
     def prepare(
@@ -122,7 +122,7 @@ class GridImageModel(VisionLanguageModel):
 
         Args: as in `forward`.
         """
-        # Pixels and their grid, or None.
+        # Pairs of pixels and grids, or None.
         images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
         videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
         masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}
@@ -137,10 +137,10 @@ class GridImageModel(VisionLanguageModel):
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
         if not decoding and not is_traced():
             self._check_counts(input_ids, images, videos, cu_seqlens)
-        # The tower sees the images of all tokens; each rank keeps its share of the DeepStack features.
+        # The tower runs on all images. Each rank keeps the DeepStack features of its own tokens.
         embeds, levels = self._insert(input_ids, images, videos, cu_seqlens, skip=decoding)
         levels = [self.groups.local_tokens(level) for level in levels]
-        # The host launches the small operations of positions while the device is busy with the tower.
+        # The host launches the small operations that compute positions while the device is busy with the tower.
         if position_ids is None:
             position_ids = self._positions(
                 input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
@@ -157,7 +157,7 @@ class GridImageModel(VisionLanguageModel):
         return parts
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the residual stream after a block. After the first blocks, DeepStack features are added to it."""
+        """Return the residual stream after a block. After each of the first blocks, DeepStack features are added."""
         assert isinstance(layout, GridLayout)
         return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
 
@@ -180,7 +180,7 @@ class GridImageModel(VisionLanguageModel):
         return None
 
     def media_places(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return where the placeholders of images and those of videos are, both [B, T] bool.
+        """Return the masks of the image placeholders and of the video placeholders, each [B, T] bool.
 
         Args:
             input_ids: [B, T] int64.
@@ -213,19 +213,20 @@ class GridImageModel(VisionLanguageModel):
         if all(pair is None for pair in pairs) and (skip or not self.tower_is_sharded):
             return embeds, []
         if all(pair is None for pair in pairs):
-            # Times 0, so that the result is unchanged and the tower still takes part in the backward.
+            # The tower's output is multiplied by 0, so that the result is unchanged and the tower still takes part in
+            # the backward.
             nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
             unused, unused_levels = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
             total = sum((level.sum() for level in unused_levels), unused.sum())
             return embeds + 0 * total.to(embeds.dtype), []
 
-        # Pixels, grid, and where the placeholders are.
+        # For images and videos: pixels, grid, and mask of the placeholders.
         places = self.media_places(input_ids, cu_seqlens)
         media = [(*pair, here) for pair, here in zip(pairs, places, strict=True) if pair is not None]
         tokens, levels = self.visual(
             torch.cat([pixels for pixels, _, _ in media]),
             torch.cat([grid.to(pixels.device) for pixels, grid, _ in media]),
-        )  # [image tokens, C], and for each level of DeepStack the same
+        )  # [image tokens, C], and the same shape for each level of DeepStack
         counts = [len(pixels) // side**2 for pixels, _, _ in media]
 
         def insert(base: Tensor, tokens: Tensor) -> Tensor:
@@ -252,7 +253,7 @@ class GridImageModel(VisionLanguageModel):
         )
         counts = []
         for medium, pair, here, _, _ in media:
-            # Numbers of all checks, [] each; they go to the host together.
+            # The numbers for all checks, [] each, are copied to the host together.
             thw = input_ids.new_zeros(0, 3) if pair is None else pair[1].to(input_ids)
             frame = thw[:, 1:].prod(1) // side**2  # placeholders of a frame
             size = frame * thw[:, 0]
@@ -262,7 +263,7 @@ class GridImageModel(VisionLanguageModel):
 
         numbers = torch.stack(counts).view(2, 4).tolist()
         for (medium, pair, _, pixels, grid), (tokens, expected, uneven, torn) in zip(media, numbers, strict=True):
-            # The errors, with the numbers on the host.
+            # The numbers are on the host now, so check them.
             rows = 0 if pair is None else pair[0].shape[0]
             if pair is not None and pair[0].shape[1] != width:
                 raise ValueError(f"forward: {pixels} must be [patches, {width}], got {list(pair[0].shape)}.")

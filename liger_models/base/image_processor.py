@@ -1,4 +1,4 @@
-"""The base classes of processors for models that take images but no videos, and of their converters of images."""
+"""Base classes of processors for models that take images but no videos, and of the processors' image converters."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ImageConverter:
-    """Converts an image, called with any source that `read_image` takes, into the pixels that a model reads.
+    """Converts an image, given as any source that `read_image` takes, into the pixels that a model reads.
 
     Attributes:
-        as_read: `settings` as they were in the checkpoint. A converter with settings sets it at the end of its
-            constructor.
+        as_read: `settings` as they were in the checkpoint. A converter that has settings sets this attribute at the end
+            of its constructor.
     """
 
     as_read: Mapping[str, Any] = {}
@@ -42,13 +42,13 @@ class ImageProcessor(Processor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; its attributes are the settings that users may change.
         image: the token that represents a part of an image.
-        tokens: number of tokens per image, or per tile of an image, where all have the same number.
+        tokens: number of tokens per image, or per tile of an image, if all have the same number.
     """
 
     adds_special_tokens: ClassVar[bool] = True
     """Whether a text without a chat template gets the tokenizer's special tokens."""
     video: str | None = None
-    """The placeholder of a video, which is refused in a text."""
+    """The placeholder of a video. Texts that contain it are refused."""
 
     def __init__(self, tokenizer: Tokenizer, images: Any, *, image: str, tokens: int = 0) -> None:
         super().__init__(tokenizer)
@@ -82,7 +82,7 @@ class ImageProcessor(Processor):
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also the tensors of `joined`.
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also the tensors that `joined` returns.
 
         Raises:
             ValueError: the number of placeholders does not match the number of images, a text has the placeholder of a
@@ -109,13 +109,13 @@ class ImageProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; returns the tensors of `joined`."""
+        """See `Processor.pixels`. Returns the tensors that `joined` returns."""
         return self.joined([self.images(image) for image in images])
 
     def joined(self, converted: Sequence[Any]) -> dict[str, Tensor]:
-        """Join the results of ``self.images`` for several images to inputs of ``forward``; {} without images.
+        """Join the results of ``self.images`` for several images into inputs of ``forward``; {} if there are no images.
 
-        By default, a result is an image's tiles [tiles, 3, side, side], and ``pixel_values`` has the tiles of all
+        By default, each result holds an image's tiles [tiles, 3, side, side], and ``pixel_values`` has the tiles of all
         images.
         """
         return {"pixel_values": join(converted)} if converted else {}

@@ -49,7 +49,7 @@ class ImageTokenModel(VisionLanguageModel):
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
-            images: arguments of the tower; None without images.
+            images: the arguments of the vision tower; None if there are no images.
             prefix: [B, T] bool, the tokens at the start of each document that attend to each other in both directions.
                 Default: none.
             types: [B, T] integers, 1 at image tokens. They are read only with ``inputs_embeds``, which do not show
@@ -57,8 +57,8 @@ class ImageTokenModel(VisionLanguageModel):
             position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`.
 
         Raises:
-            ValueError: there are images without ``input_ids``, placeholders that do not match the images, or types of
-                another shape than the tokens.
+            ValueError: ``images`` are given without ``input_ids``, the placeholders do not match the images, or
+                ``types`` and the tokens differ in shape.
         """
         batch: dict[str, Any] = {"position_ids": position_ids, "attention_mask": attention_mask, "cache": cache}
         batch["cu_seqlens"] = cu_seqlens = take_cu_seqlens(cu_seqlens, options)
@@ -84,11 +84,12 @@ class ImageTokenModel(VisionLanguageModel):
 
         # All ranks must gather the weights of a sharded tower together, even if only some ranks have images.
         tower_inputs = images
-        if images is None and not decoding and self.tower_is_sharded:  # which asks every module of the tower
+        if images is None and not decoding and self.tower_is_sharded:  # which visits every module of the tower
             tower_inputs = self.blank_image(embeds)
-        # The host waits in the check, so a tower that takes pixels alone runs before it, to keep the device busy.
+        # The host waits for the device in the check. A tower that takes only pixels runs before the check, to keep the
+        # device busy.
         tokens = self.visual(*tower_inputs) if tower_inputs is not None and len(tower_inputs) == 1 else None
-        # Placeholders must match the images. Compiled code can't look at values.
+        # Placeholders must match the images. Compiled code can't read values, so it skips the check.
         if not decoding and not is_traced():
             self.check_images(input_ids, places, images, cu_seqlens)
         if tower_inputs is not None and tokens is None:
@@ -98,7 +99,7 @@ class ImageTokenModel(VisionLanguageModel):
         if tokens is not None:
             embeds = insert_tokens(embeds, torch.zeros_like(places) if images is None else places, tokens)
         if images is not None and self.images_are_bidirectional:
-            batch["visible_until"] = ends_of_runs(places)  # [B, T], the last token of each token's image
+            batch["visible_until"] = ends_of_runs(places)  # [B, T], for an image token the last token of its image
 
         # The rest is the language model's forward on these embeddings.
         shape = embeds.shape[0], embeds.shape[1]
@@ -139,7 +140,7 @@ class ImageTokenModel(VisionLanguageModel):
         """Return the number of image tokens of each image, [images] int64."""
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """Return the inputs of repeated prompts, as in `VisionLanguageModel`. Images are in the order of the text."""
+        """See `VisionLanguageModel.repeat_prompts`. Images are in the order of the text."""
         others = {name: x for name, x in inputs.items() if name not in self.image_inputs}
         repeated = inputs | super().repeat_prompts(input_ids, others, times)
         names = [name for name in self.image_inputs if isinstance(inputs.get(name), Tensor)]
@@ -152,12 +153,12 @@ class ImageTokenModel(VisionLanguageModel):
 
 
 class EqualImageModel(ImageTokenModel):
-    """A model whose images, or tiles of images, have one size and become the same number of image tokens."""
+    """A model whose images, or tiles of images, all have the same size and the same number of image tokens."""
 
     image_inputs = ("pixel_values",)
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
     unit: ClassVar[str] = "images"
-    """The name of the rows of ``pixel_values`` in messages."""
+    """What error messages call the rows of ``pixel_values``."""
 
     def forward(
         self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any
@@ -186,14 +187,14 @@ class EqualImageModel(ImageTokenModel):
 
     @abstractmethod
     def tokens_of(self, pixels: Tensor | None) -> int:
-        """Return the number of image tokens of each of these images, or of the images of the config."""
+        """Return the number of image tokens per image in ``pixels``, or per image of the config's size for None."""
 
     def take_pixels(self, pixel_values: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Return the argument of `run_with_images`.
+        """Check ``pixel_values``, and return the argument ``images`` of `run_with_images`.
 
         Raises:
-            TypeError: ``pixel_values`` is no tensor.
-            ValueError: ``pixel_values`` is not [n, *image_shape].
+            TypeError: ``pixel_values`` is not a tensor.
+            ValueError: the shape of ``pixel_values`` is not [n, *image_shape].
         """
         check_tensors(pixel_values=pixel_values)
         if pixel_values is None:
@@ -212,7 +213,7 @@ class EqualImageModel(ImageTokenModel):
         """See `ImageTokenModel.check_images`."""
         count, per_image = (None, self.tokens_of(None)) if images is None else (len(images[0]), self.tokens_of(*images))
         sizes = torch.full((count or 0,), per_image, dtype=torch.int64, device=places.device)
-        # One wait for the device for both numbers.
+        # Copy both numbers together, so that the host waits for the device only once.
         tokens, torn = torch.stack([places.sum(), count_torn(places, sizes, sizes, cu_seqlens)]).tolist()
         check_placeholders(tokens, (count or 0) * per_image, torn, count, f"{per_image} ")
 

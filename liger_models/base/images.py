@@ -38,8 +38,8 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
             transformers' messages).
 
     Raises:
-        TypeError: ``source`` is none of these.
-        ValueError: ``source`` is a URL of another scheme, a data URI that cannot be decoded, a text that is too long
+        TypeError: ``source`` has none of these types.
+        ValueError: ``source`` is a URL with another scheme, a data URI that cannot be decoded, a text that is too long
             for a path, or a mapping without an image.
     """
     # Mappings, bytes, paths and PIL images.
@@ -95,15 +95,15 @@ def locate_image(source: "Source") -> "Image | Path | bytes":
 
 
 LONGEST_PATH = 4096
-"""Linux's limit of the length of a path. The system's error for a longer path would contain the whole text."""
+"""Linux's limit on the length of a path. The system's error for a longer path would contain the whole text."""
 _SPELLINGS = "a PIL image, a path, a file:// URL, a data URI or a file's bytes"
 
 
 def open_image(source: "Source") -> "Image":
     """Read an image from any source that `locate_image` takes, and decode its pixels.
 
-    A file may have any of the formats in `FORMATS`. An image from a file is rotated by its EXIF orientation. As in
-    transformers, a PIL image is not rotated.
+    A file may have any of the formats in `FORMATS`. An image from a file is rotated according to its EXIF orientation.
+    As in transformers, a PIL image is not rotated.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -115,7 +115,7 @@ def open_image(source: "Source") -> "Image":
     _check_pillow()
     from PIL import Image, ImageOps
 
-    # A file is read at once and decoded here, so that errors name it.
+    # The file is read and decoded here rather than on first use, so that errors name the file.
     located = locate_image(source)
     if isinstance(located, Path | bytes):
         content = located if isinstance(located, bytes) else located.read_bytes()
@@ -136,7 +136,7 @@ def image_size(source: "Source") -> tuple[int, int]:
     """Return the width and height of the image that `open_image` would return. Only the header of a file is read.
 
     Raises:
-        ImportError, OSError, TypeError, ValueError: as for `open_image`, for errors in the header.
+        ImportError, OSError, TypeError, ValueError: as for `open_image`, if the error is in the header.
     """
     _check_pillow()
     from PIL import ExifTags, Image
@@ -151,7 +151,7 @@ def image_size(source: "Source") -> tuple[int, int]:
         _check_size(image, name)
         if image.format == "PNG" and _may_turn_late(getattr(image, "fp", None)):
             return open_image(source).size
-        # A PNG's own method decodes all pixels if no orientation comes before them.
+        # The method of a PNG image would decode all pixels if no orientation comes before them.
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in TURNED
         # Pillow has already applied the orientation tag of a TIFF to its size, but not the orientation in its XMP.
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
@@ -159,11 +159,11 @@ def image_size(source: "Source") -> tuple[int, int]:
 
 
 TURNED = (5, 6, 7, 8)
-"""Values of the EXIF orientation for which width and height are exchanged."""
+"""Values of the EXIF orientation that swap width and height."""
 
 
 def _may_turn_late(file: Any) -> bool:
-    """Return whether a PNG file has EXIF or XMP after its pixels, where Pillow finds it only by decoding the pixels."""
+    """Return whether a PNG file has EXIF or XMP data after its pixels, which Pillow finds only by decoding them."""
     follows = False
     file.seek(8)
     while len(header := file.read(8)) == 8:
@@ -172,7 +172,7 @@ def _may_turn_late(file: Any) -> bool:
         if follows and (name == b"eXIf" or start.startswith((b"XML:com.adobe.xmp\0", b"Raw profile type exif\0"))):
             return True
         follows = follows or name == b"IDAT"
-        file.seek(length - len(start) + 4, os.SEEK_CUR)  # its checksum
+        file.seek(length - len(start) + 4, os.SEEK_CUR)  # skip the checksum
     return False
 
 
@@ -180,8 +180,8 @@ FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "HEIF", "JXL", "JPEG2000", "ICO", "PCX", "QOI",
     "SGI", "TGA",
 )  # fmt: skip
-"""Formats of images that are read if Pillow or one of its plugins has them. All other formats are refused,
-whatever the file name, because Pillow starts Ghostscript to read EPS, and IPTC may contain EPS."""
+"""Image formats that are read if Pillow or one of its plugins supports them. All other formats are refused, whatever
+the file name, because Pillow starts Ghostscript to read EPS files, and IPTC files may contain EPS."""
 
 
 def _open(file: Any) -> "Image":
@@ -227,12 +227,12 @@ def read_image(source: "Source") -> "Image":
 
     Raises:
         ImportError, OSError, TypeError: as for `open_image`.
-        ValueError: as for `open_image`, or the image has pixels of an unknown range (floats and 32-bit integers).
+        ValueError: as for `open_image`, or the range of the image's pixels is unknown (floats and 32-bit integers).
     """
     image = open_image(source)
     from PIL import Image
 
-    # 65535 / 257 = 255.
+    # Scale 16 bits to 8 bits: 65535 / 257 = 255.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I" before Pillow 11
         return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
     if image.mode in ("I", "F"):
@@ -265,21 +265,21 @@ def _check_size(image: "Image", name: str) -> None:
 
 
 def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
-    """Resize an RGB image to ``size`` (height, width) with a filter of Pillow, and return [3, height, width] uint8."""
+    """Resize an RGB image to ``size`` (height, width) with a Pillow filter, and return [3, height, width] uint8."""
     image = resize(image, size, resample)
-    # The planes are joined in a bytearray, because a tensor needs memory that can be written.
+    # The planes are joined in a bytearray, because a tensor needs writable memory.
     planes = bytearray().join(image.tobytes("raw", channel) for channel in "RGB")
     return torch.frombuffer(planes, dtype=torch.uint8).view(3, *size)
 
 
 def to_rows(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
-    """Resize an RGB image like `to_tensor`, and return [height, width · 3], the channels of a pixel side by side."""
+    """Resize an RGB image like `to_tensor`, and return [height, width · 3], where a pixel's channels are adjacent."""
     pixels = bytearray(resize(image, size, resample).tobytes())
     return torch.frombuffer(pixels, dtype=torch.uint8).view(size[0], -1)
 
 
 def resize(image: "Image", size: tuple[int, int], resample: int) -> "Image":
-    """Resize an image to ``size`` (height, width) with a filter of Pillow. The image may already have this size."""
+    """Resize an image to ``size`` (height, width) with a Pillow filter. The image may already have this size."""
     return image if image.size == size[::-1] else image.resize(size[::-1], resample)
 
 
@@ -292,14 +292,14 @@ def cut_patches(pixels: Tensor, height: int, width: int, merge: int = 1) -> Tens
     """Cut an image into patches, row by row.
 
     Args:
-        pixels: [C, rows · height, columns · width] uint8, of which rows are contiguous.
+        pixels: [C, rows · height, columns · width] uint8, with contiguous rows.
         height, width: height and width of a patch.
-        merge: number of rows, and of columns, of patches that are adjacent in the result.
+        merge: side of a square of patches. The patches of a square are adjacent in the result.
 
     Returns:
         [patches, C, height · width] uint8.
     """
-    # The rows of a patch are moved as the largest integers of which they consist.
+    # Each row of a patch is moved as integers of the largest size that divides the row.
     size, dtype = next((size, dtype) for size, dtype in _INTEGERS.items() if width % size == 0)
     pattern = "c (h m y) (w k x) -> (h w m k) c (y x)"
     cut = rearrange(pixels.view(dtype), pattern, m=merge, k=merge, y=height, x=width // size)
@@ -307,10 +307,10 @@ def cut_patches(pixels: Tensor, height: int, width: int, merge: int = 1) -> Tens
 
 
 def slots_of_frame(number: int, frames: int, depth: int) -> range:
-    """Return the places of a frame in the patches that span it.
+    """Return the time slots that a frame fills in the patches that span it.
 
     Args:
-        number: number of the frame.
+        number: index of the frame.
         frames: number of frames of the video, or 1 for an image. The last frame fills the rest of its patches.
         depth: number of frames that a patch spans.
     """
@@ -352,15 +352,15 @@ def reuse_memory() -> None:
 
 
 BLOCKS = 16
-"""The number of blocks of memory, by default of 16 MB, that `reuse_memory` lets Pillow keep."""
+"""The number of memory blocks, by default 16 MB each, that `reuse_memory` lets Pillow keep."""
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Maps a number of bytes to the integers of this size."""
+"""Maps a size in bytes to the integer dtype of this size."""
 PORTION = 1 << 17
-"""The number of values that are normalized at a time, which fit into a cache as fp32."""
+"""The number of values that are normalized at a time. In fp32, they fit into a cache."""
 
 
 class Normalize:
-    """Computes ``(pixel · rescale_factor − mean) / std`` per channel, with the roundings to fp32 of transformers.
+    """Computes ``(pixel · rescale_factor − mean) / std`` per channel, and rounds to fp32 where transformers does.
 
     Args:
         settings: the content of a preprocessor_config.json.
@@ -382,7 +382,8 @@ class Normalize:
         stds = _setting(settings, "image_std", std) if normalizes else [1.0] * 3
         numbers = _numbers("image_mean", means), _numbers("image_std", stds, positive=True)
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in numbers)
-        # transformers multiplies in fp64 and rounds to fp32 before it subtracts. The quotient by 255 in fp32 is equal.
+        # transformers multiplies in fp64 and rounds to fp32 before it subtracts. Division by 255 in fp32 gives equal
+        # values.
         levels, divisor = torch.arange(256, dtype=torch.float64), 1 / self.factor
         is_equal = torch.equal(levels.float() / divisor, (levels * self.factor).float())
         self.divisor = divisor if is_equal else None
@@ -402,8 +403,8 @@ class Normalize:
         """Normalize pixels into one or more tensors, in portions that fit into a cache.
 
         Args:
-            pixels: [n, 3, m] uint8, or [n, m · 3], in which the channels of a pixel are adjacent.
-            outs: fp32 in the shape of ``pixels``, with any strides.
+            pixels: [n, 3, m] uint8, or [n, m · 3], where the channels of a pixel are adjacent.
+            outs: fp32 tensors that have the shape of ``pixels`` and any strides.
         """
         mean, std = self.mean[:, 0], self.std[:, 0]  # [3 or 1, 1]
         if pixels.dim() == 2:
@@ -447,7 +448,7 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
 
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
-    """Apply changes to the file that `settings_of` reads, and return a mapping from its name to its new content.
+    """Apply changes to the file that `settings_of` reads, and return its new content by file name.
 
     If a checkpoint has no video settings, the changes are applied to a copy of its image settings.
     """
@@ -466,7 +467,7 @@ def image_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the image settings in a checkpoint's files.
 
     Raises:
-        ValueError: there are none. Default means and sizes could be wrong.
+        ValueError: there are no image settings. Default means and sizes could be wrong.
     """
     settings = settings_of(assets, "image_processor")
     if not settings:
@@ -492,7 +493,7 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
     if not isinstance(images, list | tuple):
         images = [] if images is None else [images]
 
-    # A list for each text must match the placeholders of the text, a flat list their total.
+    # The list of a text must be as long as the text has placeholders. A flat list must be as long as all texts have.
     counts = [text.count(token) for text in texts]
     if any(isinstance(row, list | tuple) for row in images):
         lengths = [len(row) if isinstance(row, list | tuple) else None for row in images]
@@ -509,10 +510,10 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """Apply ``make`` to each row of the columns, and return the list of results.
+    """Call ``make`` with the elements at each index of the columns, and return the list of results.
 
-    If several rows consist of the same objects, as when answers share their images, ``make`` is called once for these
-    rows.
+    If the same objects occur at several indices, for example because answers share their images, ``make`` is called
+    only once for them.
     """
     results: dict[tuple[int, ...], Any] = {}
     for row in zip(*columns, strict=True):
@@ -528,7 +529,7 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
-    """Raise ValueError if preprocessor_config.json differs from ``fixed``, the only implemented values.
+    """Raise ValueError if preprocessor_config.json differs from ``fixed``, the only supported values.
 
     As in transformers, null switches a step of `STEPS` off. For all other keys, null stands for the default.
     """
@@ -539,4 +540,4 @@ def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
 
 
 STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
-"""Settings that switch a step of transformers' image processors on."""
+"""Settings that switch on a step of transformers' image processors."""

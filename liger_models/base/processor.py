@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
-"""Keys for the size of an image or a video that qwen_vl_utils reads in a part of a message."""
+"""Keys of a message part with which qwen_vl_utils sets the size of an image or a video."""
 
 BOUNDS = ("min_pixels", "max_pixels")
 """The keys of `RESIZING` that an image may have if the processor supports bounds for single images."""
@@ -33,7 +33,7 @@ NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
 
 
 class TextOptions(TypedDict, total=False):
-    """Keyword arguments of every processor besides texts and images, with the same meaning as in transformers.
+    """Keyword arguments that every processor takes besides texts and images. They mean the same as in transformers.
 
     Attributes:
         padding: True or "longest" pads to the longest row, "max_length" to ``max_length``. False does not pad. (True)
@@ -43,9 +43,10 @@ class TextOptions(TypedDict, total=False):
         max_length: number of tokens; needs ``truncation=True`` or ``padding="max_length"``.
         return_tensors: "pt", or None for ``input_ids``, ``attention_mask`` and ``assistant_masks`` as lists of rows.
             The inputs made of images are always tensors. ("pt")
-        answers: for each text, the first and the last + 1 character of each answer, as `Tokenizer.render_answers`
-            returns them. The result then has ``assistant_masks``, which are 1 on tokens of answers.
-        text: the name of ``texts`` in transformers.
+        answers: for each text, the start and the end (exclusive) of each answer in characters, as
+            `Tokenizer.render_answers` returns them. The result then has ``assistant_masks``, which are 1 on tokens of
+            answers.
+        text: transformers' name for the argument ``texts``.
     """
 
     padding: bool | str
@@ -58,7 +59,7 @@ class TextOptions(TypedDict, total=False):
 
 
 class Edit(NamedTuple):
-    """A part of a text, given by its first character and its last + 1, and the text that replaces this part."""
+    """A part of a text, given by its start and its end (exclusive) in characters, and the text that replaces it."""
 
     start: int
     end: int
@@ -71,7 +72,7 @@ def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tupl
     Args:
         text: the text.
         edits: the replacements, in order and without overlaps.
-        spans: first and last + 1 character of parts whose ends lie in no edit.
+        spans: start and end (exclusive) of parts of the text. Neither may lie inside an edit.
     """
     # The result alternates between the text between edits and the replacements.
     pieces, last = [], 0
@@ -79,7 +80,7 @@ def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tupl
         pieces += [text[last : edit.start], edit.text]
         last = edit.end
 
-    # A position moves by the characters that all edits before it have added.
+    # Each position moves by the number of characters that the edits before it add.
     ends = [edit.end for edit in edits]
     gains = [0, *itertools.accumulate(len(edit.text) - (edit.end - edit.start) for edit in edits)]
     moved = [(start + gains[bisect_right(ends, start)], end + gains[bisect_right(ends, end)]) for start, end in spans]
@@ -105,7 +106,7 @@ def image_parts(
 
     Raises:
         ValueError: a message's content is neither a text nor a list, or a part has an unknown type, lacks the key that
-            its type requires, or has its own size.
+            its type requires, or sets a size that would be ignored.
     """
     # All parts of all messages.
     contents = [message.get("content") for messages in _batch(conversations) for message in messages]
@@ -119,8 +120,8 @@ def image_parts(
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
     media: list[tuple[str, Any, Mapping[str, Any]]] = []
     for part in parts:
-        # The type of the part, by its entry or by its keys. Data sets with one schema for all parts have None under the
-        # keys of other types.
+        # Determine the type of the part from its key "type", or else from its other keys. Data sets that use one schema
+        # for all parts have None under the keys of other types.
         keys = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
         medium: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
         medium = part["type"] if "type" in keys else medium
@@ -132,7 +133,7 @@ def image_parts(
                 f"{medium!r}."
             )
 
-        # The size of a single image would be ignored, so it is an error.
+        # A size that would be ignored is an error.
         unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and medium == "image" else set()))
         if unread:
             raise ValueError(
@@ -183,7 +184,7 @@ def image_tokens(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[st
     Args:
         name: name of the processor, for errors.
         tokenizer: tokenizer of the checkpoint.
-        ids: the ids of the tokens in the model's configuration.
+        ids: the ids of the image tokens, from the model's configuration.
 
     Raises:
         ValueError: the tokenizer lacks one of the tokens.
@@ -208,19 +209,19 @@ def check_tokens(name: str, tokenizer: Tokenizer, tokens: Sequence[str]) -> None
 
 
 class Processor(ABC):
-    """Converts texts with placeholders, and images, into inputs of ``forward`` and ``generate``.
+    """Converts images, and texts with placeholders for them, into inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
 
     Attributes:
-        files: the checkpoint's files besides its weights. A processor made by its constructor has no files and cannot
-            be saved.
+        files: the checkpoint's files besides its weights. A processor that does not come from a checkpoint has no files
+            and cannot be saved.
         hf_config: the content of the checkpoint's config.json.
     """
 
     places_bos: ClassVar[bool] = False
-    """Whether `framed` writes the special token at the beginning of a text, which the tokenizer then does not add."""
+    """Whether `framed` writes the BOS token of a text itself, so the tokenizer must not add it."""
     takes_videos: ClassVar[bool] = False
     takes_bounds: ClassVar[bool] = False
 
@@ -241,7 +242,7 @@ class Processor(ABC):
 
         Raises:
             ValueError: the checkpoint has no tokenizer or no settings, its tokenizer lacks the placeholders, or its
-                settings are not implemented.
+                settings are not supported.
         """
 
     def __repr__(self) -> str:
@@ -252,11 +253,11 @@ class Processor(ABC):
         return f"images={vars(self).get('images')}"
 
     __call__: Callable[..., ModelInputs]
-    """Convert a batch of texts, and the images for their placeholders in order, into model inputs."""
+    """Convert a batch of texts, and their images in the order of the placeholders, into model inputs."""
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """Maps "image" and "video" to regular expressions that match the placeholders which `written` replaces."""
+        """Maps "image" and "video" to regular expressions for the placeholders that the text of `written` replaces."""
         return {"image": re.escape(self.image)}
 
     @property
@@ -276,7 +277,7 @@ class Processor(ABC):
 
     @abstractmethod
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """Return the text that replaces a placeholder, and its number of `media_tokens`, without reading pixels."""
+        """Return the text that replaces a placeholder, and the number of `media_tokens` in it. No pixels are read."""
 
     @abstractmethod
     def pixels(
@@ -288,8 +289,8 @@ class Processor(ABC):
     ) -> dict[str, Tensor]:
         """Return the inputs of ``forward`` for the images and videos of one row of text.
 
-        If the processor supports bounds for single images, ``bounds`` holds two sequences, which are the ``min_pixels``
-        and the ``max_pixels`` of all images.
+        If the processor supports bounds for single images, ``bounds`` holds two sequences: the ``min_pixels`` of all
+        images, and their ``max_pixels``.
 
         To combine the inputs of several rows, pad their dimensions after the first with zeros, and concatenate them
         along the first dimension.
@@ -304,7 +305,7 @@ class Processor(ABC):
 
         Raises:
             TypeError: the model takes no videos.
-            ValueError: the file has too few frames, or ``wanted`` is no rate.
+            ValueError: the file has too few frames, or ``wanted`` is not a valid rate.
         """
         raise TypeError(f"{type(self).__name__}: the model takes no videos. Pass frames as images.")
 
@@ -320,20 +321,20 @@ class Processor(ABC):
         ]
 
     def framed(self, text: str, *, is_prompt: bool) -> str:
-        """Return a text without a chat template in the form of the model's training data.
+        """Bring a text that no chat template has rendered into the form of the model's training data.
 
         Args:
             text: a whole text, or the prompt that an answer follows.
-            is_prompt: whether it is a prompt.
+            is_prompt: whether ``text`` is a prompt.
         """
         return text
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the arguments of a call of the processor besides the texts, for the result of `image_parts`."""
+        """Convert the result of `image_parts` into keyword arguments for a call of the processor."""
         return {"images": [image for _, image, _ in parts]}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """Return the settings that were changed after loading, by "image_processor" and "video_processor"."""
+        """Return the settings that were changed after loading, under "image_processor" and "video_processor"."""
         return {}
 
     def apply_chat_template(
@@ -361,21 +362,21 @@ class Processor(ABC):
                 list of parts such as ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or
                 ``"path"`` or ``"url"``), ``{"type": "video", "video": [frames], "fps": ...}``. With Qwen-VL an image
                 may have ``"min_pixels"`` and ``"max_pixels"``, the bounds of its area after resizing.
-            add_generation_prompt: whether to end with the beginning of an answer.
+            add_generation_prompt: whether to end the text with the beginning of an answer.
             tokenize: if False, return the rendered text, or a list of texts for a list of conversations.
             return_dict: if False, return ``input_ids`` alone.
             return_assistant_tokens_mask: whether to return ``assistant_masks`` [B, T], which are 1 on tokens of
-                answers. The template needs no marks for this; see `Tokenizer.render_answers`.
-            return_labels: whether to return ``labels`` [B, T] for training: the tokens of answers, and −100 for all
-                other tokens and for tokens of images.
+                answers. The template need not mark the answers; see `Tokenizer.render_answers`.
+            return_labels: whether to return ``labels`` [B, T] for training: the ids of answer tokens, and −100 for all
+                other tokens, including image tokens.
             padding, padding_side, truncation, max_length, return_tensors: see `TextOptions`.
             **variables: further variables of the template.
 
         Returns:
-            The model inputs, as from calling the processor.
+            The model inputs that a call of the processor returns.
 
         Raises:
-            TypeError: a variable has a name that the template does not read.
+            TypeError: the template does not read one of the variables.
             ValueError: as for a call of the processor; a part has an unknown type; there is no chat template; or the
                 positions of answers cannot be determined.
         """
@@ -388,7 +389,7 @@ class Processor(ABC):
                 "return_assistant_tokens_mask."
             )
 
-        # Render the texts; for training with the positions of the answers.
+        # Render the texts. For training, find the positions of the answers as well.
         answers: list[list[Span]] | None = None
         if learns:
             rendered = [self.tokenizer.render_answers(messages, **variables) for messages in batch]
@@ -444,8 +445,8 @@ class Processor(ABC):
         return [self.decode(row, skip_special_tokens) for row in sequences]
 
     def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
-        """Return the texts of a call as a list. The call may pass a single text, or use transformers' ``text``."""
-        # transformers has the keyword `text`, so both names are accepted, but not at once.
+        """Return the texts of a call as a list. The call may pass a single text, or use the keyword ``text``."""
+        # transformers calls this argument `text`, so either name is accepted, but not both at once.
         passed = [argument for argument in (texts, options.pop("text", None)) if argument is not None]
         if len(passed) != 1:
             raise ValueError(
@@ -479,7 +480,7 @@ class Processor(ABC):
             ValueError: an option is invalid, image tokens do not fit into ``max_length``, or a tensor is requested for
                 rows of different lengths.
         """
-        # Check the options. Names and values are those of transformers.
+        # Check the options, which have the same names and values as in transformers.
         name = type(self).__name__
         side = self.tokenizer.padding_side if padding_side is None else padding_side
         if side not in ("left", "right"):
@@ -526,7 +527,7 @@ class Processor(ABC):
                     )
             rows = {key: [row[:max_length] for row in column] for key, column in rows.items()}
 
-        # Padding of all rows, on one side.
+        # Pad all rows on one side.
         lengths = [len(row) for row in rows["input_ids"]]
         if padding:
             length = max([*lengths, *([max_length or 0] if padding == "max_length" else [])], default=0)
@@ -547,18 +548,19 @@ class Processor(ABC):
         return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
-        """Map the names of the files that changed settings affect to their new contents."""
-        # Both parts may be in one file, so each change starts from the changes before it.
+        """Return the new contents of the files that changed settings affect, by file name."""
+        # One file may hold both parts, so each change is applied on top of the changes before it.
         changed: dict[str, bytes] = {}
         for part, settings in self.changed_settings().items():
             changed |= settings_file({**self.files, **changed}, part, settings)
         return changed
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the files of the processor and the tokenizer, with their changes, for `AutoLigerProcessor`.
+        """Write the files of the processor and the tokenizer, including changes. `AutoLigerProcessor` can load them.
 
         The files have the names and the format of the checkpoint, so transformers' ``AutoProcessor`` reads them as
-        well. If the folder has no config.json, it is written as well, because it determines the class of the processor.
+        well. If the folder has no config.json, this method writes one, because config.json determines the class of the
+        processor.
 
         Raises:
             ValueError: the processor does not come from a checkpoint, or the chat template is not a text.

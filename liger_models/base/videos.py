@@ -57,7 +57,7 @@ def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
         numbers: indices of the frames, from 0, in ascending order. An index may repeat.
 
     Raises:
-        ImportError, OSError, ValueError: as for `read_header`, or the video has fewer frames.
+        ImportError, OSError, ValueError: as for `read_header`, or the video ends before the last frame in ``numbers``.
     """
     images: dict[int, Image] = {}
     with _opened(source) as (container, stream):
@@ -74,7 +74,7 @@ def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
 
 @contextlib.contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """Context manager with the container and its first video stream. Converts errors to those of `read_header`."""
+    """Context manager that yields the container and its first video stream, and raises the errors of `read_header`."""
     try:
         import av
     except ImportError as error:
@@ -86,11 +86,11 @@ def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
         source.stat()  # a missing file is an OSError
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else str(source)
-        with av.open(file, options={"protocol_whitelist": "file"}) as container:  # playlists may name URLs
+        with av.open(file, options={"protocol_whitelist": "file"}) as container:  # a playlist may name URLs
             if not container.streams.video:
                 raise ValueError("it has no video stream")
             yield container, container.streams.video[0]
     except ImportError:
         raise
-    except Exception as error:  # FFmpeg's errors are of many classes
+    except Exception as error:  # FFmpeg's errors have many classes
         raise ValueError(f"read_video: {name} must be a whole video file, got: {error}.") from error

@@ -90,7 +90,7 @@ class VisionLanguageModel(CausalLM):
 
 
 class _Insert(torch.autograd.Function):
-    """`insert_tokens`. The backward of ``masked_scatter`` would wait for the device, to count the placeholders."""
+    """See `insert_tokens`. The backward of ``masked_scatter`` would wait for the device to count the placeholders."""
 
     @staticmethod
     def forward(ctx: Any, embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def check_placeholders(count: int, expected: int, torn: int, images: int | None,
         count: number of placeholders.
         expected: number of image tokens.
         torn: number of placeholders that are not adjacent to the previous placeholder; see `count_torn`.
-        images: number of images; None without pixels.
+        images: number of images; None if there are no pixels.
         number: if all images have the same number of placeholders, this number as text for the error message.
     """
     if count != 0 and images is None:
