@@ -161,7 +161,7 @@ def hybrid_map(
     return decoder_map(
         config,
         norms=norms,
-        instead={f"{name}.weight": None for name in shared},  # no map of all layers has them
+        instead={f"{name}.weight": None for name in shared},  # None removes an entry of `decoder_map`
         also={**also, **mlps, "norm.weight": last_norm},
         over={
             "full": [i for i in layers if config.has_attention(i)],

@@ -93,8 +93,8 @@ class FalconH1Config(MambaHybridConfig):
 class FalconH1Block(nn.Module):
     """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``.
 
-    The input of attention has a multiplier c, and the keys have a multiplier κ. Both are applied later, as a factor c²
-    · κ on the attention scores and a factor c on the result.
+    The input of attention has a multiplier c, and the keys have a multiplier κ. Both are applied later: the attention
+    scores get the factor c² · κ, and the result gets the factor c.
     """
 
     def __init__(self, config: FalconH1Config, layer: int, kernels: KernelOptions) -> None:

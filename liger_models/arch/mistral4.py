@@ -3,14 +3,15 @@
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
 (`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where beta is
 ``llama_4_scaling_beta`` and length is ``original_max_position_embeddings`` of the YaRN scaling. From layer
-``first_k_dense_replace`` on, the MLP is a mixture of experts plus ``n_shared_experts`` shared experts for all tokens,
-which are one MLP without a gate. Experts are chosen by the softmax of the logits from the ``topk_group`` best of
-``n_group`` groups, where the score of a group is the sum of its two best. The weights are divided by their sum if
-``norm_topk_prob`` is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
+``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
+experts process all tokens; together they are one MLP, whose output is not gated. Experts are scored by the softmax of
+the logits and chosen from the ``topk_group`` best of ``n_group`` groups, where the score of a group is the sum of its
+two best scores. The routing weights are divided by their sum if ``norm_topk_prob`` is set, multiplied by
+``routed_scaling_factor``, and rounded to the dtype of the logits.
 
-The files do not say whether YaRN's ``mscale_all_dim`` multiplies the scores of attention. The parameters that Mistral
-publishes next to the weights (``apply_scale: false``) say that it does not, and transformers multiplies. The field
-``scale_by_mscale`` decides: False (the default) for Mistral's parameters, True for transformers.
+config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. According to the parameters that
+Mistral publishes next to the weights (``apply_scale: false``), it does not; in transformers, it does. The field
+``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, True follows transformers.
 
 The language model of a checkpoint with images (model_type ``mistral3``) is loaded by
 ``LigerMistral4.from_pretrained(folder)``, without the tensors of its vision tower.
@@ -99,7 +100,7 @@ class Mistral4Attention(LigerLatentAttention):
 
     Args:
         beta: rate at which the factor of the queries grows beyond ``length``.
-        length: number of positions, from 0 on, whose factor is 1.
+        length: number of positions, starting at 0, whose factor is 1.
         Others: as in `LigerLatentAttention`.
     """
 
@@ -108,7 +109,8 @@ class Mistral4Attention(LigerLatentAttention):
         self.beta, self.length = beta, length
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        # The queries [B, T, H · (N + R)] are multiplied by an fp32 factor per position. Rotations do not change it.
+        # The queries [B, T, H · (N + R)] are multiplied by an fp32 factor per position. It makes no difference that
+        # they are rotated later.
         scale = 1 + self.beta * torch.log((1 + layout.position_ids // self.length).float())  # [1 or B, T]
         return q * scale.to(q.dtype)[..., None]
 
@@ -133,19 +135,19 @@ class LigerMistral4(CausalLM):
     replays_routing = True
 
 
-# Keys that follow from others, or that the model in transformers does not read.
+# Keys that follow from other keys, or that the model in transformers does not read.
 IGNORED_KEYS = ("output_router_logits", "qk_head_dim")
 
 BETA = "llama_4_scaling_beta"
 OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-"""Prefixes of the tensors of a checkpoint with images that do not belong to the language model."""
+"""Prefixes of the tensors outside the language model, in a checkpoint with images."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the language model of a file with images, and move the query scaling out of the rope parameters.
 
     Without rope parameters, the defaults of the class apply. The length and the share of rotated dimensions in the rope
-    parameters follow from other keys, and are dropped.
+    parameters are dropped, because they follow from other keys.
 
     Raises:
         ValueError: the language model of a file with images has another ``model_type``.
@@ -170,7 +172,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling into the rope parameters, and write the rope type under the older key ``type``, too.
+    """Move the query scaling into the rope parameters, and also write the rope type under the older key ``type``.
 
     ``scale_by_mscale``, which transformers does not know, is written only if it is True.
     """
@@ -186,7 +188,7 @@ def weight_map(config: Mistral4Config, **more: Any) -> WeightMap:
 
 
 def other_maps(config: Mistral4Config) -> list[WeightMap]:
-    """A tensor for each expert, and the language model of a checkpoint with images."""
+    """The layouts with one tensor per expert, and the layouts of checkpoints with images."""
     whole: list[dict[str, Any]] = [
         {"prefix": "language_model.model", "head": "language_model.lm_head.weight"},
         {"prefix": "model.language_model"},

@@ -1,7 +1,7 @@
 """Nemotron-3 8B, Nemotron-4 340B and 15B, Minitron 4B and 8B, Nemotron-Mini: model_type ``nemotron``.
 
 Differs from Llama: norms are LayerNorms with bias, whose weight is stored minus 1 ("LayerNorm1P"). The MLP has no gate,
-and its activation is the square of ReLU. Of each head, only the first ``partial_rotary_factor`` · D dimensions are
+and its activation is the square of ReLU. Only the first ``partial_rotary_factor`` · D dimensions of each head are
 rotated.
 
 Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, transformers ``models/nemotron``.
@@ -42,7 +42,7 @@ class NemotronConfig(DecoderConfig):
 
 
 def norm1p(config: NemotronConfig, kernels: KernelOptions) -> partial[LigerLayerNorm]:
-    """Return the class of a LayerNorm that adds 1 to its weight, which is initialized to zeros."""
+    """Return a constructor of LayerNorms that add 1 to their weight. The weight is initialized to zeros."""
     return partial(LigerLayerNorm, eps=config.norm_eps, init_fn="zeros", offset=1.0, kernel=kernels.layer_norm)
 
 

@@ -1,12 +1,12 @@
 """Nemotron-H 8B to 56B, Nemotron 3 Nano and Super: model_type ``nemotron_h``.
 
-Differs from Llama: each layer is a norm and one mixer, which is a state-space mixer (`LigerMamba2`), attention, an MLP
-or a mixture of experts, as ``hybrid_override_pattern`` says: "M", "*", "-" or "E". There are no rotary embeddings, and
-attention has no biases. The activation of MLPs and experts is the square of ReLU, without a gate. Norms multiply by
-their weight in fp32.
+Differs from Llama: each layer is a norm and one mixer. The letters of ``hybrid_override_pattern`` select the mixers of
+the layers: a state-space mixer (`LigerMamba2`) for "M", attention for "*", an MLP for "-", or a mixture of experts for
+"E". There are no rotary embeddings, and attention has no biases. The activation of MLPs and experts is the square of
+ReLU, without a gate. Norms multiply by their weight in fp32.
 
-Differs from transformers 5.23: step sizes are limited to ``time_step_limit``, as in the published code, and not to
-``time_step_min``, also in cached decoding. The bias of the projection does not enter the state at padding.
+Differs from transformers 5.23: step sizes are limited by ``time_step_limit``, as in the published code, and not by
+``time_step_min``, also in cached decoding. At padding, the bias of the projection does not enter the state.
 
 Source: https://arxiv.org/abs/2504.03624, https://arxiv.org/abs/2512.20848, transformers ``models/nemotron_h``.
 """
@@ -46,7 +46,7 @@ WORDS = {
     "mamba": MAMBA,
     "attention": ATTENTION,
 }
-"""The names of the kinds of layers in files of transformers 5, and their letters on the hub."""
+"""Maps the names of layer kinds in files of transformers 5 to their letters on the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class NemotronHConfig(BaseConfig):
 
     @property
     def mixer_sizes(self) -> tuple[int, int, int, int]:
-        """Number of heads of the state-space mixer, their dimension, number of groups, and size of the state."""
+        """The state-space mixer's number of heads, head dimension, number of groups, and state size."""
         return self.mamba_num_heads, self.mamba_head_dim, self.n_groups, self.ssm_state_size
 
     @property
@@ -139,7 +139,7 @@ class NemotronHConfig(BaseConfig):
         )
 
     def layers_of(self, *kinds: str) -> list[int]:
-        """The indices of the layers of some kinds."""
+        """The indices of the layers of the given kinds."""
         return [layer for layer, kind in enumerate(self.hybrid_override_pattern) if kind in kinds]
 
 
@@ -176,7 +176,7 @@ class LatentExperts(LigerMoE):
         *,
         router_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `LigerMoE.forward`. ``router_input`` is the input of the router, if that is not x."""
+        """See `LigerMoE.forward`. ``router_input`` is the input of the router; None stands for x."""
         rows = x if router_input is None else router_input
         return self._mix(x, *self._route(self.gate(rows.reshape(-1, rows.shape[-1])), experts), addend)
 
@@ -225,7 +225,7 @@ class NemotronHMoE(Layer):
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
-        if not self.has_latents and not torch.is_grad_enabled():  # the kernel of the sum adds the shared experts
+        if not self.has_latents and not torch.is_grad_enabled():  # the kernel that sums the experts adds the shared one
             shared, _ = self.shared_experts.add_norm(None, None, x)
             out: tuple[Tensor, Tensor] = self.experts(x, experts, shared)
             return out
@@ -317,8 +317,8 @@ def nemotron_map(config: NemotronHConfig, prefix: str, *, fused: bool) -> Weight
 
     Args:
         config: config of the model.
-        prefix: prefix of all names except that of the head.
-        fused: whether each matrix of all experts of a layer is one tensor.
+        prefix: prefix of all names except the name of the head.
+        fused: whether one tensor holds the same matrix of all experts of a layer.
     """
 
     def theirs(index: str) -> str:
@@ -372,7 +372,7 @@ KEPT = ("mtp.",)
 
 
 def mtp_format(config: NemotronHConfig) -> MTPFormat:
-    """Where the block for multi-token prediction is: a layer of attention and a layer of experts."""
+    """Describe where the block for multi-token prediction is: an attention layer and a layer of experts."""
     pattern = f"{ATTENTION}{MOE}"
     names = {"fc": "0.eh_proj", "pre_fc_norm_embedding": "0.enorm", "pre_fc_norm_hidden": "0.hnorm"}
     names |= {"norm": "1.final_layernorm"}
@@ -394,7 +394,7 @@ RENAMED = {
     "mamba_conv_bias": "use_conv_bias",
     "num_local_experts": "n_routed_experts",
 }
-"""Other names of settings, which transformers prefers."""
+"""Maps the names of settings that transformers prefers to the names of the fields."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -425,7 +425,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_KEYS = (
-    "attention_bias",  # attention has no biases, in transformers too
+    "attention_bias",  # attention has no biases, in transformers either
     "chunk_size",
     "expand",
     "hidden_dropout",
@@ -440,9 +440,9 @@ IGNORED_KEYS = (
     "norm_eps",  # layer_norm_epsilon is read
     "num_logits_to_keep",
     "num_nextn_predict_layers",
-    "output_router_logits",  # the loss has no term for the balance of the experts
+    "output_router_logits",  # the loss has no load-balancing term
     "partial_rotary_factor",
-    "rescale_prenorm_residual",  # only for new models
+    "rescale_prenorm_residual",  # affects only the initial weights of new models
     "residual_in_fp32",
     "rope_theta",
     "rope_parameters",

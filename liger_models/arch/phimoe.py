@@ -1,16 +1,16 @@
 """Phi-3.5-MoE: model_type ``phimoe``.
 
 Differs from Llama: norms are LayerNorms with bias, and the projections of attention and the head may have biases. The
-MLP of every layer is a mixture of experts, of which each token passes through two. The router is sparsemixer: it
-chooses the two experts one after the other, and each weight is a softmax over the logits within 2 ·
-``router_jitter_noise`` of the largest one, relative to their size. The two weights need not add up to 1. If
-``sliding_window`` is set, all layers attend only to the last ``sliding_window`` tokens. LongRoPE divides the rotary
-frequencies by one set of divisors for texts of up to ``original_max_position_embeddings`` tokens and by another set for
-longer ones, and multiplies cos and sin by ``short_mscale`` or ``long_mscale``.
+MLP of every layer is a mixture of experts, and each token passes through two experts. The router is sparsemixer: it
+chooses the two experts one after the other. The routing weight of each is a softmax over only those logits that are
+close to the largest one: the relative difference is at most 2 · ``router_jitter_noise``. The two weights need not add
+up to 1. If ``sliding_window`` is set, all layers attend only to the last ``sliding_window`` tokens. LongRoPE divides
+the rotary frequencies by one set of divisors for texts of up to ``original_max_position_embeddings`` tokens and by
+another set for longer ones, and multiplies cos and sin by ``short_mscale`` or ``long_mscale``.
 
-Differs from transformers 5.23: long texts are rotated with ``long_factor``, as in the published code; transformers
-uses ``short_factor`` at every length. In training, experts are chosen as in evaluation; transformers draws them at
-random. ``input_jitter_noise`` multiplies the input of the experts once, as in the published code, and not twice.
+Differs from transformers 5.23: long texts are rotated with ``long_factor``, as in the published code; transformers uses
+``short_factor`` at every length. In training, experts are chosen as in evaluation; transformers samples them at random.
+``input_jitter_noise`` multiplies the input of the experts once, as in the published code, and not twice.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2409.12136 (sparsemixer), transformers
 ``models/phimoe``.
@@ -48,8 +48,8 @@ class PhimoeConfig(DecoderConfig):
     ``intermediate_size`` is the width of one expert, and ``rms_norm_eps`` the epsilon of the LayerNorms.
 
     Raises:
-        ValueError: the rotation is scaled by something else than LongRoPE with both numbers for cos and sin, or a token
-            passes through another number of experts than two.
+        ValueError: the rotation has a scaling other than LongRoPE with both factors of cos and sin, or the number of
+            experts per token is not two.
     """
 
     vocab_size: int = 32064
@@ -120,7 +120,7 @@ class LigerPhimoe(CausalLM):
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the name of the class and the spelling of LongRoPE that the published code and vLLM read."""
+    """Write the class name and the key of the LongRoPE type that the published code and vLLM read."""
     scaling = keys["rope_scaling"]
     if scaling is not None:
         scaling = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
@@ -149,7 +149,7 @@ def _map(config: PhimoeConfig, router: str, gate_up: Expression | str, down: Exp
     )
 
 
-# Nothing reads the key in the released file, whose value is 0.
+# No code reads this key, which is 0 in the released file.
 IGNORED_KEYS = ("hidden_dropout",)
 
 add_family(

@@ -1,9 +1,9 @@
 """Qwen2.5-VL, olmOCR 0725, UI-TARS 1.5: model_type ``qwen2_5_vl``.
 
 Differs from Qwen2-VL in the vision tower: blocks have RMSNorm and a gated MLP with biases, and attention is limited to
-windows except in a few layers, which attend within the whole frame. Patches are sorted by window once before the
-blocks, and image tokens are returned to their order after the merger. The temporal position of a frame of a video is
-proportional to its time in seconds.
+windows except in a few layers, which attend within the whole frame. Patches are sorted by window once, before the
+blocks, and image tokens are put back into their original order after the merger. The temporal position of a video frame
+is proportional to its time in seconds.
 
 Source: https://arxiv.org/abs/2502.13923, transformers ``models/qwen2_5_vl``.
 """
@@ -96,7 +96,7 @@ class Qwen2_5VLTower(QwenTower):
 
         The second result, the features for DeepStack, is empty.
         """
-        # Patches in the order of their windows, so that a window is one segment. The patches of a token stay together.
+        # Sort the patches by window, so that each window is one segment. The patches of a token stay together.
         unit = self.merge**2
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         order, window = order_by_window(patches, self.merge, self.side)
@@ -110,7 +110,7 @@ class Qwen2_5VLTower(QwenTower):
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, frames if index in self.full else windows)
-        # The image tokens, back in the order of the text.
+        # Put the image tokens back into the order of the text.
         return self.merger(x, residual)[order.argsort()], []
 
 
@@ -128,7 +128,7 @@ def weight_map(config: Qwen2_5VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2_5VLConfig) -> list[WeightMap]:
-    """The layout of the modules of transformers since 4.52, which some of these versions also wrote to checkpoints."""
+    """The layout of transformers' modules since 4.52, which some of these versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

@@ -1,10 +1,10 @@
 """Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B: model_type ``qwen2_moe``.
 
-Differs from Qwen2: the MLP of layer i is a mixture of experts plus a shared expert with a gate, if i + 1 is a multiple
+Differs from Qwen2: the MLP of layer i is a mixture of experts plus a shared expert with a gate if i + 1 is a multiple
 of ``decoder_sparse_step`` and i is not in ``mlp_only_layers``. The routing weights are renormalized only if
-``norm_topk_prob`` is set, and rounded to the dtype of the router logits. If ``use_sliding_window`` is set, the layers
-with even numbers below ``max_window_layers`` attend only to the last ``sliding_window`` tokens, unless ``layer_types``
-selects the layers. If ``output_router_logits`` is set, the load-balancing loss is added to the loss.
+``norm_topk_prob`` is set, and rounded to the dtype of the router logits. If ``use_sliding_window`` is set, the
+even-numbered layers below ``max_window_layers`` attend only to the last ``sliding_window`` tokens, unless
+``layer_types`` selects the layers. If ``output_router_logits`` is set, the load-balancing loss is added to the loss.
 
 Source: https://qwenlm.github.io/blog/qwen-moe, https://arxiv.org/abs/2407.10671, transformers ``models/qwen2_moe``.
 """
@@ -89,7 +89,7 @@ class LigerQwen2MoE(CausalLM):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``num_experts`` also under its name in transformers 5, and a window of 0 tokens as none."""
+    """Accept transformers 5's name for ``num_experts``, and read a window of 0 tokens as no window."""
     flat = {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
     return flat | ({"sliding_window": None} if flat.get("sliding_window") == 0 else {})
 

@@ -1,9 +1,9 @@
 """Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
 
-The language model is Qwen2 with positions in time, height and width. Each of the three has a section of the rotary
-frequencies. The vision tower has pre-norm blocks with LayerNorm and a plain MLP. Its attention is limited to each frame
-and rotates queries and keys by row and column. A patch spans two frames, and a square of two by two patches becomes one
-image token.
+The language model is Qwen2 with positions in time, height and width. Each of these three coordinates has its own
+section of the rotary frequencies. The vision tower has pre-norm blocks with LayerNorm and a plain MLP. Its attention is
+limited to each frame and rotates queries and keys by row and column. A patch spans two frames, and a square of two by
+two patches becomes one image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 """
@@ -82,7 +82,7 @@ class Qwen2VLTower(QwenTower):
         The second result, the features for DeepStack, is empty.
         """
         patches = locate_patches(grid_thw, len(pixels), self.merge)
-        # Patches of a frame attend to each other. All images are one row: [1, N, C].
+        # Patches of a frame attend to each other. All images form one row: [1, N, C].
         layout = BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for block in self.blocks:
@@ -104,7 +104,7 @@ def weight_map(config: Qwen2VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2VLConfig) -> list[WeightMap]:
-    """The layout of the modules of transformers since 4.52, which some of these versions also wrote to checkpoints."""
+    """The layout of transformers' modules since 4.52, which some of these versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

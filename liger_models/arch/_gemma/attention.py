@@ -19,7 +19,7 @@ from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm_linear, call_l
 
 @dataclass(frozen=True, eq=False)
 class GemmaLayout(BatchLayout):
-    """`BatchLayout` with the further tensors that the blocks of Gemma 3n and Gemma 4 need.
+    """`BatchLayout` with the additional tensors that the blocks of Gemma 3n and Gemma 4 need.
 
     Attributes:
         per_layer: each block's second input [B, T, P], for this rank's tokens; None for models without such inputs.
@@ -35,8 +35,8 @@ class GemmaLayout(BatchLayout):
 class GemmaAttention(LigerAttention):
     """`LigerAttention` with norms of q, k and v. The last layers use the keys and values of an earlier layer.
 
-    Only in these last layers, the forward returns ``(y, residual)``, like the forward of `LigerAttention`. In other
-    layers it returns ``(y, residual, k, v)``, and the block hands k and v on to later layers.
+    In these last layers, the forward returns ``(y, residual)``, like the forward of `LigerAttention`. In all other
+    layers, it returns ``(y, residual, k, v)``, and the block passes k and v on to later layers.
 
     Args:
         config: sizes and constants.
@@ -96,7 +96,7 @@ class GemmaAttention(LigerAttention):
         if context is not None:
             out = to_tokens(out, context)
         y = call_linear(self.o_proj, out)
-        # Keys and values are results, not attributes: the block hands them on, so a recomputed block changes no state.
+        # Keys and values are returned instead of stored as attributes, so that recomputing a block changes no state.
         return (y, residual) if self.shares else (y, residual, k, v)
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The embedding, the last norm and the head of the Gemma families and PaliGemma.
 
-`CappedGemmaModel` derives from `GemmaModel`, and the base class of Gemma 3n and Gemma 4, `GemmaDecoder` in `decoder`,
-from `CappedGemmaModel`.
+`CappedGemmaModel` derives from `GemmaModel`. `GemmaDecoder` in `decoder`, the base class of Gemma 3n and Gemma 4,
+derives from `CappedGemmaModel`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from liger_models.layers.norm import LigerRMSNorm, zero_centered_norm
 SANDWICH_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
-"""Names of the norms of a block, which are the same here and in checkpoints."""
+"""Names of a block's norms, which are the same in this package and in checkpoints."""
 
 WRITE_ACTIVATION = renaming({"hidden_act": "hidden_activation"})
 """Writes the field ``hidden_act`` as ``hidden_activation``."""

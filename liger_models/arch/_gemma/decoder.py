@@ -14,14 +14,14 @@ from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 
 
 class GemmaDecoder(CappedGemmaModel):
-    """A decoder whose blocks have second inputs, and whose last blocks take keys and values of earlier ones."""
+    """A decoder whose blocks have second inputs, and whose last blocks use the keys and values of earlier blocks."""
 
     layout_class: ClassVar[type[BatchLayout]] = GemmaLayout
 
     def build_blocks(self, config: Any) -> nn.ModuleList:
         """Build the blocks, and the module that computes the blocks' second inputs from the tokens."""
         norm = fp32_norm(config, self.kernels)
-        # Set before the blocks: states of optimizers number parameters in this order.
+        # Create this module before the blocks: optimizer states number the parameters in this order.
         self.per_layer = PerLayerInputs(config, norm) if config.hidden_size_per_layer_input else None
         return super().build_blocks(config)
 
@@ -54,7 +54,7 @@ class GemmaDecoder(CappedGemmaModel):
                     "a second time. Pass input_ids."
                 )
             input_ids = find_ids(embeds, self.embed_tokens)
-        # Tokens beyond the second vocabulary, such as those of images, have the second embedding of token 0.
+        # Tokens beyond the second vocabulary, such as image tokens, have the second embedding of token 0.
         beyond = input_ids >= self.config.vocab_size_per_layer_input
         ids = self.groups.local_along_context(input_ids.masked_fill(beyond, 0))
         tokens = self.per_layer.embed_tokens(ids)  # [B, T, L · P]
@@ -64,7 +64,7 @@ class GemmaDecoder(CappedGemmaModel):
 
     @property
     def held_elements(self) -> int:
-        """Number of elements per token of the blocks' second inputs, and of the projections they are computed from."""
+        """Number of elements per token in the blocks' second inputs and in the projections they are computed from."""
         count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
         return count
 
@@ -73,7 +73,7 @@ class GemmaDecoder(CappedGemmaModel):
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout
-        # Without sharing, nothing holds on to the keys and values.
+        # If no layers share keys and values, the layout keeps no reference to them.
         k, v, *routed = more
         if self.config.num_kv_shared_layers:
             layout = replace(layout, shared={**(layout.shared or {}), attention.layer_type: (k, v)})

@@ -54,13 +54,13 @@ class PerLayerInputs(Layer):
         # [B, T, L, P], normalized over P for each block separately.
         projected = call_linear(self.projection, embeds) * embeds.shape[-1] ** -0.5
         projected = self.norm(projected.unflatten(-1, (-1, width)))
-        # The factor keeps the variance of one of the two terms.
+        # The factor gives the sum the variance of one of the two terms.
         inputs: Tensor = (projected + tokens.view_as(projected)) * 2**-0.5
         return inputs.unbind(2)
 
 
 class PerLayerBranch(Layer):
-    """``norm(projection(gelu(gate(x)) · input))`` of the residual stream x and the block's second input.
+    """Computes ``norm(projection(gelu(gate(x)) · input))`` from the residual stream x and the block's second input.
 
     Args:
         config: sizes and constants.
@@ -96,11 +96,11 @@ def find_ids(embeds: Tensor, embedding: LigerEmbedding) -> Tensor:
     """
     rows, table = embeds.flatten(0, 1), embedding.weight  # [B · T, C] and [V, C]
     scale = 1.0 if embedding.scale is None else torch.tensor(embedding.scale, dtype=table.dtype)
-    # A random projection sorts the table: equal rows have equal values.
+    # Sort the table by a random projection. Equal rows have equal projections.
     direction = torch.randn(table.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     direction = direction.to(table.device)
     values, order = torch.cat([(part * scale).double() @ direction for part in table.split(4096)]).sort()
-    # Sums of another order may differ in the last bits, so the search starts a little below.
+    # Projections that are summed in another order may differ in the last bits, so the search starts slightly lower.
     targets = rows.double() @ direction
     nearest = torch.searchsorted(values, targets - 1e-9 * targets.abs()).clamp_max(len(values) - 1)
     ids = order[nearest]

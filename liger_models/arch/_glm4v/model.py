@@ -1,4 +1,4 @@
-"""Base class of GLM-4.1V and GLM-4.5V, which tell the frames of videos from images by the tokens around them."""
+"""Base class of GLM-4.1V and GLM-4.5V, which distinguish video frames from images by the tokens around them."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from liger_models.layers.batch import number_documents
 
 
 class Glm4vModel(MRopeModel):
-    """A model whose images and frames of videos have the same placeholder.
+    """A model in which images and video frames have the same placeholder.
 
-    transformers rejects a batch with both images and videos, because it does not distinguish their placeholders. Here,
-    a batch may have both.
+    transformers rejects a batch with both images and videos, because it does not distinguish their placeholders. In
+    this package, a batch may have both.
     """
 
     tower_class = Glm4vTower
@@ -23,11 +23,11 @@ class Glm4vModel(MRopeModel):
     def media_places(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `GridImageModel.media_places`.
 
-        A placeholder belongs to a video if a start of a video precedes it in its document, and no end of a video lies
-        in between. ``video_token_id``, which the processor replaces, counts as a placeholder of a video.
+        A placeholder belongs to a video if a video-start token precedes it in its document, and no video-end token lies
+        in between. ``video_token_id``, which the processor replaces, counts as a video placeholder.
         """
         config, device, (B, T) = self.config, input_ids.device, input_ids.shape
-        # For each token, the index of the last start and of the last end before it, or −1, [B, T] each.
+        # For each token, the index of the last video start and of the last video end before it, or −1, [B, T] each.
         index = torch.arange(T, device=device).expand(B, T)
         start, end = (
             torch.where(input_ids == token, index, -1).cummax(1).values

@@ -1,8 +1,8 @@
 """The processor of GLM-4.1V and GLM-4.5V, which turns text, images and videos into model inputs.
 
-Differs from the processor of Qwen3-VL: the bounds of an image's area count the image as often as it is repeated to fill
-a patch. The frames of a video have the placeholder of images, and each pair of frames is followed by the whole second
-of its first frame. Video files are sampled by time, at a fixed rate.
+Differs from the processor of Qwen3-VL: an image is repeated to fill a patch, and the bounds on the image's area count
+every repetition. Video frames have the same placeholder as images, and each pair of frames is followed by the time of
+its first frame in whole seconds. Video files are sampled by time, at a fixed rate.
 
 Source: transformers ``image_processing_pil_glm4v.py``, ``video_processing_glm4v.py``, ``processing_glm4v.py``.
 """
@@ -18,7 +18,7 @@ CLIP = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
 LEAST_PIXELS = 112 * 112
 MOST_PIXELS = {"image": 28 * 28 * 15000, "video": 28 * 28 * 2 * 30000}
 MAX_DURATION = 300
-"""Seconds of a video from which on the number of sampled frames is fixed, if the settings have no number."""
+"""Duration in seconds beyond which videos have a fixed number of sampled frames, unless the settings set it."""
 
 
 class Glm4vVideos(QwenVLImages):
@@ -30,10 +30,10 @@ class Glm4vVideos(QwenVLImages):
         self.max_duration = float(settings.get("max_duration") or MAX_DURATION)
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """See `Processor.sampled`. The number of frames is even; the last one may be repeated."""
+        """See `Processor.sampled`. The number of indices is even; the last frame may be repeated."""
         self.check_rate(wanted)
         rate, duration = wanted or self.fps, frames / fps
-        # The number of each frame before rounding it up. Longer videos have a fixed number of frames.
+        # The index of each frame before rounding up. Videos beyond `max_duration` have a fixed number of frames.
         most = max(int(self.max_duration * rate), 1)
         if duration <= self.max_duration:
             exact = [index * fps / rate for index in range(max(math.floor(duration * rate), 1))]
@@ -41,7 +41,7 @@ class Glm4vVideos(QwenVLImages):
             exact = [float(index) for index in range(frames)]
         else:
             exact = [index * (duration / max(most - 1, 1)) * fps for index in range(most)]
-        # No frame twice, except the last one.
+        # Sample no frame twice, except the last one.
         numbers = list(dict.fromkeys(min(math.ceil(number), frames - 1) for number in exact))
         return numbers + numbers[-1:] * (len(numbers) % 2)
 
@@ -59,7 +59,7 @@ class Glm4vProcessor(QwenVLProcessor):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`. The tokens around the placeholder of a video stay."""
+        """See `Processor.placeholders`. The tokens around a video's placeholder are kept."""
         return {"image": re.escape(self.image_token), "video": re.escape(self.video_token)}
 
     @property
@@ -68,6 +68,6 @@ class Glm4vProcessor(QwenVLProcessor):
         return (self.image_token,)
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: each group of frames that patches span, and the second of its first frame."""
+        """Return the text of a video: ``frame`` and a whole second for each group of frames that patches span."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

@@ -1,9 +1,9 @@
 """The vision tower of GLM-4.1V and GLM-4.5V, which turns patches into image tokens.
 
 Differs from the tower of Qwen2-VL: patches are normalized after the embedding, which has a bias. In addition to the
-rotation, they have learned positions, which are interpolated bicubically to the grid of the image. Blocks have RMSNorm
-and a gated MLP, whose width is ``out_hidden_size``. A projection merges squares of two by two patches, and a gated MLP
-of width ``intermediate_size`` follows.
+rotation, patches have learned positions, which are interpolated bicubically to the grid of the image. Blocks have
+RMSNorm and a gated MLP, whose width is ``out_hidden_size``. A projection merges squares of two by two patches, and a
+gated MLP of width ``intermediate_size`` follows.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """
@@ -36,8 +36,8 @@ class Glm4vVisionConfig:
     width of the MLP that follows the merging of patches.
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads, the activation is not supported, or the learned
-            positions have no patch.
+        ValueError: the width is not a multiple of the number of heads, the activation is not supported, or the grid of
+            learned positions is empty.
     """
 
     depth: int = 24
@@ -68,16 +68,16 @@ class Glm4vVisionConfig:
 
     @property
     def num_positions(self) -> int:
-        """Number of learned positions, which are a square grid."""
+        """Number of learned positions, which form a square grid."""
         return (self.image_size // self.patch_size) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4vFields:
-    """The fields that the configs of both models have in addition to those of the language model.
+    """The fields that the configs of both models have in addition to the language model's fields.
 
-    ``video_token_id`` is the placeholder of a whole video in the text. The processor replaces it with the frames, which
-    have the placeholders of images.
+    ``video_token_id`` is the placeholder of a whole video in the text. The processor replaces it with the placeholders
+    of the frames, which are image placeholders.
     """
 
     mrope_section: list[int] = field(default_factory=lambda: [8, 12, 12])
@@ -104,7 +104,7 @@ class Glm4vMerger(nn.Module):
         C, tokens = config.hidden_size, config.out_hidden_size
         self.wide = C * config.spatial_merge_size**2
         self.norm = norm(C)
-        # The patches of a token are adjacent, so that the convolution of the checkpoint is a linear layer.
+        # The patches of a token are adjacent, so the checkpoint's convolution becomes a linear layer.
         self.downsample = nn.Linear(self.wide, tokens)
         self.proj = nn.Linear(tokens, tokens, bias=False)
         self.proj_norm = LigerLayerNorm(tokens, eps=1e-5, kernel=kernels.layer_norm)

@@ -23,13 +23,13 @@ VISION = {
         "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",
     },
 }  # fmt: skip
-"""Sizes of the towers whose keys are missing in ``vision_config``."""
+"""Default sizes of the towers, for keys that are missing in ``vision_config``."""
 
 CLIP_LARGE = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "image_size": 336, "patch_size": 14,
 }  # fmt: skip
-"""The tower without a ``vision_config``."""
+"""The sizes of the tower if config.json has no ``vision_config``."""
 
 TEXT: dict[str, dict[str, Any]] = {
     "llama": {
@@ -41,10 +41,10 @@ TEXT: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
 }  # fmt: skip
-"""Sizes of the language models whose keys are missing in ``text_config``."""
+"""Default sizes of the language models, for keys that are missing in ``text_config``."""
 
 UNREAD = {"llama": ("sliding_window",), "mistral": ("attention_bias", "mlp_bias")}
-"""Keys that the language models do not have."""
+"""For each language model, the keys that it does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +112,13 @@ class LlavaTextConfig(MistralTextConfig):
 
     @property
     def vision_layers(self) -> int:
-        """Number of blocks of the tower up to the one whose output the language model reads."""
+        """Number of tower blocks up to and including the block whose output the language model reads."""
         layer = self.vision_feature_layer
         return layer if layer >= 0 else self.vision_config.num_hidden_layers + 1 + layer
 
     @property
     def drops_class_token(self) -> bool:
-        """Whether the text does not read CLIP's class token."""
+        """Whether CLIP's class token is dropped before the language model."""
         return self.vision_feature_select_strategy == "default"
 
 
@@ -138,7 +138,7 @@ def from_json(
         config_class: the config class of the model.
         hf: the content of config.json.
         top: the keys that do not belong to the language model.
-        text_ties: whether ``tie_word_embeddings`` in ``text_config`` counts beside that at the top level.
+        text_ties: whether ``tie_word_embeddings`` in ``text_config`` counts in addition to the key at the top level.
 
     Raises:
         ValueError: the language model or the tower is not supported.
@@ -174,13 +174,13 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
     written = write_llava(rest | {"vision_config": vision}, top, text_type, vision_type)
     if text_ties:
         written["text_config"]["tie_word_embeddings"] = keys["tie_word_embeddings"]
-    for key in TEXT[text_type].keys() - UNREAD[text_type]:  # also None, which may not be the default
+    for key in TEXT[text_type].keys() - UNREAD[text_type]:  # also write None, which may not be the default
         written["text_config"].setdefault(key, keys.get(key))
     return written
 
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
-    """The levels of names below the tower's prefix, of which transformers 5 writes the second for CLIP."""
+    """The levels of names below the tower's prefix, where transformers 5 writes the second one for CLIP."""
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 

@@ -43,7 +43,7 @@ def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, .
     """Move the keys of ``text_config`` to the top, and rope settings of the tower into ``vision_config``.
 
     ``image_token_id`` is also accepted for ``image_token_index``. If ``tie_word_embeddings`` is missing at the top
-    level, the value in ``text_config`` counts, whose default is false.
+    level, the value in ``text_config`` counts. If that is missing too, it is false.
 
     Args:
         config_class: the config class of the model.
@@ -69,7 +69,7 @@ def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, .
 
 
 def write_llava(keys: Mapping[str, Any], top: tuple[str, ...], text_type: str, vision_type: str) -> dict[str, Any]:
-    """Invert `read_llava`, with the ``model_type`` of the language model and of the tower in their own parts."""
+    """Invert `read_llava`, and write the ``model_type`` of the language model and of the tower into their parts."""
     vision = {**keys["vision_config"], "model_type": vision_type}
     theta = vision.pop("rope_theta", None)
     if theta is not None:

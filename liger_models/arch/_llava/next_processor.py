@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class LlavaNextImages(ImageConverter):
-    """Resizes an image to one tile, and into a canvas that is cut into tiles.
+    """Resizes an image to one tile, and also into a canvas, which is cut into tiles.
 
     Args:
         settings: the content of preprocessor_config.json.
         config: the configuration of the model, which determines the tiles.
 
     Raises:
-        ValueError: the settings request a feature that is not implemented, or other sizes than the model's.
+        ValueError: the settings request a feature that is not implemented, or sizes other than the model's.
     """
 
     def __init__(self, settings: Mapping[str, Any], config: Any) -> None:
@@ -60,12 +60,12 @@ class LlavaNextImages(ImageConverter):
         return f"LlavaNextImages(side={self.side}, canvases={self.config.image_grid_pinpoints})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, tuple[int, int]]:
-        """Return the tiles of an image [tiles, 3, side, side] fp32, the whole image first, and its height and width."""
+        """Return the tiles [tiles, 3, side, side] fp32, starting with the whole image, and the image's height and width."""
         image, side = read_image(source), self.side
         width, height = image.size
         tiles = self.config.arrange(height, width)
         tall, wide = tiles.rows * side, tiles.columns * side
-        # The image fills one side of the canvas, and is in the middle of the other.
+        # The image fills the canvas along one side, and is centered along the other.
         across, down = wide / width, tall / height
         if across < down:
             size = min(math.ceil(height * across), tall), wide
@@ -84,7 +84,7 @@ class LlavaNextProcessor(LlavaProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to tiles.
-        image: the token that is repeated for the image. In a text, it is the placeholder.
+        image: the token that is repeated for each image. Before that, it is the image's placeholder in the text.
         tokens: number of tokens per tile.
     """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
-    """Read a size of preprocessor_config.json, which is a number or has some of ``names``.
+    """Read a size from preprocessor_config.json, which is a number or a mapping with some of ``names`` as keys.
 
     The result is None if the size is missing, or if the values of ``names`` differ.
     """
@@ -48,7 +48,7 @@ class LlavaImages(ImageConverter):
         image_size: height and width of the tower's images in pixels.
 
     Raises:
-        ValueError: the settings request a feature that is not implemented, or another size than the tower's.
+        ValueError: the settings request a feature that is not implemented, or a size other than the tower's.
     """
 
     def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
@@ -72,7 +72,7 @@ class LlavaImages(ImageConverter):
         return f"LlavaImages(size={self.size}, shortest={self.shortest}, pads={self.pads})"
 
     def __call__(self, source: "Source") -> Tensor:
-        """Return the image, [3, image_size, image_size] fp32."""
+        """Return the pixels [3, image_size, image_size] fp32 of an image."""
         image = read_image(source)
         if self.pads and image.width != image.height:
             image = self._square(image)
@@ -98,15 +98,16 @@ class LlavaProcessor(ImageProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels.
-        image: the token that is repeated for the image. In a text, it is the placeholder.
+        image: the token that is repeated for each image. Before that, it is the image's placeholder in the text.
         tokens: number of tokens per image.
     """
 
     @classmethod
     def of(cls, model: CausalLM) -> Any:
-        """Build the processor of a model from the settings in its checkpoint: a `PixtralProcessor` for its tower.
+        """Build the processor of a model from its checkpoint's settings. For Pixtral's tower, it is a
+        `PixtralProcessor`.
 
-        The number of tokens follows from the model; copies in the processor's files are not read.
+        The number of tokens per image follows from the model; its copy in the processor's files is not read.
 
         Raises:
             ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the

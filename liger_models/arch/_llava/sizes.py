@@ -13,7 +13,7 @@ from liger_models.layers.patches import count_torn
 
 
 class ImageSizesModel(ImageTokenModel):
-    """A model that takes images padded to one size, and the size of each."""
+    """A model that takes images padded to one size, and the size of each image without padding."""
 
     image_inputs = ("pixel_values", "image_sizes")
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_sizes")
@@ -40,8 +40,8 @@ class ImageSizesModel(ImageTokenModel):
             `CausalLMOutput`.
 
         Raises:
-            ValueError: the number of placeholders does not match the number of image tokens, or an image has a side
-                that is not a multiple of an image token; otherwise as in `Decoder.forward`.
+            ValueError: the number of placeholders does not match the number of image tokens, or a side of an image is
+                not a multiple of the side of an image token; otherwise as in `Decoder.forward`.
         """
         return self.run_with_images(input_ids, self.images_of(pixel_values, image_sizes), **options)
 
@@ -53,15 +53,15 @@ class ImageSizesModel(ImageTokenModel):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image of a tower with images of one size."""
+        """Channels, height and width of an image, for a tower that takes images of one size."""
         vision = self.config.vision_config
         return vision.num_channels, vision.image_size, vision.image_size
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Return the arguments of the tower, or None without images.
+        """Return the arguments of the tower, or None if there are no images.
 
         Raises:
-            TypeError, ValueError: the tensors have other types or shapes than those in `forward`.
+            TypeError, ValueError: the tensors do not have the types or shapes that `forward` requires.
         """
         if pixels is None:
             if sizes is not None and len(sizes):
@@ -95,7 +95,7 @@ class ImageSizesModel(ImageTokenModel):
         """See `ImageTokenModel.check_images`; the tokens of a row of an image must be contiguous."""
         grid = input_ids.new_zeros(0, 2) if images is None else self.grids(images).to(input_ids)
         sizes = grid.prod(1)
-        # One wait for the device for all numbers.
+        # Copy all numbers together, so that the host waits for the device only once.
         numbers = torch.stack([places.sum(), sizes.sum(), count_torn(places, sizes, grid[:, 1], cu_seqlens)])
         tokens, expected, torn = map(int, numbers.tolist())
         check_placeholders(tokens, expected, torn, None if images is None else len(grid))
@@ -111,7 +111,7 @@ class ImageSizesModel(ImageTokenModel):
         return self.grids(images).prod(1)
 
     def grids(self, images: tuple[Tensor, ...]) -> Tensor:
-        """Return the number of rows, and of contiguous tokens in a row, of each image, [images, 2] int64."""
+        """Return each image's number of rows and number of contiguous tokens per row, [images, 2] int64."""
         pixels, *sizes = images
         if sizes:
             return sizes[0] // self.token_side

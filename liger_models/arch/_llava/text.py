@@ -9,7 +9,7 @@ from liger_models.layers.config import RMSNormDecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MistralTextConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Mistral, whose layers all have the window ``sliding_window``."""
+    """Sizes and constants of a Mistral model. All layers have the attention window ``sliding_window``."""
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8

@@ -1,4 +1,4 @@
-"""The tiles of LLaVA-NeXT: which arrangement an image has, and which of its tokens are not padding.
+"""The tiles of LLaVA-NeXT: how an image is arranged in tiles, and which of its tokens are not padding.
 
 Source: transformers ``select_best_resolution``, ``unpad_image``, ``processing_llava_next.py``.
 """
@@ -12,8 +12,8 @@ class Tiles(NamedTuple):
 
     Attributes:
         rows, columns: number of rows and columns of tiles, besides the whole image.
-        top, bottom: first and last + 1 row of tokens that is not padding.
-        left, right: first and last + 1 column of tokens that is not padding.
+        top, bottom: first row of tokens that is not padding, and the end of these rows (exclusive).
+        left, right: first column of tokens that is not padding, and the end of these columns (exclusive).
     """
 
     rows: int
@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Choose the height and width of the canvas on which an image keeps most pixels and leaves the least empty."""
+    """Choose the (height, width) on which an image keeps the most pixels or, among equals, leaves the fewest empty."""
     best, most, least = (0, 0), -1, 0
     for canvas_height, canvas_width in resolutions:
         scale = min(canvas_width / width, canvas_height / height)
@@ -51,7 +51,7 @@ def arrange(height: int, width: int, resolutions: Sequence[Sequence[int]], side:
     """
     rows, columns = (length // side for length in best_resolution(height, width, resolutions))
     tall, wide = rows * patches, columns * patches
-    # The image fills one side of the canvas; the rounding is that of transformers.
+    # The image fills one side of the canvas; the rounding is the same as in transformers.
     if width / height > wide / tall:
         margin = (tall - int(round(height * (wide / width), 7))) // 2
         return Tiles(rows, columns, margin, tall - margin, 0, wide)

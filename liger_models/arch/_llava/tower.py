@@ -19,7 +19,7 @@ def projection(config: Any, kernels: KernelOptions) -> LigerMLP:
 
 
 class LlavaClipTower(ClipTower):
-    """CLIP with the projector, which turns images of one size into image tokens.
+    """CLIP and the projector, which together turn images of one size into image tokens.
 
     Args:
         config: sizes of the language model and the tower.
@@ -30,9 +30,9 @@ class LlavaClipTower(ClipTower):
         super().__init__(config.vision_config, config.vision_layers, kernels)
         self.projection = projection(config, kernels)
         self.first = int(config.drops_class_token)
-        """Index of the first token that the text reads."""
+        """Index of the first token that the language model reads."""
         self.tokens = self.pos_embed.num_embeddings - self.first
-        """Number of tokens of an image."""
+        """Number of tokens per image."""
 
     def project(self, pixels: Tensor) -> Tensor:
         """Turn pixels [n, channels, side, side] into image tokens [n · tokens, C]."""
@@ -49,7 +49,7 @@ class LlavaTower(LlavaClipTower):
 
 
 class LlavaPixtralTower(PixtralTower):
-    """Pixtral's tower with the projector, which turns images of any size into image tokens.
+    """Pixtral's tower and the projector, which together turn images of any size into image tokens.
 
     Args:
         config: sizes of the language model and the tower.
@@ -63,7 +63,7 @@ class LlavaPixtralTower(PixtralTower):
     def forward(self, pixels: Tensor, sizes: Tensor) -> Tensor:
         """Turn pixels [n, channels, height, width] of images with ``sizes`` [n, 2] into image tokens [N, C].
 
-        In a compiled graph, the result has further rows for padding at the end.
+        In a compiled graph, rows for padding follow at the end of the result.
         """
         x, residual = self.run_blocks(pixels, sizes)
         tokens: Tensor = self.projection((residual if x is None else residual + x)[0])

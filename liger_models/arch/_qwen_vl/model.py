@@ -12,7 +12,7 @@ from liger_models.layers.patches import mrope_positions
 from liger_models.layers.rope import MultimodalRotaryEmbedding
 
 POSITION_OFFSET = "position_offset"
-"""Key in the decode cache of [B, 1] int64: the next position of each row minus the row's number of tokens.
+"""Key in the decode cache. Its value [B, 1] int64 is the next position of each row minus the row's number of tokens.
 
 The two numbers differ if there are images, because an image takes fewer positions than tokens.
 """
@@ -23,7 +23,7 @@ class MRopeModel(GridImageModel):
 
     processor_class = QwenVLProcessor
     interleaved: ClassVar[bool] = False
-    """Whether the rotary frequencies alternate between time, height and width, instead of having one section each."""
+    """Whether rotary frequencies alternate between time, height and width. Otherwise, each of the three has one section."""
 
     def build_visual(self, config: Any) -> nn.Module:
         """The vision tower."""
@@ -54,7 +54,7 @@ class MRopeModel(GridImageModel):
             input_ids: [B, T] int64.
             image_grid_thw, video_grid_thw, second_per_grid_ts: as in `forward`.
             attention_mask: [B, T], 0 for padding, which is not counted.
-            cu_seqlens: [n + 1], boundaries of packed documents, in each of which positions start from 0.
+            cu_seqlens: [n + 1], boundaries of packed documents. Positions start from 0 in each document.
 
         Raises:
             ValueError: ``second_per_grid_ts`` is given, but the model's positions do not depend on it.
@@ -70,7 +70,7 @@ class MRopeModel(GridImageModel):
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the `multimodal_positions`, and the position [B, 1] that a token after each row would have."""
+        """Return the `multimodal_positions`, and the position [B, 1] of a token that would follow each row."""
         rate = getattr(self.config.vision_config, "tokens_per_second", None)
         if rate is None and second_per_grid_ts is not None:
             raise ValueError(
@@ -120,7 +120,7 @@ class MRopeModel(GridImageModel):
         )
         if cache is None:
             return positions
-        # Images take fewer positions than tokens. The cache keeps the difference for the tokens to come.
+        # Images take fewer positions than tokens. The cache keeps the difference for later tokens.
         tokens = torch.full((B, 1), cache.length + T, device=input_ids.device)
         before = torch.full((B, 1), cache.length, device=input_ids.device)
         if attention_mask is not None:

@@ -39,9 +39,9 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collect
     Raises:
         ValueError: the rope parameters are not supported.
     """
-    # Copies, since keys are removed below. Older files have the language model's keys at the top.
+    # Copy both parts, because keys are removed below. Older files have the language model's keys at the top.
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
-    if hf.get("text_config") is None:  # beside the language model's keys, the original length is in the rope parameters
+    if hf.get("text_config") is None:  # in older files, the rope parameters hold this length
         flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
     else:
         flat = of_text(config_class, hf, text, top)
@@ -49,7 +49,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collect
     if flat["model_type"] not in INTERLEAVED and text.get("tie_word_embeddings"):
         flat["tie_word_embeddings"] = True
     flat.pop("text_config", None)
-    # The rope parameters of both parts, without the keys that are fields of their own here.
+    # The rope parameters of both parts, without the keys that are separate fields in this package.
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
     interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
@@ -72,8 +72,8 @@ def write_multimodal(
     Args:
         keys: the fields of the config.
         interleaved: whether the rotary frequencies of time, height and width are interleaved.
-        marks: keys that the rope parameters have if nothing is scaled, besides ``rope_type``. None for those of
-            Qwen2-VL.
+        marks: keys that the rope parameters have besides ``rope_type`` if there is no scaling. None stands for the keys
+            of Qwen2-VL.
     """
     marks = {"type": "mrope"} if marks is None else marks
     out, vision = dict(keys), dict(keys["vision_config"])

@@ -44,7 +44,7 @@ MOST_ELONGATED = 200
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: tuple[int, int] = (1, 1)
 ) -> tuple[int, int]:
-    """Return the size closest to an image's whose sides are multiples of ``factor`` and whose area is within bounds.
+    """Return the size nearest to an image's size with sides that are multiples of ``factor`` and an area within bounds.
 
     Args:
         height, width: size of the image in pixels.
@@ -88,7 +88,7 @@ class QwenVLImages:
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
         min_pixels, max_pixels: bounds of the area, used if the settings have none.
-        of: scope of the bounds: "image"; "repeated image" for an image as often as it is repeated to fill a patch
+        of: scope of the bounds: "image"; "repeated image" for all the repetitions of an image that fill a patch
             (GLM-4.1V); "frame" for each frame of a video; or "video" for all of its frames together (Qwen3-VL).
 
     Raises:
@@ -107,12 +107,12 @@ class QwenVLImages:
                 f"preprocessor_config.json: size must have {' and '.join(edges.values())}, in pixels of area, got "
                 f"{size}."
             )
-        # Sides of a patch in pixels, of a token in patches, and the frames of a patch.
+        # The side of a patch in pixels, the side of a token in patches, and the number of frames in a patch.
         self.patch, self.merge, self.frames = (
             int(settings.get(key) or value)
             for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
         )
-        # Bounds of the area, under the names of several versions of transformers, and what videos have in addition.
+        # The bounds of the area, whose names depend on the version of transformers, and further settings of videos.
         self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
         self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
         self.as_read = self.min_pixels, self.max_pixels
@@ -174,7 +174,7 @@ class QwenVLImages:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> tuple[int, int]:
-        """Return the height and width to which an image, or ``count`` video frames, of the given size are resized.
+        """Return the height and width to which an image or ``count`` video frames of the given size are resized.
 
         Raises:
             ValueError: there are too few frames, frames are too elongated, or the bounds allow no size.
@@ -192,7 +192,7 @@ class QwenVLImages:
                 "QwenVLImages: min_pixels and max_pixels must be positive numbers of pixels, the second at least the "
                 f"first, got {min_pixels!r} and {max_pixels!r}."
             )
-        # The area of a video counts all frames, in units of what becomes one token in depth.
+        # The area of a video counts all frames. Their number is rounded to a multiple of the frames per token.
         deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
         if whole and min(height, width) < factor:
             scale = factor / min(height, width)
@@ -202,11 +202,11 @@ class QwenVLImages:
         return smart_resize(height, width, factor, least, most, deep)
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """See `Processor.sampled`. Frames are evenly spaced from the first one on. Qwen3-VL includes the last one."""
+        """See `Processor.sampled`. Frames are evenly spaced and start with the first frame. Qwen3-VL includes the last one."""
         self.check_rate(wanted)
         whole, most = self.of == "video", min(self.most_frames, frames)
-        # The number of frames: a fixed one, or as many as the rate asks for within the limits. Except in Qwen3-VL it is
-        # a multiple of the frames of a patch.
+        # The number of frames is fixed, or follows from the rate within the limits. Except in Qwen3-VL, it is a
+        # multiple of the frames per patch.
         if wanted is None and self.num_frames:
             depth = 1 if whole else self.frames
             count = min(round(self.num_frames / depth), frames // depth) * depth
@@ -268,7 +268,7 @@ class QwenVLProcessor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images, videos: turn images and videos into patches.
+        images, videos: converters that turn images and videos into patches.
         image_token, video_token: the placeholder tokens.
         frames_apart: whether each frame of a video is written separately, with its timestamp (Qwen3-VL).
         times: whether the seconds between frames are passed to the model (Qwen2.5-VL).
@@ -297,7 +297,7 @@ class QwenVLProcessor(Processor):
     def of(cls, model: CausalLM) -> "QwenVLProcessor":
         """See `Processor.of`."""
         vision, config = model.config.vision_config, model.config
-        # The texts of the placeholders.
+        # Look up the texts of the placeholders.
         ids = config.image_token_id, config.video_token_id
         image, video = (model.tokenizer.backend.id_to_token(token) or "" for token in ids)
         if image == "" or video == "":
@@ -332,7 +332,7 @@ class QwenVLProcessor(Processor):
     def makers(
         cls, images: Mapping[str, Any], videos: Mapping[str, Any], frames_apart: bool
     ) -> tuple[QwenVLImages, QwenVLImages]:
-        """Return the converter of images and the converter of videos for their settings."""
+        """Create the converter of images and the converter of videos from their settings."""
         # Videos have other default bounds, which depend on whether their frames are written separately.
         least, most = (131072, 786432) if frames_apart else (100352, 602112)
         of = "video" if frames_apart else "frame"
@@ -360,7 +360,7 @@ class QwenVLProcessor(Processor):
             videos: the sampled frames of each video, all frames of a video in one size.
             fps: sampled frames per second of each video, required by Qwen2.5-VL and Qwen3-VL.
             min_pixels, max_pixels: bounds of an image's area after resizing, one for all images or one for each image.
-                None is the processor's bound, such as ``processor.images.max_pixels``.
+                None stands for the processor's bound, such as ``processor.images.max_pixels``.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -479,7 +479,7 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: ``frame``, after a timestamp, for each group of frames that patches span.
+        """Return the text of a video: a timestamp and ``frame`` for each group of frames that patches span.
 
         The timestamp is the mean of the times of the group's first and last frame.
         """

@@ -59,7 +59,7 @@ class QwenTower(nn.Module):
         mlp: function that returns the MLP of a block.
         kernels: which parts run on fused kernels.
         positions: number of learned positions; None for a tower without any, whose patch embedding has no bias.
-        merger: the layer that makes image tokens of the blocks' results; None for a `PatchMerger`.
+        merger: the layer that makes image tokens from the blocks' output; None for a `PatchMerger`.
         attention: further arguments of `VisionBlock`.
     """
 
@@ -78,7 +78,7 @@ class QwenTower(nn.Module):
     ) -> None:
         super().__init__()
         self.merge = config.spatial_merge_size
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        # Patches arrive flattened, so the checkpoint's convolution becomes a linear layer.
         pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.patch_embed = nn.Linear(pixels, width, bias=positions is not None)
         if positions is not None:
@@ -105,7 +105,7 @@ def tower_entries(
     Args:
         vision: sizes of the tower.
         visual: prefix of the checkpoint's names.
-        mlp: maps each name of a parameter within our MLP to an expression over the checkpoint's names.
+        mlp: maps the name of each parameter in this package's MLP to an expression over the checkpoint's names.
         norm_bias: whether the norms of the blocks have biases.
         qkv_bias, o_bias: whether these projections of attention have biases.
     """
@@ -128,7 +128,7 @@ def tower_entries(
 
 
 def merger_entries(ours: str, theirs: str, parts: Mapping[str, str], *, norm_bias: bool = True) -> dict[str, str]:
-    """Return a weight map's entries for a `PatchMerger`; ``parts`` maps our names of its parts to the checkpoint's."""
+    """Return the entries of a weight map for a `PatchMerger`; ``parts`` maps names of its parts to the checkpoint's."""
     return {
         f"{ours}.{part}.{parameter}": f"{theirs}.{name}.{parameter}"
         for part, name in parts.items()

@@ -14,7 +14,7 @@ def grids(least: int, most: int) -> list[tuple[int, int]]:
 def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
     """Choose the grid of tiles whose aspect ratio is nearest to the aspect ratio of an image, whatever its size.
 
-    Of several such grids, choose the largest one whose area is less than twice the area of the image.
+    If several grids are equally near, choose the largest one whose area is less than twice the area of the image.
 
     Args:
         size: width and height of the image.
@@ -22,7 +22,7 @@ def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tupl
         least, most: minimum and maximum number of tiles.
 
     Returns:
-        Numbers of columns and of rows.
+        The number of columns and the number of rows.
     """
     width, height = size
     best, distance = (1, 1), float("inf")

@@ -20,7 +20,7 @@ from liger_models.layers.vision import VisionBlock
 
 
 class ClipTower(nn.Module):
-    """The vision tower without a projector. A family derives its tower, which projects the patches to image tokens.
+    """The vision tower without a projector. Families derive their towers, which project the patches to image tokens.
 
     Args:
         config: sizes of the tower.
@@ -33,7 +33,7 @@ class ClipTower(nn.Module):
         C, self.patch, self.merge = config.hidden_size, config.patch_size, 1
         norm = partial(LigerLayerNorm, C, config.layer_norm_eps, kernel=kernels.layer_norm)
         mlp = partial(LigerMLP, C, config.intermediate_size, act=ACTIVATIONS[config.hidden_act], kernel=kernels.swiglu)
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        # Patches arrive flattened, so the checkpoint's convolution becomes a linear layer.
         self.patch_embed = nn.Linear(config.num_channels * self.patch**2, C, bias=False)
         self.class_embed = nn.Embedding(1, C)
         self.pos_embed = nn.Embedding((config.image_size // self.patch) ** 2 + 1, C)
@@ -42,8 +42,8 @@ class ClipTower(nn.Module):
         blocks = [VisionBlock(C, heads, norm, mlp(), kernels, rotary=None) for _ in range(config.num_hidden_layers)]
         self.blocks = nn.ModuleList(blocks[:layers])
         self.unread = nn.ModuleList([*blocks[layers:], norm()]).requires_grad_(False)
-        """Blocks after the one whose output the text reads, and the norm that only CLIP's pooling reads. Checkpoints
-        have them."""
+        """Blocks after the one whose output the language model reads, and the norm that only CLIP's pooling uses. They
+        do not run, but checkpoints have them."""
 
     def run_blocks(self, pixels: Tensor) -> Tensor:
         """Return the output of the last block, [n, 1 + patches, C]; ``pixels`` is [n, channels, side, side]."""

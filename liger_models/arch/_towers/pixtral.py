@@ -1,7 +1,7 @@
-"""The vision tower of Pixtral, which Mistral Small 3 shares: images of any size, with rows and columns rotated.
+"""The vision tower of Pixtral, which Mistral Small 3 shares: images of any size, and a rotation by row and column.
 
-Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, and none follows
-the last block. The patches of an image attend to each other and not to those of other images.
+Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, but no norm
+follows the last block. The patches of an image attend to each other, but not to patches of other images.
 
 Source: https://arxiv.org/abs/2410.07073, transformers ``models/pixtral``.
 """
@@ -58,7 +58,7 @@ class PixtralVisionConfig:
 
 
 class PixtralRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of the row and the column of a patch.
+    """Computes cos and sin for the row and the column of a patch.
 
     The even frequencies of the head belong to the row, and the odd frequencies to the column.
     """
@@ -72,16 +72,16 @@ class PixtralRotaryEmbedding(RotaryEmbedding):
 
 
 def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Locate the patches of images that are padded to one size, block by block; a block becomes one image token.
+    """Locate the patches of images that are padded to one size. The patches are ordered by block.
 
     Args:
         sizes: [n, 2] int64, the number of rows and columns of patches of each image.
         rows, columns: the number of rows and columns of patches with padding.
-        merge: side of a square block of patches.
+        merge: side of a square block of patches, which becomes one image token.
 
     Returns:
-        ``(item, position, real)``: the index of the image of each patch [N] int64, its row and column [2, N] int64, and
-        whether the patch is part of the image [N] bool, where N is n · rows · columns.
+        ``(item, position, real)``: for each patch, the index of its image [N] int64, its row and column [2, N] int64,
+        and whether it is part of the image instead of padding [N] bool, where N is n · rows · columns.
     """
     device = sizes.device
     item, row, column = torch.meshgrid(
@@ -95,7 +95,7 @@ def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[
 
 
 class PixtralTower(nn.Module):
-    """The vision tower without a projector. A family derives its tower, which projects the patches to image tokens.
+    """The vision tower without a projector. Families derive their towers, which project the patches to image tokens.
 
     Args:
         config: sizes of the tower.
@@ -107,7 +107,7 @@ class PixtralTower(nn.Module):
     def __init__(self, config: PixtralVisionConfig, layers: int, merge: int, kernels: KernelOptions) -> None:
         super().__init__()
         C, self.patch, self.merge = config.hidden_size, config.patch_size, merge
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        # Patches arrive flattened, so the checkpoint's convolution becomes a linear layer.
         self.patch_embed = nn.Linear(config.num_channels * self.patch**2, C, bias=False)
         norm = partial(LigerRMSNorm, C, EPS, kernel=kernels.rms_norm)
         self.ln_pre = norm()
@@ -116,7 +116,7 @@ class PixtralTower(nn.Module):
         blocks = [VisionBlock(C, heads, norm, mlp(), kernels, bias=False) for _ in range(config.num_hidden_layers)]
         self.blocks = nn.ModuleList(blocks[:layers])
         self.unread = nn.ModuleList(blocks[layers:]).requires_grad_(False)
-        """Blocks after the one whose output the text reads. Checkpoints have them."""
+        """Blocks after the one whose output the language model reads. They do not run, but checkpoints have them."""
         self.rotary = PixtralRotaryEmbedding(C // heads, config.rope_theta)
 
     def run_blocks(self, pixels: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -137,11 +137,11 @@ class PixtralTower(nn.Module):
         item, position, real = locate_patches(sizes.to(pixels.device) // p, rows, columns, m)
         if torch.compiler.is_compiling():
             order = (~real).long().argsort(stable=True)
-            item = item.masked_fill(~real, len(sizes))  # the padding is an image of its own
+            item = item.masked_fill(~real, len(sizes))  # the padding counts as an image of its own
         else:
             order = real.nonzero()[:, 0]
 
-        # The patches of an image are one segment of a single row.
+        # All images form a single row, in which each image is one segment.
         layout = BatchLayout.bidirectional(position[:, None, order], {"default": self.rotary}, item[order])
         embedded = self.patch_embed(values[order].to(self.patch_embed.weight.dtype))
         x, residual = None, self.ln_pre(embedded)[None]

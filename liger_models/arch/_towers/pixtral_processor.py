@@ -71,7 +71,7 @@ class PixtralImages(ImageConverter):
         ratio = max(height / self.longest, width / self.longest)
         if ratio > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
-        # As in transformers, a side that shrinks to 0 pixels has no tokens, so it is refused.
+        # As in transformers, a side that shrinks to 0 pixels has no tokens, so the image is refused.
         rows, columns = ((length - 1) // self.side + 1 for length in (height, width))
         if min(rows, columns) < 1:
             raise ValueError(
@@ -81,7 +81,7 @@ class PixtralImages(ImageConverter):
         return rows, columns
 
     def __call__(self, source: "Source") -> Tensor:
-        """Return the image, [3, height, width] fp32."""
+        """Return the pixels [3, height, width] fp32 of an image."""
         image = read_image(source)
         rows, columns = self.grid(*image.size)
         return self.normalize(to_tensor(image, (rows * self.side, columns * self.side), BICUBIC))
@@ -94,7 +94,7 @@ class PixtralProcessor(ImageProcessor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; set its attribute ``longest`` for smaller or larger images.
         image, row_end, end: the token that is repeated for the image, the token after each row but the last, and the
-            token after the last row. In a text, ``image`` is the placeholder.
+            token after the last row. Before that, ``image`` is the placeholder in the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: PixtralImages, *, image: str, row_end: str, end: str) -> None:
@@ -105,7 +105,7 @@ class PixtralProcessor(ImageProcessor):
     def of(cls, model: CausalLM) -> "PixtralProcessor":
         """Build the processor of a model from the settings in its checkpoint.
 
-        The size of an image token is that of the model; stale copies in the processor's files are not read.
+        The size of an image token comes from the model; the copy in the processor's files may be stale and is not read.
 
         Raises:
             ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the
@@ -132,7 +132,7 @@ class PixtralProcessor(ImageProcessor):
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`; the ends of rows belong to the image."""
+        """See `Processor.media_tokens`; the tokens at the ends of rows belong to the image."""
         return self.image, self.row_end, self.end
 
     def written(self, size: MediaSize) -> tuple[str, int]:

@@ -24,7 +24,7 @@ from liger_models.layers.vision import VisionBlock
 
 @dataclass(frozen=True, kw_only=True)
 class SiglipSizes:
-    """Sizes of a SigLIP tower, whose learned positions may be those of images of several sizes.
+    """Sizes of a SigLIP tower, which may have learned positions for images of several sizes.
 
     Raises:
         ValueError: the width is not a multiple of the number of heads, or a setting is not supported.
@@ -47,7 +47,7 @@ class SiglipSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class SiglipVisionConfig(SiglipSizes):
-    """Sizes of the vision tower, all of whose images have one size.
+    """Sizes of a vision tower for images of one size.
 
     Raises:
         ValueError: the image size is not a multiple of the patch size; otherwise as in `SiglipSizes`.
@@ -68,7 +68,7 @@ class SiglipVisionConfig(SiglipSizes):
 
 
 class SiglipTower(nn.Module):
-    """The vision tower without a projector. A family derives its tower, which projects the patches to image tokens.
+    """The vision tower without a projector. Families derive their towers, which project the patches to image tokens.
 
     Args:
         config: sizes of the tower.
@@ -80,7 +80,7 @@ class SiglipTower(nn.Module):
         C, self.patch = config.hidden_size, config.patch_size
         norm = partial(LigerLayerNorm, C, config.layer_norm_eps, kernel=kernels.layer_norm)
         mlp = partial(LigerMLP, C, config.intermediate_size, act=ACTIVATIONS[config.hidden_act], kernel=kernels.swiglu)
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        # Patches arrive flattened, so the checkpoint's convolution becomes a linear layer.
         self.patch_embed = nn.Linear(config.num_channels * self.patch**2, C)
         self.pos_embed = nn.Embedding(config.patches_per_side**2, C)
         self.blocks = nn.ModuleList(
@@ -90,7 +90,7 @@ class SiglipTower(nn.Module):
         self.post_layernorm = norm()
 
     def positions(self, rows: int) -> Tensor:
-        """Return the embeddings of the positions [patches, C] in an image with so many rows and columns of patches."""
+        """Return the position embeddings [patches, C] of an image with ``rows`` rows and as many columns of patches."""
         return local(self.pos_embed.weight)
 
     def run_blocks(self, pixels: Tensor) -> Tensor:

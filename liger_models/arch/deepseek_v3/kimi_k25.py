@@ -1,10 +1,10 @@
 """The language model of Kimi K2.5: model_type ``kimi_k25``.
 
-The language model is that of DeepSeek V3. The vision tower is not implemented: its tensors are kept in host memory and
-saved unchanged, and images are refused. The released checkpoint stores routed experts in INT4 with groups of 32
-numbers, which cannot be read. Decompress the checkpoint to bfloat16 first.
+The language model has the architecture of DeepSeek V3. The vision tower is not implemented: its tensors are kept in
+host memory and saved unchanged, and images are refused. The released checkpoint stores routed experts in INT4 with
+groups of 32 values. This format cannot be read, so decompress the checkpoint to bfloat16 first.
 
-transformers 5 writes the names of the language model with ``blocks`` instead of ``layers``. Both names are read.
+In the language model's tensor names, transformers 5 writes ``blocks`` instead of ``layers``. Both names are read.
 
 Source: https://huggingface.co/moonshotai/Kimi-K2.5, transformers ``models/kimi_k25``.
 """
@@ -75,7 +75,7 @@ IGNORED_KEYS = (
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top."""
     text = dict(hf.get("text_config") or {})
-    text.pop("quantization_config", None)  # checked before
+    text.pop("quantization_config", None)  # checked earlier
     return of_text(KimiK25Config, hf, v3.from_json(text), TOP)
 
 
@@ -91,7 +91,7 @@ def weight_map(config: KimiK25Config) -> WeightMap:
 
 
 def other_maps(config: KimiK25Config) -> list[WeightMap]:
-    """Layouts of transformers 5: of the files that it writes, and of its modules in memory."""
+    """The layouts of the files that transformers 5 writes, and of its modules in memory."""
     options: dict[str, Any] = {"kept": OF_IMAGES}
     head = "language_model.lm_head.weight"
     return [

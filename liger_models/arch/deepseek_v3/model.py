@@ -1,14 +1,15 @@
 """DeepSeek V3, R1 and V3.1, and Moonlight: model_type ``deepseek_v3``. Kimi K2 has the same layers: ``kimi_k2``.
 
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
-(`LigerLatentAttention`). From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus
-``n_shared_experts`` shared experts for all tokens, which are one MLP without a gate. Experts are scored by a sigmoid.
-For the choice, ``e_score_correction_bias`` is added to the scores, and only experts of the ``topk_group`` best of
-``n_group`` groups are chosen, where the score of a group is the sum of its two best. The weights are the scores without
-the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays
-in fp32, and gradients do not train it. With YaRN, scores of attention are multiplied by the square of a factor that
-follows from ``mscale_all_dim``. The layers for multi-token prediction after the last layer are kept and saved again.
-Checkpoints of Kimi K2 are saved with the model_type ``deepseek_v3``, which transformers can read.
+(`LigerLatentAttention`). From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts.
+The ``n_shared_experts`` shared experts process all tokens; together they are one MLP, whose output is not gated.
+Experts are scored by a sigmoid. To choose experts, ``e_score_correction_bias`` is added to the scores, and only the
+``topk_group`` best of ``n_group`` groups are considered, where the score of a group is the sum of its two best scores.
+The routing weights are the scores without the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied
+by ``routed_scaling_factor``. The bias stays in fp32, and gradients do not train it. With YaRN, attention scores are
+multiplied by the square of a factor that follows from ``mscale_all_dim``. The weights of the layers for multi-token
+prediction, which follow the last layer, are kept and saved again. Checkpoints of Kimi K2 are saved with the model_type
+``deepseek_v3``, which transformers can read.
 
 Source: https://arxiv.org/abs/2412.19437, transformers ``models/deepseek_v3``.
 """
@@ -79,7 +80,7 @@ from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers":
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the type of rope scaling also under the key that the released code reads."""
+    """Also write the type of the rope scaling under the key that the released code reads."""
     rope = keys.get("rope_scaling")
     return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
 

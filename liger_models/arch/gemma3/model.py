@@ -84,8 +84,8 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    In order: checkpoints that transformers 5 writes of newly created models, the names of transformers 5's modules, and
-    checkpoints of transformers 4.52 to 4.57.
+    In order: checkpoints that transformers 5 writes for newly created models, the names of transformers 5's modules,
+    and checkpoints of transformers 4.52 to 4.57.
     """
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),

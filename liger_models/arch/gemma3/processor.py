@@ -58,7 +58,8 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
 
 
 class Gemma3Images(ImageConverter):
-    """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added and resized, too.
+    """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added and resized to the same
+    size.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -109,7 +110,7 @@ class Gemma3Processor(ImageProcessor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; set its attribute ``scans`` to True for pan and scan.
         begin, image, end: the token before an image, the token that is repeated for the image, and the token after it.
-            In a text, ``begin`` is the placeholder.
+            Before that, ``begin`` is the placeholder in the text.
         tokens: number of tokens per image.
     """
 

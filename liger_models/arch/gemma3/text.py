@@ -115,11 +115,11 @@ IGNORED_KEYS = (
 
 
 NORMS = ("self_attn.q_norm", "self_attn.k_norm", *SANDWICH_NORMS)
-"""Names of the norms of a block, which are the same here and in checkpoints."""
+"""Names of a block's norms, which are the same in this package and in checkpoints."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``, and the ``rope_parameters`` per layer type of transformers 5."""
+    """Read the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
     flat = flat_rope(hf, Gemma3TextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 

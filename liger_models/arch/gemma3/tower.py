@@ -48,7 +48,7 @@ class Gemma3Tower(SiglipTower):
         vision = config.vision_config
         super().__init__(vision, kernels)
         self.side, C = config.tokens_per_side, vision.hidden_size
-        # From the tower to the decoder: the norm is that of the decoder with the eps of the tower.
+        # These layers connect the tower to the decoder. The norm is the decoder's kind of norm with the tower's eps.
         self.soft_emb_norm = zero_centered_norm(config, kernels)(C, eps=vision.layer_norm_eps)
         self.projection = nn.Linear(C, config.hidden_size, bias=False)
 

@@ -1,7 +1,8 @@
-"""AltUp, the several residual streams of Gemma 3n, and LAuReL, its low-rank branch.
+"""AltUp (the several residual streams of Gemma 3n) and LAuReL (its low-rank branch).
 
-A block runs on one stream. Before it, each stream is predicted as a mixture of all streams, and after it each stream is
-corrected by the difference between the block's output and the prediction of its own stream.
+A block runs on one stream. Before the block, each stream is predicted as a mixture of all streams. After the block,
+each stream is corrected by the difference between the block's output and the prediction of the stream that the block
+ran on.
 
 Source: https://arxiv.org/abs/2301.13310 (AltUp), https://arxiv.org/abs/2411.07501 (LAuReL).
 """
@@ -19,7 +20,7 @@ from liger_models.layers.linear import ReplicatedLinear, replicated
 from liger_models.layers.norm import LigerRMSNorm, call_linear
 
 LEAST = 1e-5
-"""Least mean square of a stream by which another one is divided."""
+"""Lower bound of a stream's mean square where the stream is divided by its RMS."""
 
 
 def magnitude(x: Tensor, least: float) -> Tensor:
@@ -48,8 +49,9 @@ class Streams(Layer):
         return {}
 
     def split(self, embeds: Tensor) -> Tensor:
-        """Return the streams [n − 1, B, T, C] beside the first, which is the embeddings [B, T, C]."""
-        # The gradient of the root of 0 is infinite, so the embedding of padding counts as a number above 0.
+        """Return all streams but the first, [n − 1, B, T, C]. The first stream is the embeddings [B, T, C]."""
+        # The gradient of the root of 0 is infinite, so the magnitude of padding, whose embedding is 0, is raised to a
+        # number above 0.
         target = magnitude(embeds, torch.finfo(torch.float32).tiny)
         parts = [projection(embeds) for projection in self.projections]
         return torch.stack([part * target / magnitude(part, LEAST) for part in parts])
@@ -65,7 +67,7 @@ class AltUp(Layer):
     """Predicts the streams before a block, and corrects them after it.
 
     In training, the coefficients are clipped to ±``altup_coef_clip``. transformers writes clipped coefficients of the
-    prediction into the weight; here, the weight stays as it is.
+    prediction into the weight; this package leaves the weight unchanged.
 
     Args:
         config: sizes and constants.
@@ -81,7 +83,7 @@ class AltUp(Layer):
         self.correction = nn.Linear(self.streams, self.streams, bias=False)
         self.scales = config.altup_correct_scale
         self.scale = nn.Parameter(torch.zeros(C), requires_grad=self.scales)
-        """A factor of the corrected first stream, as the per-layer branch reads it. Checkpoints always have it."""
+        """A factor that scales the corrected first stream for the per-layer branch. Checkpoints always have it."""
         self.group: Group | None = None
 
     def draw(self, std: float) -> bool:
@@ -116,7 +118,7 @@ class AltUp(Layer):
         return x * replicated(self.scale, self.group).to(x.dtype) if self.scales else x
 
     def _coefficients(self, linear: Any, x: Tensor) -> Tensor:
-        """Return ``linear(tanh(router(norm(x) / C)))`` [B, T, coefficients] of x [B, T, C]."""
+        """Return ``linear(tanh(router(norm(x) / C)))`` [B, T, coefficients] for x [B, T, C]."""
         routed = call_linear(self.modality_router, self.router_norm(x) * x.shape[-1] ** -1.0)
         routed = routed.float().tanh().to(x.dtype)
         if self.training and self.clip is not None and type(linear) in (nn.Linear, ReplicatedLinear):

@@ -2,11 +2,11 @@
 
 Differs from Gemma 3: there are several residual streams (AltUp), and a block runs on the first of them. A low-rank
 branch (LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the first
-layers, only gates that are far above the mean of their token's gates are not 0: with mean m, standard deviation s and
+layers, all gates become 0 except those far above the mean of their token's gates: with mean m, standard deviation s and
 sparsity p, a gate g becomes ``max(0, g − m − s · Φ⁻¹(p))`` before its activation. A second token embedding gives each
-block a second input, which is added to the other streams. Norms multiply by their weight, values are normalized without
-a weight, scores are not scaled, every fifth layer has no window, and the last ``num_kv_shared_layers`` layers attend to
-the keys and values of the last earlier layer of their type.
+block a second input, which is added to the other streams. Norms multiply by their weight, and values are normalized
+without a weight. Attention scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers``
+layers compute no keys and values; they use those of the last earlier layer of their type.
 
 ``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. transformers leaves the
 second embedding out if it is given ``inputs_embeds``.
@@ -45,8 +45,9 @@ from liger_models.layers.rope import RotaryEmbedding
 class Gemma3nTextConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Gemma 3n language model. In config.json, ``hidden_act`` is called ``hidden_activation``.
 
-    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``intermediate_size`` is one number or one
-    for each layer, and ``activation_sparsity_pattern`` has the share of gates that are 0 for each layer.
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``intermediate_size`` is one number for
+    all layers or a list with one for each layer, and ``activation_sparsity_pattern`` has each layer's share of gates
+    that become 0.
 
     Raises:
         ValueError: a list does not have a value for each layer, or a setting is not supported.
@@ -93,7 +94,7 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
                 raise ValueError(f"{name}: {key} must have a value for each of {layers} layers, got {len(values)}.")
         if self.altup_num_inputs < 2:
             raise ValueError(f"{name}: altup_num_inputs must be at least 2, got {self.altup_num_inputs}.")
-        # Layers that take keys and values need an earlier layer of their type that has them.
+        # Layers that share keys and values need an earlier layer of their type that computes them.
         computed = {self.layer_type(layer) for layer in range(layers) if not self.shares(layer)}
         if computed != {self.layer_type(layer) for layer in range(layers)}:
             raise ValueError(
@@ -116,7 +117,7 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
         return layer >= self.num_hidden_layers - self.num_kv_shared_layers
 
     def keys_are_values(self, layer: int) -> bool:
-        """False: all keys and values are projections of their own."""
+        """False: keys and values have separate projections in all layers."""
         return False
 
     def kv_heads_of(self, layer: int) -> int:
@@ -133,7 +134,7 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
         return sizes[layer] if isinstance(sizes, list) else sizes
 
     def sparsity_of(self, layer: int) -> float:
-        """The share of gates of a layer's MLP that are 0, if gates are distributed normally."""
+        """The share of gates in a layer's MLP that become 0 if the gates are normally distributed."""
         if self.activation_sparsity_pattern is not None:
             return self.activation_sparsity_pattern[layer]
         return 0.95 if self.num_hidden_layers > 10 and layer < 10 else 0.0
@@ -141,7 +142,7 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
 
 @dataclass(frozen=True, eq=False)
 class Gemma3nLayout(GemmaLayout):
-    """`GemmaLayout` with the streams beside the first.
+    """`GemmaLayout` with all residual streams but the first.
 
     Attributes:
         streams: [n − 1, B, T, C], the streams before the next block, for this rank's tokens.
@@ -151,17 +152,17 @@ class Gemma3nLayout(GemmaLayout):
 
 
 class SparseMLP(GatedMLP):
-    """A gated MLP in which only gates far above the mean of their token's gates are not 0.
+    """A gated MLP in which all gates become 0 except those far above the mean of their token's gates.
 
     Args:
         hidden_size, intermediate_size, kernel: as for `GatedMLP`.
-        sparsity: the share of gates that are 0, if they are distributed normally.
+        sparsity: the share of gates that become 0 if the gates are normally distributed.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, sparsity: float, *, kernel: bool = True) -> None:
         super().__init__(hidden_size, intermediate_size, act="gelu_tanh", kernel=kernel)
         self.cutoff = NormalDist().inv_cdf(sparsity)
-        """Number of standard deviations above the mean up to which gates are 0."""
+        """Number of standard deviations above the mean up to which gates become 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""
@@ -185,8 +186,8 @@ class SparseMLP(GatedMLP):
 class Gemma3nBlock(nn.Module):
     """``a = (h + norm(attention(norm(h))) + laurel(norm(h))) / sqrt(2); a += norm(mlp(norm(a)))`` on one stream.
 
-    The stream h is predicted from all streams, a corrects all streams, and the per-layer branch of the corrected first
-    stream is added to the others.
+    The stream h is predicted from all streams, and a corrects all streams. The per-layer branch then reads the
+    corrected first stream, and its output is added to the other streams.
     """
 
     def __init__(self, config: Gemma3nTextConfig, layer: int, kernels: KernelOptions) -> None:
@@ -210,13 +211,14 @@ class Gemma3nBlock(nn.Module):
         """Run the block on ``residual + x`` [B, T, C] and ``layout.streams``.
 
         Returns:
-            ``(None, residual)`` and tensors for `carry`: keys and values, unless they are another layer's, and streams.
+            ``(None, residual)`` and tensors for `carry`: keys and values, unless another layer computed them, and
+            streams.
         """
         first = residual if x is None else residual + x
         predicted = self.altup.predict(torch.cat([first[None], layout.streams]))
         active = predicted[0]
         attended: Any = self.self_attn.add_norm(self.input_layernorm, None, active, layout)
-        y, _, *carried = attended  # keys and values, unless they are those of another layer
+        y, _, *carried = attended  # keys and values, unless another layer computed them
         laurel = self.laurel(self.input_layernorm(active))
         active = (active + self.post_attention_layernorm(y) + laurel) * 2**-0.5
         y, active = self.mlp.add_norm(self.pre_feedforward_layernorm, None, active)
@@ -248,7 +250,7 @@ class Gemma3nDecoder(GemmaDecoder):
         return super().run_blocks(embeds, replace(layout, streams=self.streams.split(embeds)), states)
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """See `Decoder.carry`; the last tensor is the other streams."""
+        """See `Decoder.carry`; the last tensor holds all streams but the first."""
         *keys_and_values, streams = more
         router_logits, layout = super().carry(index, keys_and_values, layout)
         return router_logits, replace(layout, streams=streams)
@@ -272,7 +274,7 @@ class LigerGemma3nText(Gemma3nDecoder):
 IGNORED_KEYS = ("cache_implementation", "query_pre_attn_scalar")  # a generation setting, and a key of Gemma 3
 
 NORMS = ("self_attn.q_norm", *SANDWICH_NORMS)
-"""Names of the norms of a block, which are the same here and in checkpoints."""
+"""Names of a block's norms, which are the same in this package and in checkpoints."""
 
 BLOCK = {
     "altup.router_norm.weight": "altup.router_norm.weight",
@@ -288,7 +290,7 @@ BLOCK = {
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``, and the ``rope_parameters`` per layer type of transformers 5."""
+    """Read the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
     flat = flat_rope(hf, Gemma3nTextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 
@@ -297,7 +299,7 @@ to_json = WRITE_ACTIVATION
 
 
 def text_map(config: Gemma3nTextConfig, prefix: str = "model", kept: tuple[str, ...] = ()) -> WeightMap:
-    """Maps the language model's parameters to tensors that begin with ``prefix``."""
+    """Maps the language model's parameters to tensors whose names begin with ``prefix``."""
     attention, skipped = attention_entries(config, prefix)
     block, others = f"{prefix}.layers.{{i}}", range(config.altup_num_inputs - 1)
     return decoder_map(

@@ -2,8 +2,8 @@
 
 The modules in reading order: `text` describes the language model, and `config` has its sizes. `decoder` has the blocks;
 their attention and second input are in ``arch/_gemma``, shared with Gemma 3n, and their experts in `experts`. `names`
-has the names in checkpoints. `images` adds images to the language model: `model` (Gemma 4) computes image tokens by the
-vision tower in `tower`, and `unified` (Gemma 4 Unified) by linear layers. `processor` turns images into patches.
+has the names in checkpoints. `images` adds images to the language model: `model` (Gemma 4) computes image tokens with
+the vision tower in `tower`, and `unified` (Gemma 4 Unified) with linear layers. `processor` turns images into patches.
 """
 
 MODEL_TYPES = {

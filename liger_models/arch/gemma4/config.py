@@ -60,7 +60,7 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
                 f"{name}: num_attention_heads ({H}) must be a multiple of num_global_key_value_heads "
                 f"({self.num_global_key_value_heads}), and global_head_dim ({self.global_head_dim}) even."
             )
-        # Layers that take keys and values need an earlier layer of their type that has them.
+        # Layers that share keys and values need an earlier layer of their type that computes them.
         computed = {self.layer_type(layer) for layer in range(self.num_hidden_layers) if not self.shares(layer)}
         used = {self.layer_type(layer) for layer in range(self.num_hidden_layers)}
         if not (computed == used and self.num_kv_shared_layers < self.num_hidden_layers):
@@ -68,7 +68,7 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
                 f"{name}: num_kv_shared_layers ({self.num_kv_shared_layers}) must leave a layer of each type with keys "
                 f"and values of its own, got {self.num_hidden_layers} layers. Check config.json."
             )
-        # A mixture needs all of its sizes.
+        # A mixture of experts needs all of its sizes.
         sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
         if self.enable_moe_block and None in sizes:
             raise ValueError(

@@ -59,7 +59,7 @@ class Gemma4Block(nn.Module):
         self.pre_feedforward_layernorm = norm(C)
         self.mlp = GatedMLP(C, config.mlp_size_of(layer), act="gelu_tanh", kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(C)
-        # Some models add experts to the MLP, and some a second input for each token.
+        # Some models add experts to the MLP, and some have a second input for each token.
         self.moe: Gemma4Experts | None = None
         if config.enable_moe_block:
             self.moe = Gemma4Experts(config, norm, kernels)
@@ -72,7 +72,7 @@ class Gemma4Block(nn.Module):
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and tensors for `carry`."""
         # Attention. x is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        x, residual, *carried = attended  # keys and values, unless they are those of another layer
+        x, residual, *carried = attended  # keys and values, unless another layer computed them
         # The MLP, which all models have.
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
@@ -89,7 +89,7 @@ class Gemma4Block(nn.Module):
 
         if self.per_layer is not None:
             residual = residual + self.per_layer(residual, layout.per_layer[self.layer])
-        # The factor applies to the whole stream, so nothing is left to be added to it.
+        # The factor scales the whole stream, so no output is left to be added to the stream later.
         return None, self.layer_scalar(residual), *carried
 
 
