@@ -172,7 +172,7 @@ def _may_turn_late(file: Any) -> bool:
         if follows and (name == b"eXIf" or start.startswith((b"XML:com.adobe.xmp\0", b"Raw profile type exif\0"))):
             return True
         follows = follows or name == b"IDAT"
-        file.seek(length - len(start) + 4, os.SEEK_CUR)  # skip the checksum
+        file.seek(length - len(start) + 4, os.SEEK_CUR)  # skip the rest and the checksum
     return False
 
 

@@ -104,8 +104,7 @@ class LlavaProcessor(ImageProcessor):
 
     @classmethod
     def of(cls, model: CausalLM) -> Any:
-        """Build the processor of a model from its checkpoint's settings. For Pixtral's tower, it is a
-        `PixtralProcessor`.
+        """Build the processor of a model from its checkpoint's settings; a `PixtralProcessor` for Pixtral's tower.
 
         The number of tokens per image follows from the model; its copy in the processor's files is not read.
 

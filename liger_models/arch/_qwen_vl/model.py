@@ -23,7 +23,7 @@ class MRopeModel(GridImageModel):
 
     processor_class = QwenVLProcessor
     interleaved: ClassVar[bool] = False
-    """Whether rotary frequencies alternate between time, height and width. Otherwise, each of the three has one section."""
+    """Whether rotary frequencies alternate between time, height and width. Otherwise, each has its own section."""
 
     def build_visual(self, config: Any) -> nn.Module:
         """The vision tower."""

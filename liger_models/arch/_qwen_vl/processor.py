@@ -202,7 +202,7 @@ class QwenVLImages:
         return smart_resize(height, width, factor, least, most, deep)
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """See `Processor.sampled`. Frames are evenly spaced and start with the first frame. Qwen3-VL includes the last one."""
+        """See `Processor.sampled`. Frames are evenly spaced from the first one on; Qwen3-VL includes the last frame."""
         self.check_rate(wanted)
         whole, most = self.of == "video", min(self.most_frames, frames)
         # The number of frames is fixed, or follows from the rate within the limits. Except in Qwen3-VL, it is a

@@ -58,8 +58,7 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
 
 
 class Gemma3Images(ImageConverter):
-    """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added and resized to the same
-    size.
+    """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added and also resized.
 
     Args:
         settings: the content of preprocessor_config.json.

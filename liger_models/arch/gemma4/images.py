@@ -41,12 +41,12 @@ class Placeholders:
 class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
     """A Gemma 4 decoder with images and its language-model head.
 
-    Three properties of ``vision_config`` are read here: the number of patches along each side of an image token
+    This class reads three properties of ``vision_config``: the number of patches along each side of an image token
     (``pooled``), the number of values of a patch (``patch_values``), and the largest number of columns and rows of an
     image (``position_embedding_size``)."""
 
     tower_class: ClassVar[Callable[..., nn.Module]]
-    """Builds the module from patches to image tokens; called with ``(vision_config, width of a token, kernels)``."""
+    """Builds the module that computes image tokens, called with ``(vision_config, width of a token, kernels)``."""
     processor_class = Gemma4Processor
     placeholder_key = "image_token_id"
     image_inputs = ("pixel_values", "image_position_ids")
@@ -69,8 +69,8 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
 
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [images, P, 3 · patch size²], the patches of each image, from 0 to 1, in the order of the
-                text; padding last.
+            pixel_values: [images, P, 3 · patch size²], the patches of each image with values from 0 to 1, followed by
+                padding. The images are in the order of the text.
             image_position_ids: [images, P, 2] int64, column and row of each patch, −1 for padding.
             mm_token_type_ids: [B, T] integers, 1 at image tokens. They are read only with ``inputs_embeds``; otherwise
                 the placeholders in ``input_ids`` show where the images are.
@@ -102,7 +102,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         if pixels is None or positions is None:
             return None
         vision = self.config.vision_config
-        # Whole image tokens only: several patches are pooled to one token.
+        # Several patches are pooled to one token, so they must form whole tokens.
         values, per_token, shape = vision.patch_values, vision.pooled**2, tuple(pixels.shape)
         if not (len(shape) == 3 and shape[1] > 0 and shape[1] % per_token == 0 and shape[2] == values):
             raise ValueError(
@@ -135,7 +135,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         """See `ImageTokenModel.check_images`."""
         vision = self.config.vision_config
         positions = places.new_zeros((0, 1, 2), dtype=torch.int64) if images is None else images[1].to(places.device)
-        # Patches of an image form a rectangle of whole image tokens, and padding follows them.
+        # The patches of an image must form a rectangle of whole image tokens, and padding must follow them.
         valid = (positions >= 0).all(-1)  # [images, P]
         count, size = valid.sum(1), positions.amax(1) + 1  # [images] and [images, 2]
         wrong = (
@@ -145,7 +145,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
             + (valid[:, 1:] & ~valid[:, :-1]).sum()
         )
 
-        # One wait for the device for all numbers.
+        # Copy all numbers together, so that the host waits for the device only once.
         tokens = count // vision.pooled**2
         torn = count_torn(places, tokens, tokens, cu_seqlens)
         numbers = [self._refused(input_ids).sum(), wrong, places.sum(), tokens.sum(), torn]

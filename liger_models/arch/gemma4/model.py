@@ -36,8 +36,8 @@ class LigerGemma4(Gemma4WithImages):
 IGNORED_KEYS = (
     *images.IGNORED_KEYS,
     "default_output_length",
-    "attention_bias",  # of the tower, which has none; transformers does not read it
-    "global_head_dim",  # these three, too, are the tower's here, and not read
+    "attention_bias",  # about the tower, which has no biases; transformers does not read it
+    "global_head_dim",  # this key and the next two are also about the tower and not read
     "max_position_embeddings",
     "initializer_range",
 )
@@ -62,7 +62,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
-    # A copy, since the caller's dictionary must not change.
+    # Copy the dictionary, because the caller's must not change.
     vision = dict(keys["vision_config"])
     vision["rope_parameters"] = {"rope_type": "default", "rope_theta": vision.pop("rope_theta")}
     return images.to_json(keys, vision, names.to_json)
@@ -84,7 +84,8 @@ def weight_map(config: Gemma4Config) -> WeightMap:
         **{f"{ours}.{norm}.weight": f"{block}.{norm}.weight" for norm in norms},
         **{f"{ours}.{linear}.linear.weight": f"{block}.{linear}.linear.weight" for linear in linears},
     }
-    # A head has the two halves of the pairs of columns, then those of rows; here the first halves of both come first.
+    # In the checkpoint, a head has both halves of the column pairs, then both halves of the row pairs. In this package,
+    # the first halves of columns and rows come first.
     for part in "qk":
         rows = f"self_attn.{part}_proj.linear.weight"
         also[f"{ours}.{rows}"] = Rearrange(

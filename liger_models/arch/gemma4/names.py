@@ -10,7 +10,7 @@ from liger_models.layers.config import LAYER_TYPES
 
 IGNORED_KEYS = (
     "cache_implementation",  # a generation setting
-    "per_layer_config",  # sizes of single layers, which `_of_full_layers` reads
+    "per_layer_config",  # sizes of individual layers, which `_of_full_layers` reads
     "expert_intermediate_size",  # an old name of moe_intermediate_size, null in the files that have it
 )
 
@@ -23,10 +23,10 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat = {key: value for key, value in hf.items() if key not in ("rope_parameters", "hidden_activation")}
     flat["hidden_act"] = hf.get("hidden_activation")
-    # Rope parameters: a base for each type of layer, and for full attention the share of the pairs that rotate.
+    # The rope parameters hold a base for each layer type and, for full attention, the share of pairs that are rotated.
     rope = hf.get("rope_parameters") or {}
     full, sliding = (dict(rope.get(layer_type) or {}) for layer_type in LAYER_TYPES)
-    # Without parameters, full attention has the default of transformers: the proportional type, with its share.
+    # Without parameters, full attention uses the default of transformers: the proportional type with its default share.
     full_type = full.pop("rope_type", "default") if full else "proportional"
     if full:
         share = full.pop("partial_rotary_factor", 1.0)
@@ -62,7 +62,7 @@ def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `from_json`."""
-    # The three fields of the frequencies become one entry per type of layer.
+    # The three fields that determine the rotary frequencies become one entry per layer type.
     out = {key: value for key, value in keys.items() if key not in ("rope_scaling", "hidden_act")}
     full, share, sliding = (out.pop(k) for k in ("rope_theta", "partial_rotary_factor", "rope_local_base_freq"))
     full_rope = {"rope_type": "proportional", "partial_rotary_factor": share} if share < 1 else {"rope_type": "default"}
@@ -94,7 +94,7 @@ def text_map(
     if config.hidden_size_per_layer_input:
         entries |= {ours: f"{prefix}.{theirs}" for ours, theirs in PER_LAYER.items()}
 
-    # `decoder_map` has all other names. Its entry for the projection of q, k and v is removed.
+    # `decoder_map` adds all other entries. Its entry for the projection of q, k and v is removed.
     return decoder_map(
         config,
         o_bias=config.attention_bias,

@@ -66,7 +66,7 @@ class Gemma4Images(ImageConverter):
         side = self.patch * self.pool
         factor = math.sqrt(self.max_soft_tokens * self.pool**2 * self.patch**2 / (size[0] * size[1]))
         columns, rows = (math.floor(factor * length / side) for length in size)
-        # Too narrow for one token: one row or column, as long as its shape and the limit allow.
+        # An image too narrow for one token gets one row or column, which is as long as its shape and the limit allow.
         if rows == 0:
             return 1, min(size[0] // size[1], self.max_soft_tokens)
         if columns == 0:
@@ -74,13 +74,13 @@ class Gemma4Images(ImageConverter):
         return rows, columns
 
     def __call__(self, source: "Source") -> tuple[Tensor, Tensor]:
-        """Return patches [P, 3 · patch²] fp32, and columns and rows [P, 2] int64, both padded to the maximum number."""
+        """Return patches [P, 3 · patch²] fp32 and their columns and rows [P, 2] int64, both padded to the maximum P."""
         image = read_image(source)
         rows, columns = (count * self.pool for count in self.tokens(image.size))
         pixels = to_rows(image, (rows * self.patch, columns * self.patch), BICUBIC)
         cut = cut_patches(pixels[None], self.patch, 3 * self.patch)[:, 0]
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        # Padded at the end, so that all images have the same number of patches.
+        # Pad at the end, so that all images have the same number of patches.
         most = self.max_soft_tokens * self.pool**2
         patches, positions = torch.zeros(most, cut.shape[1]), torch.full((most, 2), -1)
         self.normalize.write(cut, patches[: len(cut)])
@@ -93,7 +93,7 @@ class Gemma4Processor(ImageProcessor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: turns images into patches; set ``images.max_soft_tokens`` for larger or smaller images.
+        images: converter of images to patches; set ``images.max_soft_tokens`` for larger or smaller images.
         begin, image, end: the tokens before, for and after an image. In a text, ``image`` is the placeholder.
     """
 

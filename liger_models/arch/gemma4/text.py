@@ -1,7 +1,7 @@
 """The language models of Gemma 4 without images.
 
 ``gemma4_text`` (E2B, E4B, 26B-A4B, 31B) differs from Gemma 3: norms multiply by their weight instead of 1 + weight.
-Values are normalized, too, by a norm without a weight. Attention scores are not scaled. Layers without a window have
+Values are also normalized, by a norm without a weight. Attention scores are not scaled. Layers without a window have
 wider heads (``global_head_dim``) and rotate only the first ``partial_rotary_factor`` of the pairs of dimensions of each
 head. If ``attention_k_eq_v`` is set, these layers also have their own number of KV heads and no projection for values,
 because the keys before norm and rotation are the values. The last ``num_kv_shared_layers`` layers do not compute keys
@@ -9,7 +9,7 @@ and values; each of them uses the keys and values of the last earlier layer of i
 At the end of each block, the residual stream is multiplied by a factor.
 
 E2B and E4B have a second token embedding, which gives each block a second input. The block projects the residual stream
-to a gate of this input, and adds a projection of the gated input to the stream. In 26B-A4B, each block has experts in
+to a gate for this input, and adds a projection of the gated input to the stream. In 26B-A4B, each block has experts in
 addition to the MLP, and the router has its own norm.
 
 ``gemma4_unified_text`` (12B) is ``gemma4_text`` without experts and without second inputs, and has other defaults.

@@ -132,15 +132,15 @@ class Gemma4VisionAttention(Layer):
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
         """Map x [1, N, C] to [1, N, C]."""
-        # Three projections, because each clips by bounds of its own: [1, N, H, D] each.
+        # q, k and v have separate projections, because each clips to its own bounds: [1, N, H, D] each.
         heads = [proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        packed = torch.stack(heads, -2).flatten(2)  # each head has its query, key and value in a row
+        packed = torch.stack(heads, -2).flatten(2)  # the query, key and value of a head are adjacent
         split = qkv_norm_rope if self.rope_kernel and self.q_norm.kernel else qkv_norm_rope_reference
         q, k, v = split(
             packed, *layout.tables["default"], self.num_heads, self.num_heads, self.head_dim,
             self.q_norm.local_weight(packed), self.k_norm.local_weight(packed), eps=self.q_norm.eps,
         )  # fmt: skip
-        # The norms of q and k take the place of a scale.
+        # The norms of q and k replace the scale of the scores.
         y: Tensor = self.o_proj(attention(q, k, v, layout, scale=1.0).flatten(2))
         return y
 
@@ -180,7 +180,7 @@ class Gemma4VisionBlock(Layer):
         """Whether to save only the sum of the inputs and recompute the rest in the backward."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute in the backward unless the policy is "none"."""
+        """Recompute the block in the backward unless the policy is "none"."""
         self.recompute = policy != "none"
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ class Gemma4Tower(nn.Module):
         """Compute the image tokens of all images.
 
         Args:
-            pixels: [n, P, values of a patch], from 0 to 1; padding last.
+            pixels: [n, P, values of a patch], with values from 0 to 1; padding comes last.
             positions: [n, P, 2] int64, column and row of each patch, −1 for padding.
 
         Returns:
@@ -273,17 +273,17 @@ class Gemma4Tower(nn.Module):
         if self.standard is not None:
             tokens = self.standard(tokens)
         projected: Tensor = self.projection(self.soft_emb_norm(tokens.to(seen.dtype)))
-        # The tokens of all images first, so that they line up with the placeholders.
+        # Put the tokens of all images first, so that they line up with the placeholders.
         count = valid.sum(1, keepdim=True) // self.pool**2
         padding = torch.arange(projected.shape[1], device=count.device) >= count
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
-        """Return the means over squares of patches, times sqrt(C), in fp32, because fp16 might overflow."""
+        """Return the means over squares of patches, multiplied by sqrt(C), in fp32 because fp16 might overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1
-        # Which square each patch belongs to, as a matrix [n, P, tokens], so that pooling is one product.
+        # A matrix [n, P, tokens] says which square each patch belongs to, so that pooling is one matrix product.
         square = column // self.pool + across * (row // self.pool)
         inside = (square[..., None] == torch.arange(tokens, device=coordinates.device)) & valid[..., None]
         compute = torch.promote_types(seen.dtype, torch.float32)

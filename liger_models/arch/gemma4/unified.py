@@ -90,7 +90,7 @@ class PatchEmbedder(nn.Module):
         )
         self.patch_embed = nn.Linear(config.patch_values, C)
         self.pos_embed = nn.Embedding(2 * config.mm_posemb_size, C)
-        """The learned positions: row 2i is that of column i, and row 2i + 1 is that of row i of an image."""
+        """The learned positions. Row 2i belongs to column i of an image, and row 2i + 1 belongs to row i."""
         self.soft_emb_norm = LigerRMSNorm(
             C, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm, elementwise_affine=False
         )
@@ -100,20 +100,20 @@ class PatchEmbedder(nn.Module):
         """Compute the image tokens of all images.
 
         Args:
-            pixels: [n, P, values of a patch], from 0 to 1; padding last.
+            pixels: [n, P, values of a patch], with values from 0 to 1; padding comes last.
             positions: [n, P, 2] int64, column and row of each patch, −1 for padding.
 
         Returns:
             [n · P, C], the tokens of all images in order, followed by the tokens of padding.
         """
         valid = (positions >= 0).all(-1)
-        # Patches of all images first, padding last: [n · P, values of a patch].
+        # Put the patches of all images first and padding last: [n · P, values of a patch].
         order = (~valid).flatten().int().argsort(stable=True)
         patches, coordinates = pixels.flatten(0, 1)[order], positions.flatten(0, 1)[order].clamp_min(0)
-        # Rows 2i and 2i + 1 of the table are column i and row i.
+        # Rows 2i and 2i + 1 of the table belong to column i and row i.
         table = local(self.pos_embed.weight)
         placed = F.embedding(2 * coordinates[:, 0], table) + F.embedding(2 * coordinates[:, 1] + 1, table)
-        # Three norms: of the pixels, of the embedding, and of the sum with the position.
+        # Normalize the pixels, then their embedding, then the sum of embedding and position.
         embedded = self.embed_norm(self.patch_embed(self.patch_norm(patches.to(table.dtype))))
         normed = self.pos_norm(embedded + placed)
         projected: Tensor = self.projection(self.soft_emb_norm(normed))
@@ -129,7 +129,7 @@ class LigerGemma4Unified(Gemma4WithImages):
 
 IGNORED_KEYS = (
     *images.IGNORED_KEYS,
-    "initializer_range",  # of the image tokens
+    "initializer_range",  # about the module that computes image tokens
     "num_soft_tokens",  # the processor's settings say how many tokens an image may have
 )
 
@@ -139,7 +139,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: a rope type is not supported, layers of the same type have different sizes, or ``model_patch_size``
-            is not the product of the sizes of a patch.
+            is not ``patch_size · pooling_kernel_size``.
     """
     vision = {"patch_size": 16, "pooling_kernel_size": 3, **(hf.get("vision_config") or {})}
     side = vision["patch_size"] * vision["pooling_kernel_size"]
@@ -168,7 +168,7 @@ def other_maps(config: Gemma4UnifiedConfig) -> list[WeightMap]:
 
 
 def _map(config: Gemma4UnifiedConfig, embedder: str, projection: str) -> WeightMap:
-    # The checkpoint has the positions as [position, column or row, C].
+    # The checkpoint stores the positions as [position, column or row, C].
     also: dict[str, Expression | str] = {
         "visual.pos_embed.weight": Rearrange("p two c -> (p two) c", f"{embedder}.pos_embedding", two=2),
         "visual.projection.weight": f"{projection}.weight",

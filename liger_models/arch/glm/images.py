@@ -1,9 +1,10 @@
 """GLM-4.1V (9B, Thinking and Base), GLM-4.6V-Flash: model_type ``glm4v``.
 
-The language model is GLM-4-0414 with positions in time, height and width. Each of the three has a section of the rotary
-frequencies. Biases of q, k and v are always present, and heads divide ``hidden_size``. If ``partial_rotary_factor`` is
-missing, the whole head is rotated, and ``mrope_section`` must fit this. Each frame of a video is written like an image,
-followed by its second.
+The language model is GLM-4-0414 with positions in time, height and width. Each of these three coordinates has its own
+section of the rotary frequencies. The projections of q, k and v always have biases, and the head dimension is
+``hidden_size`` divided by the number of heads. If ``partial_rotary_factor`` is missing, the whole head is rotated, and
+``mrope_section`` must cover it. In the text, each frame of a video is written like an image and followed by its time in
+seconds.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """

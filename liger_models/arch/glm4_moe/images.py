@@ -1,9 +1,9 @@
 """GLM-4.5V, GLM-4.6V: model_type ``glm4v_moe``.
 
-The language model is GLM-4.5 without norms of q and k, with positions in time, height and width. Each of the three has
-a section of the rotary frequencies. The vision tower and the inputs are those of GLM-4.1V. If ``output_router_logits``
-is set, the load-balancing loss is added to the loss. As in transformers, it is computed from the softmax of the router
-logits.
+The language model is GLM-4.5 without norms of q and k, and with positions in time, height and width. Each of these
+three coordinates has its own section of the rotary frequencies. The vision tower and the inputs are the same as in
+GLM-4.1V. If ``output_router_logits`` is set, the load-balancing loss is added to the loss. As in transformers, the
+load-balancing loss is computed from the softmax of the router logits.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v_moe``.
 """
@@ -69,7 +69,7 @@ def weight_map(
 
 
 def other_maps(config: Glm4vMoeConfig) -> list[WeightMap]:
-    """The layout with one tensor for all experts of a layer, and the older prefixes of Qwen2-VL checkpoints."""
+    """The layout that fuses all experts of a layer, and the layout with the older prefixes of Qwen2-VL checkpoints."""
     return [weight_map(config, fused=True), weight_map(config, prefix="model", visual="visual")]
 
 

@@ -77,7 +77,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[str, Any]:
-    """Replace the type of rope scaling if ``alpha`` is given and neither 0 nor null."""
+    """Replace the type of the rope scaling, unless ``alpha`` is missing, 0 or null."""
     changed = dict(keys)
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name)

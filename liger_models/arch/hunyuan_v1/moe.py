@@ -1,8 +1,9 @@
 """Hunyuan-A13B: model_type ``hunyuan_v1_moe``.
 
-Differs from ``hunyuan_v1_dense``: the MLP of every layer is a mixture of experts plus one shared expert without a gate
-for all tokens. Each routed expert and the shared expert have the width ``intermediate_size``. The logits and the weight
-of the router are in fp32 whatever the dtype of the model, and the routing weights of a token are divided by their sum.
+Differs from ``hunyuan_v1_dense``: the MLP of every layer is a mixture of experts plus one shared expert, which
+processes all tokens and whose output is not gated. Each routed expert and the shared expert have the width
+``intermediate_size``. The router's logits and weight are in fp32, whatever the dtype of the model, and the routing
+weights of a token are divided by their sum.
 
 Source: https://github.com/Tencent-Hunyuan/Hunyuan-A13B, transformers ``models/hunyuan_v1_moe``.
 """
@@ -23,7 +24,7 @@ from liger_models.layers.moe import LigerSharedExpertMoE
 
 @dataclass(frozen=True, kw_only=True)
 class HunYuanMoEV1Config(HunYuanDenseV1Config):
-    """Sizes and constants of a Hunyuan model with experts; ``moe_topk`` may have a number for each layer."""
+    """Sizes and constants of a Hunyuan model with experts; ``moe_topk`` may be a list with one number per layer."""
 
     num_experts: int = 1
     moe_topk: int | list[int] = 1
@@ -39,11 +40,11 @@ class HunYuanMoEV1Config(HunYuanDenseV1Config):
 
     @property
     def num_experts_per_tok(self) -> int:
-        """K, the number of experts of a token."""
+        """K, the number of experts per token."""
         return self.moe_topk[0] if isinstance(self.moe_topk, list) else self.moe_topk
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the MLP of a layer is a mixture of experts, which holds for all layers."""
+        """Whether the MLP of a layer is a mixture of experts, which is the case in all layers."""
         return True
 
 
@@ -109,10 +110,11 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the keys of transformers 5, and refuse sizes of the released code that transformers does not read.
+    """Read the keys of transformers 5, and refuse the released code's sizes that transformers does not read.
 
     Raises:
-        ValueError: an expert does not have the width ``intermediate_size``, or a layer has not one shared expert.
+        ValueError: an expert does not have the width ``intermediate_size``, or a layer does not have exactly one shared
+            expert.
     """
     names = {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"}
     flat = {names.get(key, key): value for key, value in dense.from_json(hf).items()}

@@ -1,10 +1,11 @@
 """Idefics3 (8B) and SmolVLM (256M, 500M, 2.2B): model_type ``idefics3``. SmolVLM2 is ``smolvlm``, the same model.
 
 The language model is Llama. An image is cut into square tiles, and a small copy of the whole image is added. The vision
-tower is SigLIP; squares of ``scale_factor`` x ``scale_factor`` patches are concatenated and projected to one token.
+tower is SigLIP; each square of ``scale_factor`` x ``scale_factor`` patches is concatenated and projected to one token.
 
 transformers removes every tile whose pixels are all exactly 0 as if it were padding, so that an image of one color can
-vanish. Here, ``pixel_attention_mask`` decides which tiles are padding, and only without it the pixels decide.
+vanish. In this package, ``pixel_attention_mask`` decides which tiles are padding. The pixels decide only if there is no
+mask.
 
 Source: https://arxiv.org/abs/2408.12637, https://arxiv.org/abs/2504.05299, transformers ``models/idefics3``.
 """
@@ -51,7 +52,7 @@ class Idefics3Model(TileModel):
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
             pixel_values: [tiles, channels, height, width] in the order of their placeholders, or [B, M, channels,
-                height, width] with up to M tiles for each row, as from the processor. Tiles are square.
+                height, width] with up to M tiles for each row, as the processor returns them. Tiles are square.
             pixel_attention_mask: [B, M, height, width], which is 1 on tiles and 0 on padding. Without this mask, a tile
                 is padding if all of its pixels are 0. A tile can't be padded in part.
             options: as in `Decoder.forward`; images need ``input_ids``.
@@ -119,7 +120,7 @@ class Idefics3Model(TileModel):
         return tuple(part.flatten(0, 1) for part in tokens.split(real.sum(1).tolist()))
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """Return the inputs of repeated prompts, with all tiles in one tensor; see `ImageTokenModel.repeat_prompts`."""
+        """Return inputs for repeated prompts, with all tiles in one tensor; see `ImageTokenModel.repeat_prompts`."""
         tiles = self._tiles(inputs.get("pixel_values"), inputs.get("pixel_attention_mask"))
         changed = {**inputs, "pixel_values": tiles, "pixel_attention_mask": None}
         return super().repeat_prompts(input_ids, {name: changed[name] for name in inputs}, times)

@@ -33,7 +33,7 @@ AROUND, GLOBAL, VIDEO = "<fake_token_around_image>", "<global-img>", "<video>"
 
 
 def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return the width and height of an image whose longer side becomes ``longest``, smaller images included."""
+    """Return the width and height of an image after scaling its longer side to ``longest``, up or down."""
     ratio = width / height
     # The shorter side is rounded down and then up to an even number.
     if width >= height:
@@ -126,8 +126,8 @@ class Idefics3Processor(ImageProcessor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images: converter of images to tiles; set its attribute ``splits`` to False, or ``longest_edge``, for fewer
-            tiles.
+        images: converter of images to tiles; for fewer tiles, set its attribute ``splits`` to False, or lower
+            ``longest_edge``.
         image: the placeholder, which is repeated for the tokens of a tile.
         tokens: number of tokens per tile.
     """
@@ -160,11 +160,11 @@ class Idefics3Processor(ImageProcessor):
 
         Returns:
             ``pixel_values`` [B, M, 3, side, side] and ``pixel_attention_mask`` [B, M, side, side], where M is the
-            largest number of tiles in one text. The mask is 0 on the tiles that texts with fewer tiles lack.
+            largest number of tiles in one text. The mask is 0 on the padding of texts with fewer tiles.
         """
         if not converted:
             return {}
-        # The tiles of each text, padded to those of the text with the most.
+        # Pad the tiles of each text to the number of tiles of the text with the most tiles.
         following = iter(converted)
         rows = [[next(following) for _ in range(text.count(self.image))] for text in texts]
         side, most = self.images.side, max(sum(map(len, row)) for row in rows)

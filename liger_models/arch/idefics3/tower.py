@@ -38,7 +38,7 @@ class Idefics3Config(RMSNormDecoderConfig):
     """Sizes and constants of an Idefics3 model; ``vision_config`` holds the sizes of the tower.
 
     Raises:
-        ValueError: the rows of patches of a tile can't be divided by ``scale_factor``.
+        ValueError: ``scale_factor`` is below 1 or above the number of rows of patches in a tile.
     """
 
     attention_bias: bool = False
@@ -50,7 +50,7 @@ class Idefics3Config(RMSNormDecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         patches = self.vision_config.patches_per_side
-        # The default sizes of transformers, 7 rows and a factor of 2, do not fit together.
+        # The rows need not be a multiple of the factor: transformers' defaults are 7 rows and a factor of 2.
         if self.scale_factor < 1 or patches < self.scale_factor:
             raise ValueError(
                 f"{type(self).__name__}: scale_factor ({self.scale_factor}) must be from 1 to the number of rows of "
@@ -59,7 +59,7 @@ class Idefics3Config(RMSNormDecoderConfig):
 
     @property
     def tokens_per_tile(self) -> int:
-        """Number of image tokens of a tile."""
+        """Number of image tokens per tile."""
         return (self.vision_config.patches_per_side // self.scale_factor) ** 2
 
 
@@ -80,7 +80,8 @@ class Idefics3Tower(SiglipTower):
     def positions(self, rows: int) -> Tensor:
         """See `SiglipTower.positions`.
 
-        Each side of the tile is divided into as many buckets as the table has rows, as in transformers.
+        As in transformers, each side of the tile is divided into as many buckets as the square grid of learned
+        positions has rows.
         """
         table = local(self.pos_embed.weight)
         boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, device=table.device)

@@ -13,7 +13,7 @@ from liger_models.layers.config import (
 
 @dataclass(frozen=True, kw_only=True)
 class InternVLVisionConfig:
-    """Sizes of the vision tower. ``image_size`` and ``patch_size`` are a number, or height and width.
+    """Sizes of the vision tower. ``image_size`` and ``patch_size`` are one number, or a height and a width.
 
     Raises:
         ValueError: the sizes do not fit together, tiles or patches are not square, or a setting is not supported.
@@ -74,15 +74,15 @@ class InternVLVisionConfig:
 
 
 TEXT_TYPES = ("qwen2", "qwen3", "qwen3_moe")
-"""Values of ``text_config.model_type``."""
+"""The supported values of ``text_config.model_type``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InternVLConfig(RMSNormDecoderConfig):
     """Sizes and constants of an InternVL model; ``vision_config`` holds the sizes of the tower.
 
-    ``text_type`` is the ``model_type`` of the language model in config.json. The fields from ``decoder_sparse_step`` on
-    to ``mlp_only_layers`` apply to ``qwen3_moe``, and ``attention_bias`` to ``qwen3`` and ``qwen3_moe``.
+    ``text_type`` is the ``model_type`` of the language model in config.json. The fields from ``decoder_sparse_step`` to
+    ``mlp_only_layers`` apply to ``qwen3_moe``, and ``attention_bias`` to ``qwen3`` and ``qwen3_moe``.
 
     Raises:
         ValueError: the language model is not supported, or the sizes of tower and projector do not fit together.
@@ -142,7 +142,7 @@ class InternVLConfig(RMSNormDecoderConfig):
 
     @property
     def tokens_per_tile(self) -> int:
-        """Number of image tokens of a tile."""
+        """Number of image tokens per tile."""
         return (self.vision_config.patches_per_side // self.shuffle) ** 2
 
     @property

@@ -16,7 +16,7 @@ from liger_models.convert.weight_map import (
 )
 
 IGNORED_KEYS = (
-    "image_seq_length",  # follows from the sizes of a tile, and is read by the processor alone
+    "image_seq_length",  # follows from the sizes of a tile, and only the processor reads it
     "use_mrope",  # not read by transformers
 )
 TOP = (
@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
     },
 }  # fmt: skip
-"""Values of keys that are missing in the ``text_config`` of a type, where they differ from those of ``qwen2``."""
+"""Default values for keys that are missing in a type's ``text_config``, where they differ from ``qwen2``'s."""
 
 MOE = (
     "decoder_sparse_step", "moe_intermediate_size", "num_experts_per_tok", "num_experts", "norm_topk_prob",
@@ -39,11 +39,14 @@ MOE = (
 )  # fmt: skip
 WINDOWS = ("layer_types", "max_window_layers")
 UNREAD = {"qwen2": (*MOE, "attention_bias"), "qwen3": MOE, "qwen3_moe": WINDOWS}
-"""Fields that a type of language model does not read."""
+"""Maps each type of language model to the fields that it does not read."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, with the defaults of its ``model_type``, which is ``text_type``."""
+    """Move the keys of ``text_config`` to the top, and add the defaults for its ``model_type``.
+
+    The field ``text_type`` holds this ``model_type``.
+    """
     text = dict(hf.get("text_config") or {})
     text_type = text.get("model_type") or InternVLConfig.text_type
     if "num_local_experts" in text:  # the name in transformers 5
@@ -68,7 +71,8 @@ def weight_map(config: InternVLConfig) -> WeightMap:
 def other_maps(config: InternVLConfig) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    These are the names of transformers 5's modules, and both layouts with each projection of all experts in one tensor.
+    They are the names of transformers 5's modules and, for models with experts, both layouts with one tensor for each
+    projection of all experts.
     """
     files, modules = ("language_model.model", "", "language_model.lm_head.weight"), (
         "model.language_model", "model.", "lm_head.weight",

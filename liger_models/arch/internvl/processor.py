@@ -70,7 +70,7 @@ class InternVLImages(ImageConverter):
         return choose_grid(size, self.side, self.min_patches, self.max_patches)
 
     def tiles(self, size: tuple[int, int]) -> int:
-        """Return the number of tiles of an image with the given width and height, including the whole image's."""
+        """Return an image's number of tiles for its width and height, including the tile of the whole image."""
         columns, rows = self.grid(size)
         return columns * rows + (columns * rows > 1)
 
@@ -110,7 +110,7 @@ class InternVLProcessor(ImageProcessor):
         config = model.config
         (image,) = image_tokens("InternVLProcessor", model.tokenizer, [config.image_token_id])
         settings = image_settings(model.assets)
-        # Other tokens have a name in the tokenizer's file, at its top or among the special tokens.
+        # The tokenizer's file names the other tokens, at its top level or among the special tokens.
         file = parse_json(model.assets.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
         special = file.get("extra_special_tokens")
         named = {**(special if isinstance(special, dict) else {}), **file}

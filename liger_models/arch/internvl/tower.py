@@ -79,9 +79,9 @@ class InternVLTower(nn.Module):
             if vision.norm_type == "layer_norm"
             else partial(LigerRMSNorm, C, vision.layer_norm_eps, kernel=kernels.rms_norm)
         )
-        # Patches arrive flattened, so that the convolution of the checkpoint is a linear layer.
+        # Patches arrive flattened, so the checkpoint's convolution becomes a linear layer.
         self.patch_embed = nn.Linear(vision.num_channels * vision.patch**2, C)
-        # In the shapes of the checkpoint: [1, 1, C] and [1, 1 + patches, C].
+        # These parameters have the shapes of the checkpoint: [1, 1, C] and [1, 1 + patches, C].
         self.class_embed = nn.Parameter(torch.empty(1, 1, C))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + vision.patches_per_side**2, C))
         self.blocks = nn.ModuleList(InternVLVisionBlock(vision, norm, kernels) for _ in range(vision.num_hidden_layers))
@@ -94,7 +94,7 @@ class InternVLTower(nn.Module):
         )  # fmt: skip
 
     def reset_parameters(self) -> None:
-        """Draw the class token and the positions. `Decoder.reset_parameters` initializes the rest."""
+        """Initialize the class token and the positions. `Decoder.reset_parameters` initializes the rest."""
         nn.init.normal_(self.class_embed, std=self.std)
         nn.init.normal_(self.pos_embed, std=self.std)
 
@@ -114,7 +114,7 @@ class InternVLTower(nn.Module):
             seen = self.post_layernorm.add(x, residual)[0]
         else:
             seen = residual if x is None else residual + x
-        # Without the class token, and with squares of patches concatenated: [n, tokens, shuffle² · C].
+        # Drop the class token, and concatenate squares of patches: [n, tokens, shuffle² · C].
         side = int((seen.shape[1] - 1) ** 0.5) // self.shuffle
         squares = rearrange(
             seen[:, 1:], "n (h y w x) c -> (n h w) (y x c)", h=side, w=side, y=self.shuffle, x=self.shuffle

@@ -99,7 +99,7 @@ def lfm2_map(
     Args:
         config: config of the model.
         mlps, over: the entries of the MLPs and their index sets. ``mlps`` may have further entries.
-        prefix: prefix of all names in the checkpoint except that of the head.
+        prefix: prefix of all names in the checkpoint except the name of the head.
         kept: as in `WeightMap`.
     """
     theirs, units = f"{prefix}.layers", LigerGatedConv.units_of(config.hidden_size)

@@ -1,11 +1,11 @@
 """LFM2 350M to 2.6B, LFM2.5 1.2B: model_type ``lfm2``.
 
 Most layers have a gated short convolution, and the others have attention with norms of queries and keys; see
-`liger_models.arch.lfm2.block`. The MLP is that of Llama. Its width is two thirds of ``intermediate_size``, rounded up
-to a multiple of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
+`liger_models.arch.lfm2.block`. The MLP is the same as in Llama. Its width is two thirds of ``intermediate_size``,
+rounded up to a multiple of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
 
-Differs from transformers with padding and ``conv_bias``, which no released checkpoint has: the bias of the projection
-does not enter the convolution at padding.
+With ``conv_bias``, which no released checkpoint has, padding is handled differently from transformers: at padding, the
+bias of the projection does not enter the convolution.
 
 Source: https://arxiv.org/abs/2511.23404, transformers ``models/lfm2``.
 """

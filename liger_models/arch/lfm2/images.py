@@ -57,8 +57,8 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
             pixel_values: [tiles, P, channels · patch²], the patches of each tile row by row, and then padding. The
                 tiles are in the order of their placeholders.
             spatial_shapes: [tiles, 2] int64, the number of rows and columns of patches of each tile.
-            pixel_attention_mask: [tiles, P], which is 1 on patches and 0 on padding, as follows from
-                ``spatial_shapes``. Default: not checked.
+            pixel_attention_mask: [tiles, P], which is 1 on patches and 0 on padding. The mask is only compared with
+                ``spatial_shapes``. Default: no comparison.
             options: as in `Decoder.forward`; images need ``input_ids``.
 
         Returns:
@@ -74,10 +74,10 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
     def images_of(
         self, pixels: Tensor | None, shapes: Tensor | None, mask: Tensor | None = None
     ) -> tuple[Tensor, ...] | None:
-        """Return the arguments of the tower, or None without images.
+        """Return the arguments of the tower, or None if there are no images.
 
         Raises:
-            TypeError, ValueError: the tensors have other types or shapes than those in `forward`.
+            TypeError, ValueError: the tensors do not have the types or shapes that `forward` requires.
         """
         check_tensors(pixel_values=pixels, spatial_shapes=shapes, pixel_attention_mask=mask)
         if pixels is None:
@@ -118,7 +118,7 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
     ) -> None:
         """See `ImageTokenModel.check_images`; the tokens of a tile must be contiguous."""
         sizes = input_ids.new_zeros(0) if images is None else self.token_counts(images).to(input_ids)
-        # One wait for the device for all numbers.
+        # Copy all numbers together, so that the host waits for the device only once.
         numbers = torch.stack([places.sum(), sizes.sum(), count_torn(places, sizes, sizes, cu_seqlens)])
         tokens, expected, torn = map(int, numbers.tolist())
         check_placeholders(tokens, expected, torn, None if images is None else len(sizes))
@@ -191,7 +191,7 @@ def weight_map(config: Lfm2VlConfig) -> WeightMap:
 
 
 def other_maps(config: Lfm2VlConfig) -> list[WeightMap]:
-    """The layout of the modules of transformers 5, whose tower has one level less."""
+    """The layout of transformers 5's modules, in which the names of the tower have one level less."""
     return [_map(config, "model.vision_tower")]
 
 
@@ -200,13 +200,13 @@ def _map(config: Lfm2VlConfig, tower: str) -> WeightMap:
     entries = {
         **mlp_entries(text),
         **siglip_entries(config.vision_config, tower),
-        "visual.patch_embed.weight": f"{tower}.embeddings.patch_embedding.weight",  # a linear layer, as here
+        "visual.patch_embed.weight": f"{tower}.embeddings.patch_embedding.weight",  # also linear in the checkpoint
     }
     for kind in ("weight", "bias") if config.projector_bias else ("weight",):
         entries |= {f"visual.projection.fc{i}.{kind}": f"{projector}.linear_{i}.{kind}" for i in (1, 2)}
     if config.projector_use_layernorm:
         entries |= {f"visual.norm.{kind}": f"{projector}.layer_norm.{kind}" for kind in ("weight", "bias")}
-    # The head of the tower, which the language model does not read.
+    # Keep the head of the tower, which the language model does not read.
     return lfm2_map(config, entries, {}, prefix=text, kept=[f"{tower}.head."])
 
 

@@ -77,7 +77,7 @@ class LigerLfm2Moe(Lfm2Model):
 
 
 def moe_map(config: Lfm2MoeConfig, *, fused: bool) -> WeightMap:
-    """The weight map of LFM2, where ``fused`` says whether each projection of all experts of a layer is one tensor."""
+    """The weight map of LFM2, where ``fused`` says whether one tensor holds a projection of all experts."""
     dense, sparse = (f"model.layers.{{{index}}}.feed_forward" for index in ("dense", "sparse"))
     stacked = stacked_experts(f"{sparse}.experts", config.num_experts, fused=fused, names=("w1", "w3", "w2"))
     ours = "layers.{sparse}.feed_forward"
@@ -102,7 +102,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``tie_embedding``, which transformers prefers.
 
     Raises:
-        ValueError: ``layer_types`` is missing, without which transformers builds no model.
+        ValueError: ``layer_types`` is missing, which transformers needs to build the model.
     """
     if hf.get("layer_types") is None:
         raise ValueError("config.json: layer_types must have a type for each layer, got none. Add it.")

@@ -1,7 +1,7 @@
 """The processor of LFM2-VL, which turns text and images into model inputs.
 
-Pillow resizes the images, as in the other families. In transformers, torchvision resizes them. Some pixel values then
-differ by one of 256 levels.
+Pillow resizes the images, as in the other families. In transformers, torchvision resizes them. Some pixel values
+therefore differ by one of 256 levels.
 
 Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.
 """
@@ -125,7 +125,7 @@ class Lfm2VlImages(ImageConverter):
         """Return the tiles of an image with the given width and height.
 
         Raises:
-            ValueError: the image is so elongated that it has more patches than a row of patches can hold.
+            ValueError: the image is so elongated that it needs more than `most_patches` patches.
         """
         (width, height), side = size, self.side
         rows, columns = (round(length / side) * side for length in (height, width))
@@ -187,7 +187,7 @@ class Lfm2VlProcessor(ImageProcessor):
         images: converter of images to patches; set its attribute ``max_tiles`` for fewer tokens.
         image: the placeholder, which is repeated for the tokens of a tile.
         begin, thumbnail, end: the tokens before an image, before the small copy of a cut image, and after an image.
-        marks: whether the text has these tokens, and one before each tile.
+        marks: whether the text has these tokens, and a token before each tile.
     """
 
     adds_special_tokens = False

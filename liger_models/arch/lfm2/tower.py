@@ -94,7 +94,7 @@ class Lfm2VlTower(SiglipTower):
 
         Returns:
             [N / merge², C], where N is the number of patches without padding. In a compiled graph, which cannot depend
-            on ``shapes``, the result has further rows for the padding at the end.
+            on ``shapes``, rows for the padding follow at the end of the result.
         """
         (n, P, _), unit, traced = pixels.shape, self.merge**2, is_traced()
         shapes = shapes.to(pixels.device)
@@ -103,20 +103,21 @@ class Lfm2VlTower(SiglipTower):
         # Patches are ordered block by block; a block becomes one image token.
         patches = locate_patches(torch.nn.functional.pad(shapes, (1, 0), value=1), count, self.merge)
         real = torch.arange(count, device=pixels.device) < total
-        if traced:  # the padding has no place in an image
+        if traced:  # padding has no position in an image
             patches = Patches(*(column * real for column in patches))
         source = patches.item * P + patches.row * patches.width + patches.column
-        item = patches.item.masked_fill(~real, n)  # the padding is an image of its own
+        item = patches.item.masked_fill(~real, n)  # the padding counts as an image of its own
 
         embedded = self.patch_embed(pixels.flatten(0, 1)[source].to(self.patch_embed.weight.dtype))
         positions = resample_positions(local(self.pos_embed.weight), patches).to(embedded.dtype)
-        # The patches of an image are one segment of a single row, and attend to each other without rotation.
+        # All images form a single row. The patches of an image are one segment, and attend to each other without
+        # rotation.
         layout = BatchLayout.bidirectional(torch.arange(count, device=pixels.device)[None], {}, item)
         x, residual = None, (embedded + positions)[None]
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen: Tensor = self.post_layernorm.add(x, residual)[0]
-        # The patches of a block follow each other: [N / merge², merge² · C].
+        # The patches of a block are adjacent: [N / merge², merge² · C].
         squares = seen.reshape(-1, unit * seen.shape[-1])
         tokens: Tensor = self.projection(squares if self.norm is None else self.norm(squares))
         return tokens

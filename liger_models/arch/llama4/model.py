@@ -1,7 +1,7 @@
 """Llama 4 with images (Scout, Maverick), Llama Guard 4: model_type ``llama4``.
 
 The language model is ``llama4_text``. An image is cut into tiles. In the text, a tile is a run of placeholders, which
-its image tokens replace. Tokens of an image attend only to earlier tokens, like all others.
+its image tokens replace. Image tokens attend only to earlier tokens, like all other tokens.
 
 The vision tower computes each tile separately. Patches have learned positions, and queries and keys are rotated by
 column and row. The class token is the last token of a tile, and is dropped after the pre-norm blocks. The features of
@@ -45,9 +45,9 @@ IGNORED_KEYS = (
     "norm_eps",
     "initializer_range",
     "multi_modal_projector_bias",  # there is no bias
-    "vision_feature_layer",  # the features are those of the last block, without the class token
+    "vision_feature_layer",  # the features come from the last block, without the class token
     "vision_feature_select_strategy",
-    "tie_word_embeddings",  # only that of text_config is read
+    "tie_word_embeddings",  # only the key in text_config is read
     "pad_token_id",
 )
 TOP = ("image_token_index", "boi_token_index", "eoi_token_index", "vision_config")

@@ -30,7 +30,7 @@ BILINEAR = 2
 
 PLACEHOLDER, BEGIN, END = "<|image|>", "<|image_start|>", "<|image_end|>"
 BETWEEN_COLUMNS, AFTER_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
-"""Tokens of the text of an image, which transformers does not read from a file."""
+"""Tokens in the text of an image. As in transformers, no file sets them."""
 
 
 def canvases(most: int) -> list[tuple[int, int]]:
@@ -51,8 +51,8 @@ class Llama4Images(ImageConverter):
 
     Of the arrangements of tiles that do not shrink an image, the one that could enlarge it least is chosen. If all
     arrangements shrink it, the one that shrinks it least is chosen. Of equally good arrangements, the one with the
-    fewest tiles is chosen. An image is not enlarged beyond the size of one tile, unless ``resize_to_max_canvas`` is
-    set, in which case the arrangement that enlarges it most is chosen. If there are several tiles, the whole image
+    fewest tiles is chosen. An image is not enlarged beyond the size of one tile. With ``resize_to_max_canvas``, it is
+    enlarged further, and the arrangement that enlarges it most is chosen. If there are several tiles, the whole image
     follows as one more tile.
 
     Args:
@@ -60,7 +60,8 @@ class Llama4Images(ImageConverter):
         image_size: height and width of a tile in pixels.
 
     Raises:
-        ValueError: the settings request a feature that is not implemented, or ``max_patches`` is no positive integer.
+        ValueError: the settings request a feature that is not implemented, or ``max_patches`` is not a positive
+            integer.
     """
 
     def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
@@ -85,9 +86,9 @@ class Llama4Images(ImageConverter):
         return {"max_patches": self.max_patches, "resize_to_max_canvas": self.resize_to_max_canvas}
 
     def arrange(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles for an image of a size in pixels."""
+        """Return the rows and columns of tiles for an image of the given size in pixels."""
         arrangements = canvases(self.max_patches)
-        # The factor by which each arrangement would enlarge the image, in fp32, in which it is compared.
+        # Compute the factors by which the arrangements would enlarge the image. They are compared in fp32.
         sides = self.side * torch.tensor(arrangements)
         scales = torch.minimum(sides[:, 0] / height, sides[:, 1] / width).tolist()
         enlarged = [scale for scale in scales if scale >= 1]
@@ -118,7 +119,7 @@ class Llama4Images(ImageConverter):
         if rows * columns > 1:
             cut.append(to_tensor(image, (self.side, self.side), BILINEAR))
         tiles = torch.stack(cut)
-        # In bf16, as in the code that the model was trained with.
+        # Normalize in bf16, as the code does that the model was trained with.
         scaled = tiles.bfloat16() * self.normalize.factor
         return (scaled - self.normalize.mean.bfloat16()) / self.normalize.std.bfloat16(), (rows, columns)
 

@@ -1,18 +1,18 @@
 """Llama 4 text models: model_type ``llama4_text``.
 
-Differs from Llama: in three of four layers, a token attends only to its chunk of its document, where chunks have
-``attention_chunk_size`` tokens. These layers rotate neighboring pairs of q and k, and normalize each head of q and k
-without a weight after the rotation if ``use_qk_norm`` is set. Every fourth layer attends to all earlier tokens and does
-not rotate q and k. If ``attn_temperature_tuning`` is set, it multiplies the query at position p by ``1 + attn_scale ·
-ln(1 + floor((p + 1) / floor_scale))``. ``no_rope_layers`` has an entry per layer; despite its name, 1 means rotation.
-An empty list means the default, as in released files.
+Differs from Llama: in three of four layers, a token attends only to tokens of its own chunk of the document. A chunk
+has ``attention_chunk_size`` tokens. These layers rotate neighboring pairs of q and k, and normalize each head of q and
+k without a weight after the rotation if ``use_qk_norm`` is set. Every fourth layer attends to all earlier tokens and
+does not rotate q and k. If ``attn_temperature_tuning`` is set, such a layer multiplies the query at position p by ``1 +
+attn_scale · ln(1 + floor((p + 1) / floor_scale))``. ``no_rope_layers`` has an entry per layer; despite its name, 1
+means rotation. An empty list means the default, as in released files.
 
 The MLP of layer i is a mixture of experts if i is in ``moe_layers`` or, without this list, if i + 1 is a multiple of
 ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of its logit, and a shared expert is
 added. ``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
 
-The positions that scale queries are those of the rotation: ``position_ids``. transformers counts cached and new tokens
-instead, which includes the padding on the left of a prompt, so that the padding changes the generated tokens.
+Queries are scaled by the same positions that the rotation uses, ``position_ids``. transformers counts cached and new
+tokens instead. Its count includes the left padding of a prompt, so that padding changes the generated tokens.
 
 If ``attention_chunk_size`` is null, as in Llama Guard 4, no layer has chunks. transformers can't run such a file.
 
@@ -131,7 +131,7 @@ class Llama4Attention(LigerAttention):
                 config.head_size, config.rms_norm_eps, elementwise_affine=False, kernel=kernels.rms_norm
             )
         self.keeps_length = not isinstance(config.rope_scaling, YarnScaling | LongRopeScaling)
-        """Whether the rotation keeps the length of a head, because cos and sin are not multiplied by a factor."""
+        """Whether the rotation keeps the length of vectors, because cos and sin are not multiplied by a factor."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -218,7 +218,7 @@ IGNORED_KEYS = (
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``attn_temperature_tuning``, which is a number in some files, and an empty ``no_rope_layers`` as none.
 
-    If ``moe_layers`` is empty, the sizes of mixtures have no effect and may be 0, which is not read.
+    If ``moe_layers`` is empty, the sizes of the mixtures have no effect, and sizes of 0 are ignored.
     """
     if hf.get("moe_layers") == []:
         hf = {key: value for key, value in hf.items() if value != 0 or key not in OF_MIXTURES}
@@ -232,7 +232,7 @@ def weight_map(config: Llama4TextConfig) -> WeightMap:
 
 
 def other_maps(config: Llama4TextConfig) -> list[WeightMap]:
-    """The language model in a checkpoint with images."""
+    """The layout of the language model in a checkpoint with images."""
     tower = ("vision_model.", "multi_modal_projector.")
     text = names(config, "language_model.model")
     return [decoder_map(config, head="language_model.lm_head.weight", dropped=tower, **text)]

@@ -82,7 +82,7 @@ class Llama4VisionConfig:
 
     @property
     def tokens_per_tile(self) -> int:
-        """Number of image tokens of a tile."""
+        """Number of image tokens per tile."""
         return (self.patches_per_side // self.merge) ** 2
 
 
@@ -142,7 +142,7 @@ class Llama4Tower(nn.Module):
         x = torch.cat([x, local(self.class_embed).expand(len(x), 1, -1)], 1) + local(self.pos_embed.weight)
         x, residual = None, self.layernorm_pre(x)
 
-        # Patches are rotated by column and row, which count from 1. The class token is not rotated.
+        # Patches are rotated by column and row, counted from 1. The class token is not rotated.
         index = torch.arange(side**2, device=residual.device)
         places = torch.stack([index % side, index // side]) + 1
         places = torch.nn.functional.pad(places, (0, 1))[:, None]  # [2, 1, patches + 1]
@@ -151,7 +151,7 @@ class Llama4Tower(nn.Module):
             x, residual = block(x, residual, layout)
         seen = self.layernorm_post.add(x, residual)[0][:, :-1]
 
-        # A square of patches becomes one token: their features follow each other row by row.
+        # Each square of patches becomes one token: the features of its patches are concatenated row by row.
         squares = rearrange(
             seen, "n (h y w x) c -> (n h w) (y x c)", y=vision.merge, x=vision.merge, w=side // vision.merge,
             h=side // vision.merge,

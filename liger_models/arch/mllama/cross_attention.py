@@ -19,7 +19,7 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 IMAGES_SEEN = "images_seen"
-"""Key in the decode cache of [B, 2, tiles] bool: the tiles that the last token sees, and all tiles of its document."""
+"""Key in the decode cache. The value [B, 2, tiles] bool has the last token's visible tiles and its document's tiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class ImageStates:
         mask = parts_mask(visible, part, dense=single, segments=segments)
         places = torch.arange(seen.shape[1], device=seen.device)[None]
         if groups.tensor is not None and tokens is not None:
-            # One region for all layers, so that the gradients of the image tokens are all-reduced once.
+            # Enter one region for all layers, so that the gradients of the image tokens are all-reduced only once.
             tokens = copy_to_region(tokens, replace(groups.tensor, sequence_parallel=False))
         layout = BatchLayout(places, {}, cache=cache, masks={None: mask}, causal=False)
         return cls(tokens, layout, groups.local_tokens(reached), groups.local_tokens(sees))
@@ -91,7 +91,7 @@ def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor |
     """Find the tiles that each token attends to.
 
     A token attends to the used tiles of the last image before it and, if further images directly precede that image, to
-    theirs as well. The placeholder itself counts as a token after its image.
+    the used tiles of these images as well. The placeholder itself counts as a token after its image.
 
     Args:
         here: [B, T] bool, whether each token is a placeholder; each image has one placeholder.
@@ -111,7 +111,7 @@ def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor |
     before = torch.nn.functional.pad(here[:, :-1], (1, 0))
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     run = ((here & ~before) | begins).cumsum(1)
-    # count is the number of images up to each token, and order is the number of each image.
+    # count is the number of images up to each token, and order is the running number of each image.
     count = here.cumsum(1)
     order = images.cumsum(1)
     placeholder = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder
@@ -173,7 +173,7 @@ class LigerCrossAttention(Layer):
         self.dropout = probability
 
     def set_policy(self, policy: str) -> None:
-        """Recompute in the backward if the policy is "full"."""
+        """Recompute the layer in the backward if the policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:

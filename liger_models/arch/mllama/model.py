@@ -154,7 +154,7 @@ class LigerMllama(VisionLanguageModel):
                 T tokens, later tokens attend to the same tiles as the mask's last token. By default, the placeholders
                 determine the tiles; see `tiles_seen`.
             position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`. If there
-                are images, ``input_ids`` is required, and a given cache must be empty.
+                are images, ``input_ids`` is required, and ``cache``, if given, must be empty.
 
         Returns:
             `CausalLMOutput`.
@@ -218,12 +218,12 @@ class LigerMllama(VisionLanguageModel):
         counts = [0, *(rows * columns for rows, columns in vision.supported_aspect_ratios)]
         used = number < torch.tensor(counts, device=pixels.device)[ratios][..., None]  # [B, M, tiles]
         # Run the tower only on existing images. The tokens of missing images are zeros: [B, M · tiles · N, C].
-        order = real.flatten().nonzero()[:, 0]  # [n]; once, because the host waits for the device
+        order = real.flatten().nonzero()[:, 0]  # [n]; computed once, because the host waits for the device
         features = self.visual(*(x.flatten(0, 1)[order] for x in (pixels, ratios, used)))  # [n, tokens, C]
         tokens = features.new_zeros(real.numel(), *features.shape[1:]).index_copy(0, order, features)
         tokens = tokens.unflatten(0, real.shape).flatten(1, 2)
-        # The caller's mask, if given, replaces the tiles found by placeholders. Its last row is repeated for later
-        # tokens.
+        # The caller's mask, if given, replaces the tiles that the placeholders determine. Its last row is repeated for
+        # later tokens.
         seen, in_document = tiles_seen(here, real, used, cu_seqlens)
         if mask is not None:
             T, size = here.shape[1], [len(here), min(here.shape[1], mask.shape[1]), *used.shape[1:]]
@@ -236,7 +236,7 @@ class LigerMllama(VisionLanguageModel):
         return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
-        """Build the states of new tokens [B, T, ...] whose images are in the cache; return None without images."""
+        """Build the states of new tokens [B, T, ...] whose images are in the cache; return None if there are none."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
         seen, in_document = (
@@ -247,7 +247,7 @@ class LigerMllama(VisionLanguageModel):
         )
 
     def _nothing(self, here: Tensor) -> ImageStates:
-        """Run the tower on an unseen zero image, because all ranks must gather the tower's weights together."""
+        """Run the tower on zeros that no token sees, because all ranks must gather the tower's weights together."""
         vision, device = self.config.vision_config, here.device
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)

@@ -14,7 +14,7 @@ from liger_models.convert.weight_map import (
     tower_rows,
 )
 
-IGNORED_KEYS = ("tie_word_embeddings",)  # in vision_config
+IGNORED_KEYS = ("tie_word_embeddings",)  # a key in vision_config
 TOP = ("image_token_index", "vision_config")
 """Keys of config.json that do not belong to the language model."""
 
@@ -43,7 +43,7 @@ def weight_map(config: MllamaConfig) -> WeightMap:
 
 
 def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The layout of the modules of transformers since 4.52, which some of these versions also wrote to checkpoints."""
+    """The layout of transformers' modules since 4.52, which some of these versions also wrote to checkpoints."""
     return [_map(config, "model.language_model", "model.", "lm_head.weight")]
 
 

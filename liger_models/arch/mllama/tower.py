@@ -20,7 +20,7 @@ from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.vision import VisionBlock
 
 PATCHES_MULTIPLE = 8
-"""The tokens of a tile are padded to a multiple of this. Tokens attend to the padding, which affects the result."""
+"""A tile's tokens are padded to a multiple of this number. Tokens attend to the padding, which affects the result."""
 
 
 class MllamaGlobalBlock(VisionBlock):
@@ -110,7 +110,7 @@ class MllamaTower(nn.Module):
         x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)  # [n, tiles, patches, C]
         # Each tile has a class token in front: [n, tiles, P, C].
         x = torch.cat([local(self.class_embed).expand(n, tiles, 1, -1), x], 2)
-        # Positions within a tile, and by the gate those that depend on the place of the tile.
+        # The gate mixes positions within a tile with positions that also depend on the place of the tile.
         gate = local(self.pos_gate).tanh()
         x = x + (1 - gate) * local(self.pos_embed.weight)
         x = x + gate * nn.functional.embedding(ratio, local(self.tile_pos_embed.weight)).view(n, tiles, P, -1)
@@ -135,7 +135,7 @@ class MllamaTower(nn.Module):
         for block in blocks[count:]:
             x, residual = block(x, residual, layout)
         last = residual if x is None else residual + x
-        # As in the checkpoint, the projection takes a channel of all intermediate results before the next channel.
+        # As in the checkpoint, the projection takes each channel of all intermediate results before the next channel.
         between = [torch.stack(intermediate, -1).flatten(-2)] if intermediate else []
         # [n, tiles, P, C · (1 + intermediate)], without the padding
         features = torch.cat([last, *between], -1).unflatten(1, (tiles, -1))[:, :, :P]

@@ -1,15 +1,16 @@
 """Muse Glimmer (30B) with images and videos: model_type ``muse_glimmer``.
 
-The language model differs from Llama: each branch has a norm before it and a norm after it, which multiply by
-1 + weight, and the norms after branches have an epsilon of their own. Each head of q and k is normalized without a
-weight, and q is multiplied by ``qk_scale_factor``, which is a factor of the scale here. Before the output projection,
-attention is multiplied by the sigmoid of a gate. Every fourth layer, counted from the last one, attends to all tokens
-and has no rotation; the others attend to the last ``sliding_window`` tokens. Embeddings of tokens are normalized
-without a weight; given ``inputs_embeds`` are not. Logits are multiplied by ``output_multiplier`` and capped.
+The language model differs from Llama: each branch has a norm before it and a norm after it. These norms multiply by 1 +
+weight, and the norms after branches have their own epsilon. Each head of q and k is normalized without a weight, and q
+is multiplied by ``qk_scale_factor``; this package multiplies the scale of the scores by it instead. The output of
+attention is multiplied by the sigmoid of a gate before the output projection. Every fourth layer, counted from the last
+one, attends to all tokens and has no rotation; the others attend to the last ``sliding_window`` tokens. Token
+embeddings are normalized without a weight; ``inputs_embeds`` that the caller passes are not. Logits are multiplied by
+``output_multiplier`` and capped.
 
 The vision tower has LayerNorms, biases, learned positions that are interpolated to the grid of the image, and rotation
-by column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text,
-which is causal and has positions in one dimension.
+by column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text:
+attention is causal, and positions have one dimension.
 
 Source: transformers ``models/muse_glimmer``.
 """
@@ -50,8 +51,8 @@ class MuseGlimmerConfig(RMSNormDecoderConfig):
     rotation; all other layers rotate by ``rope_theta``.
 
     Raises:
-        ValueError: the sizes of the tower and of the adapter do not fit, or ``layer_rope_theta`` does not have a number
-            for each layer.
+        ValueError: the sizes of the tower and the adapter do not fit together, or ``layer_rope_theta`` does not have a
+            number for each layer.
     """
 
     vocab_size: int = 202048
@@ -138,7 +139,7 @@ class MuseGlimmerBlock(SandwichNormBlock):
 
     def __init__(self, config: MuseGlimmerConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__(config, layer, kernels)
-        # The norms after the branches have an eps of their own.
+        # The norms after the branches have their own eps.
         self.post_attention_layernorm.eps = self.post_feedforward_layernorm.eps = config.post_norm_eps
 
     def build_attention(self, config: MuseGlimmerConfig, layer: int, kernels: KernelOptions) -> LigerGatedAttention:
@@ -178,13 +179,13 @@ class LigerMuseGlimmer(GridImageModel):
         )  # fmt: skip
 
     def ids_to_embed(self, input_ids: Tensor) -> Tensor:
-        """Return the ids, with 0 in place of all placeholders, even of generated ones."""
+        """Return the ids, with 0 in place of all placeholders, including generated placeholders."""
         media = (input_ids == self.config.image_token_id) | (input_ids == self.config.video_token_id)
         return input_ids.masked_fill(media, 0)
 
 
 IGNORED_KEYS = (
-    "max_position_embeddings",  # of the tower, which has no such limit
+    "max_position_embeddings",  # a key of the tower, which has no such limit
 )
 TOP = (
     "image_token_id", "video_token_id", "out_hidden_size", "projector_hidden_size", "projector_hidden_act",
@@ -219,7 +220,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-"""Names of the norms of a block, which are the same here and in checkpoints."""
+"""Names of a block's norms, which are the same in this package and in checkpoints."""
 
 
 def weight_map(config: MuseGlimmerConfig) -> WeightMap:
@@ -251,7 +252,7 @@ def weight_map(config: MuseGlimmerConfig) -> WeightMap:
 
 
 def _gated_qkv_rows(config: MuseGlimmerConfig, theirs: str) -> Expression:
-    """Return the projection of `LigerGatedAttention`: by KV head its queries, their gates, its key and its value."""
+    """Return the packed projection of `LigerGatedAttention`: for each KV head, queries, their gates, key and value."""
     G, D = config.kv_heads, config.head_size
     names = [f"{theirs}.{part}_proj.weight" for part in ("q", "gate", "k", "v")]
     queries = config.num_attention_heads // G * D

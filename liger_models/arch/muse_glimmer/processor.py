@@ -42,11 +42,11 @@ AROUND = ("<|image_start|>", "<|image_end|>", "<|vid_start|>", "<|vid_frame_sepa
 """The tokens around an image, and the tokens before, between and after the frames of a video."""
 
 LIMITS = {"image": ("max_image_tokens", 4096), "video": ("max_video_frame_tokens", 144)}
-"""Maps a kind of input to the setting that limits its tokens (of each frame of a video), and the setting's default."""
+"""Maps each kind of input to the setting that limits its tokens (for a video, per frame) and the setting's default."""
 
 
 def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Return the number of rows and columns of image tokens whose shape is closest to an image's.
+    """Return the number of rows and columns of image tokens whose ratio is closest to the aspect ratio of an image.
 
     Args:
         height, width: size of the image in pixels.
@@ -58,7 +58,7 @@ def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]
     if high * wide > most:
         high = (most / ratio) ** 0.5
         wide = high * ratio
-    # Each side is rounded down or up. Of two shapes equally close, the first one of transformers' set is taken.
+    # Each side is rounded down or up. If two shapes are equally close, the first one in transformers' set is taken.
     sides = (math.floor(high), math.ceil(high)), (math.floor(wide), math.ceil(wide))
     grids = [grid for grid in set(itertools.product(*sides)) if min(grid) >= 1 and math.prod(grid) <= most]
     if not grids:
@@ -80,7 +80,7 @@ class MuseGlimmerImages:
     def __init__(self, settings: Mapping[str, Any], kind: str = "image") -> None:
         check_settings(settings, do_resize=True, do_convert_rgb=True, resample=LANCZOS)
         self.kind = kind
-        # Sides of a patch in pixels, of a token in patches, and the frames of a patch.
+        # The side of a patch in pixels, the side of a token in patches, and the number of frames in a patch.
         self.patch, self.merge, self.frames = (
             int(settings.get(key) or value)
             for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
@@ -105,7 +105,7 @@ class MuseGlimmerImages:
     def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
         """Cut an image, or the frames of a video, into patches.
 
-        A patch spans several frames. The last frame is repeated if there are too few.
+        A patch spans several frames. The last frame is repeated if there are too few frames.
 
         Args:
             frames: the frames of a video, all of one size, or a single image, as PIL images or anything that
@@ -148,7 +148,8 @@ class MuseGlimmerProcessor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images, videos: turn images and videos into patches; set their attribute ``max_tokens`` for smaller images.
+        images, videos: converters that turn images and videos into patches; set their attribute ``max_tokens`` for
+            smaller images.
         image, video: the tokens that represent a part of an image and of a video. In a text, they are the placeholders.
 
     Raises:
@@ -206,7 +207,7 @@ class MuseGlimmerProcessor(Processor):
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
             images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
             videos: the sampled frames of each video, all frames of a video in one size.
-            fps: sampled frames per second, one number for all videos or one for each, which the timestamps need.
+            fps: sampled frames per second, which the timestamps need: one number for all videos, or one for each video.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -238,7 +239,8 @@ class MuseGlimmerProcessor(Processor):
             )
         pictures = each_once(read_image, one_list("MuseGlimmerProcessor", self.image, texts, images))
         clips: list[list[Image]] = [each_once(read_image, video) for video in videos]
-        # The pixels, which also check the frames of videos; then the text that replaces each placeholder.
+        # Compute the pixels, which also checks the frames of videos. Then write the text that replaces each
+        # placeholder.
         out = self.pixels(pictures, clips)
         sizes = [MediaSize(*image.size) for image in pictures]
         sizes += [MediaSize(*clip[0].size, len(clip), rate) for clip, rate in zip(clips, rates, strict=True)]
@@ -256,14 +258,14 @@ class MuseGlimmerProcessor(Processor):
         return self.image, self.video
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """See `Processor.written`. The tokens of each frame of a video follow its time."""
+        """See `Processor.written`. The tokens of each video frame follow the frame's time."""
         begin, end, video_begin, between, video_end = AROUND
         if size.frames is None:
             count = math.prod(self.images.tokens((size.width, size.height)))
             return f"{begin}{self.image * count}{end}", count
         make = self.videos
         count = math.prod(make.tokens((size.width, size.height)))
-        # A patch spans several frames, and has the time of the first one.
+        # A patch spans several frames, and has the time of the first frame.
         numbers, rate = (range(size.frames), size.fps) if size.numbers is None else (size.numbers, size.file_fps)
         times = [number / float(rate or 1) for number in numbers[:: make.frames]]
         frames = [make.time.format(timestamp=time) + self.video * count for time in times]
@@ -301,7 +303,7 @@ class MuseGlimmerProcessor(Processor):
         }
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """The limits of tokens that were changed since they were read."""
+        """Return the token limits that were changed after loading."""
         parts = {"image_processor": self.images, "video_processor": self.videos}
         return {
             part: {LIMITS[make.kind][0]: make.max_tokens}

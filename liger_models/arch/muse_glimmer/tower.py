@@ -91,7 +91,7 @@ class MuseGlimmerTower(nn.Module):
         self.full = [vision.is_full(layer) for layer in range(vision.num_hidden_layers)]
         self.ln_post = norm(vision.layer_norm_eps)
         self.rotary = AxialRotaryEmbedding(C // H, vision.rope_theta)
-        # From the tower to the decoder.
+        # These layers connect the tower to the decoder.
         wide, width = config.out_hidden_size, config.projector_hidden_size
         act = ACTIVATIONS[config.projector_hidden_act]
         self.adapter = LigerMLP(wide, width, width, act=act, bias=False, kernel=kernels.swiglu)
@@ -111,8 +111,8 @@ class MuseGlimmerTower(nn.Module):
         positions = interpolate_positions(local(self.pos_embed.weight), patches, aligned=False)
         placed = self.ln_pre(embedded + positions.to(embedded.dtype))
 
-        # Patches in the order of their windows, so that a window is one segment. Rotation is by column, then by row,
-        # both counted from 1.
+        # Sort the patches by window, so that each window is one segment. Rotation is by column, then by row, both
+        # counted from 1.
         order, window = order_by_window(patches, 1, self.side)
         sorted_patches = patches.take(order, 1)
         axes = sorted_patches.position_ids.flip(0) + 1

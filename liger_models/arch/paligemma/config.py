@@ -22,19 +22,19 @@ TEXT: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }  # fmt: skip
-"""The language models, with values for keys that are missing in ``text_config``."""
+"""Maps each language model to default values for keys that are missing in ``text_config``."""
 
 WITHOUT_TEXT = {
     "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
     "num_key_value_heads": 1, "vocab_size": 257152,
 }  # fmt: skip
-"""The language model without a ``text_config``."""
+"""The sizes of the language model if config.json has no ``text_config``."""
 
 WITHOUT_VISION = {
     "hidden_size": 1152, "intermediate_size": 4096, "num_hidden_layers": 27, "num_attention_heads": 16,
     "image_size": 224, "patch_size": 14,
 }  # fmt: skip
-"""The tower without a ``vision_config``."""
+"""The sizes of the tower if config.json has no ``vision_config``."""
 
 ONLY_GEMMA2 = (
     "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
@@ -44,7 +44,9 @@ ONLY_GEMMA2 = (
 
 @dataclass(frozen=True, kw_only=True)
 class PaliGemmaConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a PaliGemma. ``text_type`` is "gemma" or "gemma2"; ``vision_config`` is the tower.
+    """Sizes and constants of a PaliGemma model; ``vision_config`` holds the sizes of the tower.
+
+    ``text_type`` is "gemma" or "gemma2".
 
     Raises:
         ValueError: the language model is not supported.
@@ -86,7 +88,7 @@ class PaliGemmaConfig(RMSNormDecoderConfig):
 
     @property
     def tokens_per_image(self) -> int:
-        """Number of image tokens of each image."""
+        """Number of image tokens per image."""
         return self.vision_config.patches_per_side**2
 
     def window(self, layer: int) -> int | None:
@@ -98,7 +100,7 @@ TOP = ("image_token_index", "vision_config", "tie_word_embeddings")
 """Keys of config.json that do not belong to the language model."""
 
 IGNORED_KEYS = (
-    # Sizes that follow from others.
+    # Sizes that follow from other sizes.
     "vocab_size", "_vocab_size", "projection_dim", "num_image_tokens",
     "ignore_index", "projector_hidden_act", "is_encoder_decoder",
     "use_bidirectional_attention",  # about the prefix, which is bidirectional in every PaliGemma
@@ -113,8 +115,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     ``image_token_id`` is also accepted for ``image_token_index``.
 
     Raises:
-        ValueError: the language model or the tower is not supported, or the projection has another width than the
-            language model.
+        ValueError: the language model or the tower is not supported, or the width of the projection is not the width of
+            the language model.
     """
     hf = {"image_token_index" if key == "image_token_id" else key: value for key, value in hf.items()}
     text = dict(hf.get("text_config") or WITHOUT_TEXT)
@@ -148,7 +150,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     text_type, vision = keys["text_type"], {**keys["vision_config"], "model_type": "siglip_vision_model"}
     unread = ("text_type", *TOP, *(ONLY_GEMMA2 if text_type == GEMMA else ()))
     text = {key: value for key, value in keys.items() if key not in unread}
-    for key in TEXT[text_type].keys() - set(unread):  # also None, which may not be the default
+    for key in TEXT[text_type].keys() - set(unread):  # also write None, which may not be the default
         text.setdefault(key, keys.get(key))
     if text_type == GEMMA2:
         text["hidden_activation"] = text.pop("hidden_act", "gelu_pytorch_tanh")

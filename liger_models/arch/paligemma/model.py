@@ -1,16 +1,16 @@
 """PaliGemma and PaliGemma 2: model_type ``paligemma``.
 
 The language model is Gemma, or Gemma 2 in PaliGemma 2. The vision tower is SigLIP, and a linear layer projects each of
-its patches to an image token. The tokens of a document before its answer are the prefix: the images, the beginning of
-a text, and the question. They attend to each other in both directions, in all layers and beyond the window, and the
+its patches to an image token. The tokens of a document before its answer are the prefix: the images, the BOS token, and
+the question. The tokens of the prefix attend to each other in both directions, in all layers and beyond the window. The
 tokens of the answer attend to all tokens before them, as in every decoder.
 
 ``token_type_ids`` are 0 in the prefix and 1 after it. Without ``token_type_ids``, transformers lets all tokens of a row
-attend to each other, even to their own labels, if the batch has no padding and attention is "sdpa". Here the prefix
-then ends before the first label of a document. Without labels, the forward is causal, and the prompts of ``generate``
-are prefixes.
+attend to each other, even to their own labels, if the batch has no padding and attention is "sdpa". In this package,
+the prefix then ends before the first label of a document. Without labels, the forward is causal, and the prompts of
+``generate`` are prefixes.
 
-In transformers, positions start at 1, and here they start at 0. Attention depends only on their differences.
+Positions start at 1 in transformers and at 0 in this package. Attention depends only on their differences.
 
 Source: https://arxiv.org/abs/2407.07726, https://arxiv.org/abs/2412.03555, transformers ``models/paligemma``.
 """
@@ -107,9 +107,9 @@ class LigerPaliGemma(EqualImageModel, CappedGemmaModel):
             input_ids: [B, T] int64, with one placeholder per image token.
             pixel_values: [images, channels, height, width]; the images are in the order of their placeholders.
             token_type_ids: [B, T] integers, 0 for the tokens of the prefix and for padding, and 1 for the tokens after
-                the prefix. Tokens of the prefix attend to each other in both directions. [B, P] with P < T stands for
-                rows whose other tokens are 1. Default: with ``labels``, the prefix of a document ends before its first
-                label; otherwise there is no prefix. After cached tokens, they are ignored.
+                the prefix. Tokens of the prefix attend to each other in both directions. If the shape is [B, P] with P
+                < T, all later tokens have type 1. Default: with ``labels``, the prefix of a document ends before its
+                first label; otherwise there is no prefix. After cached tokens, ``token_type_ids`` are ignored.
             options: as in `Decoder.forward`; images need ``input_ids``.
 
         Returns:
@@ -175,7 +175,7 @@ def find_prefix(
     ):
         raise ValueError(f"forward: token_type_ids and labels must be [{B}, {T}], got {list(types.shape)}.")
 
-    # The tokens after a prefix. Padding is neither before nor after it.
+    # Find the tokens after a prefix. Padding is neither before nor after the prefix.
     if token_type_ids is None:
         after = types != -100
     else:
@@ -213,7 +213,7 @@ def weight_map(config: PaliGemmaConfig) -> WeightMap:
 
 
 def other_maps(config: PaliGemmaConfig) -> list[WeightMap]:
-    """Return the other layouts of tensor names that can be read: of transformers 5, and of its modules since 4.52."""
+    """Return the weight maps of other layouts that are read: of transformers 5, and of its modules since 4.52."""
     return [_map(config, HUB, ""), _map(config, MODULES, ""), _map(config, MODULES, ".vision_model")]
 
 

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class PaliGemmaImages(ImageConverter):
-    """Resizes images to the size of the tower, whatever their ratio.
+    """Resizes images to the tower's image size, whatever their aspect ratio.
 
     Args:
         settings: the content of preprocessor_config.json.
         image_size: height and width of the tower's images, in pixels.
 
     Raises:
-        ValueError: the settings request a feature that is not implemented, or another size than the tower's.
+        ValueError: the settings request a feature that is not implemented, or a size other than the tower's.
     """
 
     def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
@@ -54,7 +54,7 @@ class PaliGemmaImages(ImageConverter):
         return f"PaliGemmaImages(size={self.size})"
 
     def __call__(self, source: "Source") -> Tensor:
-        """Return the image, [3, image_size, image_size] fp32."""
+        """Return the pixels [3, image_size, image_size] fp32 of an image."""
         return self.normalize(to_tensor(read_image(source), self.size, BICUBIC))
 
 
@@ -87,11 +87,11 @@ class PaliGemmaProcessor(LlavaProcessor):
         """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
 
         Args:
-            texts: one text or several, with one placeholder per image. If none has a placeholder, the images come
-                before the texts: one for each, or a list for each.
+            texts: one text or several, with one placeholder per image. If no text has a placeholder, images are placed
+                before the texts: one image or one list of images for each text.
             images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
             suffix: the answer to each text, which is followed by the end token and gets ``labels``.
-            bos: whether texts get the form of `framed`; False if a chat template has written them.
+            bos: whether `framed` is applied to the texts; False if a chat template has rendered them.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -119,7 +119,7 @@ class PaliGemmaProcessor(LlavaProcessor):
         return out | self.joined(pixels)
 
     def framed(self, text: str, *, is_prompt: bool) -> str:
-        """See `Processor.framed`: the beginning of a text follows its images, and a line break ends a prompt."""
+        """See `Processor.framed`: the BOS token follows the images of a text, and a line break ends a prompt."""
         end = text.rfind(self.image)
         end = 0 if end < 0 else end + len(self.image)
         return f"{text[:end]}{self.tokenizer.bos_token or ''}{text[end:]}" + ("\n" if is_prompt else "")
@@ -152,7 +152,7 @@ def _types(masks: Any, seen: Any) -> Any:
     """Return 1 for the tokens from the first answer on, and 0 for others and for padding; [B, T] or lists.
 
     Args:
-        masks: 1 for the tokens of answers; None without answers.
+        masks: 1 for the tokens of answers; None if there are no answers.
         seen: 1 for tokens and 0 for padding.
     """
     if isinstance(seen, Tensor):

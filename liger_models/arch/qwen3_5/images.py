@@ -66,9 +66,9 @@ class LigerQwen3_5(MRopeModel, HybridModel):
     """Qwen3.5 and 3.6 with images and videos, the dense models: model_type ``qwen3_5``.
 
     The language model is ``qwen3_5_text``: three of every four layers have linear attention (Gated DeltaNet), and every
-    fourth layer has gated full attention. Vision tower, positions and processor are those of Qwen3-VL, but without
-    DeepStack. The layers for multi-token prediction (``mtp``) are kept and saved with the model; `LigerMTP` trains
-    them.
+    fourth layer has gated full attention. The vision tower (without DeepStack), the positions and the processor are the
+    same as in Qwen3-VL. The layers for multi-token prediction (``mtp``) are kept and saved with the model; `LigerMTP`
+    trains them.
     """
 
     config_class: ClassVar[type[Any]] = Qwen3_5Config

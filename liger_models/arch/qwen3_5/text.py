@@ -42,8 +42,8 @@ class LigerQwen3_5Text(HybridModel):
     """The dense text models of Qwen3.5 and 3.6: model_type ``qwen3_5_text``.
 
     Three of every four layers have linear attention (Gated DeltaNet), and every fourth layer has gated full attention;
-    see `liger_models.arch.qwen3_5.block`. The MLP is that of Qwen3. The layers for multi-token prediction (``mtp``) are
-    kept and saved with the model, and `LigerMTP` trains them.
+    see `liger_models.arch.qwen3_5.block`. The MLP is the same as in Qwen3. The layers for multi-token prediction
+    (``mtp``) are kept and saved with the model, and `LigerMTP` trains them.
     """
 
     config_class: ClassVar[type[Any]] = Qwen3_5TextConfig
