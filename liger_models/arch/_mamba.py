@@ -171,7 +171,7 @@ def hybrid_map(
 
 
 def read_limits(limits: Sequence[Any] | None) -> list[float] | None:
-    """Read ``time_step_limit`` from config.json. None stands for (0, infinity), which no JSON number expresses.
+    """Read ``time_step_limit`` from config.json. None stands for (0, infinity), which JSON cannot express.
 
     Transformers 5 writes infinity as ``{"__float__": "Infinity"}``, and older versions write ``Infinity``.
 

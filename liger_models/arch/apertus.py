@@ -87,7 +87,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """If there is no scaling, write so explicitly: a config.json without rope parameters stands for scaling."""
+    """If the rotation is not scaled, write so explicitly: without rope parameters, config.json means scaling."""
     return dict(keys) | {"rope_scaling": keys["rope_scaling"] or {"rope_type": "default"}}
 
 

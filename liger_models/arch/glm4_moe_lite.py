@@ -8,7 +8,7 @@ they are one MLP, whose output is not gated. Experts are scored by a sigmoid. To
 considered, where the score of a group is the sum of its two best scores. The routing weights are the scores without the
 bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays in
 fp32, and gradients do not train it. The weights of the layer for multi-token prediction, which follows the last layer,
-are kept and saved again.
+are kept and saved with the model.
 
 Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe_lite``.
 """

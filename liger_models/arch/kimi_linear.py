@@ -107,7 +107,7 @@ class KimiLinearConfig(LatentDecoderConfig):
 
     @property
     def n_shared_experts(self) -> int:
-        """Number of shared experts, which process all tokens and are one MLP."""
+        """Number of shared experts, which process all tokens and form one MLP."""
         return self.num_shared_experts
 
     def is_linear(self, layer: int) -> bool:
@@ -182,8 +182,8 @@ def weight_map(
     Args:
         config: config of the model.
         moe, dense: names of a block's mixture of experts and of its dense MLP.
-        fused: whether the layout is the one of transformers' modules in memory: one tensor for each projection of all
-            experts in a layer, and one tensor for all convolutions in a layer.
+        fused: whether the layout is the one of transformers' modules in memory. It has one tensor for each projection
+            of all experts in a layer, and one tensor for all convolutions in a layer.
     """
     layers = range(config.num_hidden_layers)
     experts, mlp = f"model.layers.{{sparse}}.{moe}", f"model.layers.{{dense}}.{dense}"

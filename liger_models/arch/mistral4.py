@@ -13,8 +13,8 @@ config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention 
 Mistral publishes next to the weights (``apply_scale: false``), it does not; in transformers, it does. The field
 ``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, True follows transformers.
 
-The language model of a checkpoint with images (model_type ``mistral3``) is loaded by
-``LigerMistral4.from_pretrained(folder)``, without the tensors of its vision tower.
+``LigerMistral4.from_pretrained(folder)`` loads the language model of a checkpoint with images (model_type
+``mistral3``), without the tensors of the vision tower.
 
 Source: https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/mistral4``.

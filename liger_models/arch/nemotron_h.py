@@ -116,7 +116,7 @@ class NemotronHConfig(BaseConfig):
 
     @property
     def head_size(self) -> int:
-        """Dimension of a head of attention."""
+        """Dimension of an attention head."""
         return self.head_dim
 
     @property

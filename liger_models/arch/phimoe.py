@@ -45,7 +45,7 @@ from liger_models.layers.rope import LongRopeScaling
 class PhimoeConfig(DecoderConfig):
     """Sizes and constants of a Phi-3.5-MoE model.
 
-    ``intermediate_size`` is the width of one expert, and ``rms_norm_eps`` the epsilon of the LayerNorms.
+    ``intermediate_size`` is the width of one expert, and ``rms_norm_eps`` is the epsilon of the LayerNorms.
 
     Raises:
         ValueError: the rotation has a scaling other than LongRoPE with both factors of cos and sin, or the number of

@@ -1,8 +1,8 @@
 """Seed-OSS 36B: model_type ``seed_oss``.
 
 Differs from Llama: ``attention_bias`` selects whether the q, k and v projections have biases, and
-``attention_out_bias`` whether the output projection has one; in training, dropout is applied to the output of each
-branch.
+``attention_out_bias`` selects whether the output projection has one. In training, dropout is applied to the output of
+each branch.
 
 Source: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct, transformers ``models/seed_oss``.
 """

@@ -70,8 +70,8 @@ class CapturedStep:
         """Run the forward and the backward.
 
         Args:
-            batch: the arguments of the forward, by name. Tensors must have the same shapes and dtypes as at the
-                capture, on any device. All other values must be equal.
+            batch: the arguments of the forward, by name. Tensors must have the same shapes and dtypes as in the
+                captured batch; they may be on any device. All other values must be equal.
 
         Returns:
             The loss, [] fp32, detached.

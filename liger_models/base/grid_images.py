@@ -69,7 +69,7 @@ class GridImageModel(VisionLanguageModel):
             input_ids: [B, T] int64, with one placeholder per image token.
             pixel_values: [N, values], the patches of all images, concatenated. The processor determines the order of
                 the values of a patch.
-            image_grid_thw: [images, 3] int64, number of frames, rows and columns of patches of each image, in the order
+            image_grid_thw: [images, 3] int64, each image's number of frames, rows and columns of patches, in the order
                 of the text.
             pixel_values_videos, video_grid_thw: patches and grids of videos.
             second_per_grid_ts: [videos], seconds between consecutive frames of patches, for models whose positions

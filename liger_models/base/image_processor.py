@@ -46,7 +46,7 @@ class ImageProcessor(Processor):
     """
 
     adds_special_tokens: ClassVar[bool] = True
-    """Whether a text without a chat template gets the tokenizer's special tokens."""
+    """Whether a text that no chat template has rendered gets the tokenizer's special tokens."""
     video: str | None = None
     """The placeholder of a video. Texts that contain it are refused."""
 

@@ -115,7 +115,7 @@ class ImageTokenModel(VisionLanguageModel):
 
     @property
     def images_are_bidirectional(self) -> bool:
-        """Whether the tokens of an image attend to each other in both directions. By default they are causal."""
+        """Whether the tokens of an image attend to each other in both directions. By default, they do not."""
         return False
 
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
@@ -187,7 +187,10 @@ class EqualImageModel(ImageTokenModel):
 
     @abstractmethod
     def tokens_of(self, pixels: Tensor | None) -> int:
-        """Return the number of image tokens per image in ``pixels``, or per image of the config's size for None."""
+        """Return the number of image tokens per image in ``pixels``.
+
+        None stands for images of the size in the config.
+        """
 
     def take_pixels(self, pixel_values: Tensor | None) -> tuple[Tensor, ...] | None:
         """Check ``pixel_values``, and return the argument ``images`` of `run_with_images`.

@@ -223,7 +223,7 @@ def _naming(located: "Path | bytes") -> "Iterator[str]":
 def read_image(source: "Source") -> "Image":
     """Read an image as RGB; see `open_image`. Transparent images are composited onto white.
 
-    Images of 16 bits per pixel are scaled to 8 bits. A PIL image in RGB is returned as it is, without a copy.
+    Images with 16 bits per pixel are scaled to 8 bits. A PIL image in RGB is returned as it is, without a copy.
 
     Raises:
         ImportError, OSError, TypeError: as for `open_image`.
@@ -319,7 +319,7 @@ def slots_of_frame(number: int, frames: int, depth: int) -> range:
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along the first dimension, after padding their other dimensions with zeros to the largest.
+    """Concatenate tensors along the first dimension, after padding all other dimensions with zeros to the largest size.
 
     The other dimensions differ only where images are padded: Llama 3.2 Vision has the images of a row in its second
     dimension, LLaVA-NeXT has tiles there, and images of Pixtral and Mistral Small 3 keep their own height and width.
@@ -341,8 +341,8 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 def reuse_memory() -> None:
     """Let Pillow keep the memory of images, up to 256 MB in this process, for later images.
 
-    Otherwise each image gets new pages from the system, which takes time for large images. This function has no effect
-    if the program or the environment variable PILLOW_BLOCKS_MAX has set the number of blocks.
+    Otherwise, each image gets new memory pages from the system, which takes time for large images. This function has no
+    effect if the program or the environment variable PILLOW_BLOCKS_MAX has set the number of blocks.
     """
     from PIL import Image
 

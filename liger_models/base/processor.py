@@ -35,6 +35,8 @@ NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
 class TextOptions(TypedDict, total=False):
     """Keyword arguments that every processor takes besides texts and images. They mean the same as in transformers.
 
+    Defaults are in parentheses.
+
     Attributes:
         padding: True or "longest" pads to the longest row, "max_length" to ``max_length``. False does not pad. (True)
         padding_side: "left" (generation) or "right" (training). (``processor.tokenizer.padding_side``)
@@ -257,7 +259,7 @@ class Processor(ABC):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """Maps "image" and "video" to regular expressions for the placeholders that the text of `written` replaces."""
+        """Maps "image" and "video" to regular expressions for the placeholders, which texts from `written` replace."""
         return {"image": re.escape(self.image)}
 
     @property

@@ -180,7 +180,7 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
 
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
-    """The levels of names below the tower's prefix, where transformers 5 writes the second one for CLIP."""
+    """The levels of names below the tower's prefix. For CLIP, transformers 5 writes the second level."""
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 

@@ -1,4 +1,4 @@
-"""The names that checkpoints of these families have in common: keys of config.json and prefixes of tensors."""
+"""The names that checkpoints of LLaVA and related families share: keys of config.json and prefixes of tensors."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Prefixes(NamedTuple):
 
     Attributes:
         text, tower: prefixes of the language model and of the tower.
-        top: prefix of the projector and of further tensors, with its dot.
+        top: prefix of the projector and of further tensors, including the final dot.
         head: name of the head's weight.
     """
 

@@ -41,7 +41,7 @@ def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
 
 
 class LlavaImages(ImageConverter):
-    """Resizes the shorter side of an image, and crops the center to the size of the tower.
+    """Resizes the shorter side of an image, and crops the center to the tower's image size.
 
     Args:
         settings: the content of preprocessor_config.json.

@@ -24,12 +24,12 @@ class Tiles(NamedTuple):
     right: int
 
     def count(self, base: int) -> int:
-        """The number of image tokens: ``base`` tokens of the whole image, the tiles' tokens, and one after each row."""
+        """Number of image tokens: ``base`` for the whole image, the tiles' tokens, and one token after each row."""
         return base + (self.bottom - self.top) * (self.right - self.left + 1)
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Choose the (height, width) on which an image keeps the most pixels or, among equals, leaves the fewest empty."""
+    """Choose the canvas (height, width) that keeps most pixels of an image or, among equals, has least empty space."""
     best, most, least = (0, 0), -1, 0
     for canvas_height, canvas_width in resolutions:
         scale = min(canvas_width / width, canvas_height / height)

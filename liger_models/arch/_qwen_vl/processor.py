@@ -49,7 +49,7 @@ def smart_resize(
     Args:
         height, width: size of the image in pixels.
         factor: side of an image token in pixels.
-        min_pixels, max_pixels: bounds of the area, or for a video of the total area of all frames.
+        min_pixels, max_pixels: bounds of the area; for a video, bounds of the total area of all frames.
         frames: number of frames, and this number after rounding it to a multiple of the frames per token.
 
     Returns:
@@ -364,9 +364,9 @@ class QwenVLProcessor(Processor):
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [N, P] and ``image_grid_thw``
-            [images, 3]; with videos ``pixel_values_videos``, ``video_grid_thw`` and, for Qwen2.5-VL,
-            ``second_per_grid_ts``.
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [N, P] and
+            ``image_grid_thw`` [images, 3]; if there are videos, also ``pixel_values_videos``, ``video_grid_thw`` and,
+            for Qwen2.5-VL, ``second_per_grid_ts``.
 
         Raises:
             ValueError: the number of placeholders does not match the number of images or videos, a required ``fps`` is
@@ -436,7 +436,7 @@ class QwenVLProcessor(Processor):
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`. The last one is the token of videos."""
+        """See `Processor.media_tokens`. The last one represents parts of a video."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:

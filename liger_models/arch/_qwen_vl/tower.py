@@ -58,7 +58,7 @@ class QwenTower(nn.Module):
         norm: function that returns a norm of a given width.
         mlp: function that returns the MLP of a block.
         kernels: which parts run on fused kernels.
-        positions: number of learned positions; None for a tower without any, whose patch embedding has no bias.
+        positions: number of learned positions. None means no learned positions, and no bias in the patch embedding.
         merger: the layer that makes image tokens from the blocks' output; None for a `PatchMerger`.
         attention: further arguments of `VisionBlock`.
     """
@@ -128,7 +128,7 @@ def tower_entries(
 
 
 def merger_entries(ours: str, theirs: str, parts: Mapping[str, str], *, norm_bias: bool = True) -> dict[str, str]:
-    """Return the entries of a weight map for a `PatchMerger`; ``parts`` maps names of its parts to the checkpoint's."""
+    """Return the entries of a weight map for a `PatchMerger`; ``parts`` maps its parts' names to the checkpoint's."""
     return {
         f"{ours}.{part}.{parameter}": f"{theirs}.{name}.{parameter}"
         for part, name in parts.items()

@@ -1,18 +1,18 @@
-"""The choice of a grid of tiles by the aspect ratio of an image (InternVL, LFM2-VL)."""
+"""Functions that choose a grid of tiles by the aspect ratio of an image (InternVL, LFM2-VL)."""
 
 import functools
 
 
 @functools.cache
 def grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Return all grids of ``least`` to ``most`` tiles as (columns, rows), those with fewer tiles first."""
+    """Return all grids with ``least`` to ``most`` tiles as (columns, rows), ordered by their number of tiles."""
     sides = range(1, most + 1)
     pairs = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
     return sorted(pairs, key=lambda pair: pair[0] * pair[1])
 
 
 def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
-    """Choose the grid of tiles whose aspect ratio is nearest to the aspect ratio of an image, whatever its size.
+    """Choose the grid of tiles whose aspect ratio is nearest to an image's aspect ratio.
 
     If several grids are equally near, choose the largest one whose area is less than twice the area of the image.
 

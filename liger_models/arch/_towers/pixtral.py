@@ -127,9 +127,9 @@ class PixtralTower(nn.Module):
             sizes: [n, 2] int64, height and width of each image in pixels.
 
         Returns:
-            The pair ``(x, residual)`` [1, N, C], whose sum is the output of the last block. The N patches are in the
-            order of the images, and within an image block by block. In a compiled graph, which cannot depend on
-            ``sizes``, the padding follows the patches of all images.
+            The pair ``(x, residual)`` [1, N, C], whose sum is the output of the last block. The N patches are ordered
+            by image, and within an image by block. In a compiled graph, which cannot depend on ``sizes``, the padding
+            follows the patches of all images.
         """
         m, p = self.merge, self.patch
         values = rearrange(pixels, "n c (h m y) (w k x) -> (n h w m k) (c y x)", m=m, k=m, y=p, x=p)

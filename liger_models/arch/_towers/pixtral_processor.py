@@ -41,10 +41,10 @@ class PixtralImages(ImageConverter):
         side: height and width of an image token in pixels.
 
     Attributes:
-        longest: the largest length of the longer side in pixels; users may change it.
+        longest: the maximum length of the longer side in pixels; users may change it.
 
     Raises:
-        ValueError: the settings request a feature that is not implemented, or have no positive limit.
+        ValueError: the settings request a feature that is not implemented, or their limit is not positive.
     """
 
     def __init__(self, settings: Mapping[str, Any], side: int) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1, and Moonlight: model_type ``deepseek_v3``. Kimi K2 has the same layers: ``kimi_k2``.
+"""DeepSeek V3, R1 and V3.1, and Moonlight: model_type ``deepseek_v3``. Kimi K2 (``kimi_k2``) has the same layers.
 
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
 (`LigerLatentAttention`). From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts.
@@ -8,8 +8,8 @@ Experts are scored by a sigmoid. To choose experts, ``e_score_correction_bias`` 
 The routing weights are the scores without the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied
 by ``routed_scaling_factor``. The bias stays in fp32, and gradients do not train it. With YaRN, attention scores are
 multiplied by the square of a factor that follows from ``mscale_all_dim``. The weights of the layers for multi-token
-prediction, which follow the last layer, are kept and saved again. Checkpoints of Kimi K2 are saved with the model_type
-``deepseek_v3``, which transformers can read.
+prediction, which follow the last layer, are kept and saved with the model. Checkpoints of Kimi K2 are saved with the
+model_type ``deepseek_v3``, which transformers can read.
 
 Source: https://arxiv.org/abs/2412.19437, transformers ``models/deepseek_v3``.
 """

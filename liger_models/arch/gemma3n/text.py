@@ -6,7 +6,7 @@ layers, all gates become 0 except those far above the mean of their token's gate
 sparsity p, a gate g becomes ``max(0, g − m − s · Φ⁻¹(p))`` before its activation. A second token embedding gives each
 block a second input, which is added to the other streams. Norms multiply by their weight, and values are normalized
 without a weight. Attention scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers``
-layers compute no keys and values; they use those of the last earlier layer of their type.
+layers compute no keys and values; they use the keys and values of the last earlier layer of their type.
 
 ``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. transformers leaves the
 second embedding out if it is given ``inputs_embeds``.

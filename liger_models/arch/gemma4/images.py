@@ -1,7 +1,8 @@
 """The Gemma 4 families with images: the language model of `text`, with image tokens in place of placeholders.
 
 If ``use_bidirectional_attention`` is "vision", the tokens of an image attend to each other in both directions, but only
-in layers with a window. Audio and videos are not supported; weights for audio are kept and saved again, but not used.
+in layers with a window. Audio and videos are not supported; weights for audio are kept and saved with the model, but
+not used.
 
 Source: transformers ``models/gemma4``, ``models/gemma4_unified``.
 """

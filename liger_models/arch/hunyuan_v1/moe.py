@@ -110,7 +110,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the keys of transformers 5, and refuse the released code's sizes that transformers does not read.
+    """Read the keys of transformers 5, and check the sizes that only the released code reads.
 
     Raises:
         ValueError: an expert does not have the width ``intermediate_size``, or a layer does not have exactly one shared

@@ -71,8 +71,8 @@ def weight_map(config: InternVLConfig) -> WeightMap:
 def other_maps(config: InternVLConfig) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    They are the names of transformers 5's modules and, for models with experts, both layouts with one tensor for each
-    projection of all experts.
+    These layouts use the names of transformers 5's modules, or store each projection of all experts in one tensor, or
+    both.
     """
     files, modules = ("language_model.model", "", "language_model.lm_head.weight"), (
         "model.language_model", "model.", "lm_head.weight",

@@ -1,7 +1,7 @@
 """The vision tower of InternVL, InternViT, which turns tiles into image tokens.
 
-Blocks scale the results of attention and MLP by learned vectors before they are added to the residual stream. A class
-token takes part in attention and is then dropped. Squares of patches are concatenated, normalized and projected.
+Blocks scale the results of attention and MLP by learned vectors before the results are added to the residual stream. A
+class token takes part in attention and is then dropped. Squares of patches are concatenated, normalized and projected.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """LFM2-VL and LFM2.5-VL (450M to 3B): model_type ``lfm2_vl``.
 
 The language model is LFM2. A large image is cut into tiles, and a small copy of the whole image is added; a small image
-is one tile of any size. The vision tower is SigLIP 2, whose learned positions are resampled to each tile. Squares of
-``downsample_factor`` x ``downsample_factor`` patches are concatenated and projected to one image token by a norm and a
-plain MLP.
+is one tile of any size. The vision tower is SigLIP 2, whose learned positions are resampled to each tile. Each square
+of ``downsample_factor`` x ``downsample_factor`` patches is concatenated, normalized, and projected to one image token
+by a plain MLP.
 
 Source: https://arxiv.org/abs/2511.23404, transformers ``models/lfm2_vl``.
 """

@@ -49,11 +49,11 @@ def canvases(most: int) -> list[tuple[int, int]]:
 class Llama4Images(ImageConverter):
     """Resizes images, keeping their proportions, pads them with black, and splits them into tiles.
 
-    Of the arrangements of tiles that do not shrink an image, the one that could enlarge it least is chosen. If all
-    arrangements shrink it, the one that shrinks it least is chosen. Of equally good arrangements, the one with the
-    fewest tiles is chosen. An image is not enlarged beyond the size of one tile. With ``resize_to_max_canvas``, it is
-    enlarged further, and the arrangement that enlarges it most is chosen. If there are several tiles, the whole image
-    follows as one more tile.
+    Among the arrangements of tiles that do not shrink an image, the one that could enlarge it least is chosen. If all
+    arrangements shrink the image, the one that shrinks it least is chosen. Among equally good arrangements, the one
+    with the fewest tiles is chosen. An image is not enlarged beyond the size of one tile. With
+    ``resize_to_max_canvas``, it is enlarged further, and the arrangement that enlarges it most is chosen. If there are
+    several tiles, the whole image follows as one more tile.
 
     Args:
         settings: the content of preprocessor_config.json.

@@ -19,7 +19,10 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 IMAGES_SEEN = "images_seen"
-"""Key in the decode cache. The value [B, 2, tiles] bool has the last token's visible tiles and its document's tiles."""
+"""Key in the decode cache.
+
+The value [B, 2, tiles] bool marks the tiles that the last token sees, and all tiles of the token's document.
+"""
 
 
 @dataclass(frozen=True, eq=False)

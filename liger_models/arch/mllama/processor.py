@@ -38,9 +38,9 @@ BILINEAR = 2
 def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side: int) -> int:
     """Choose the arrangement of tiles for an image.
 
-    Of the arrangements that do not shrink the image, choose the one that enlarges it least. If all arrangements shrink
-    the image, choose the one that shrinks it least. Among equally good arrangements, choose the one with the fewest
-    tiles.
+    Among the arrangements that do not shrink the image, choose the one that enlarges it least. If all arrangements
+    shrink the image, choose the one that shrinks it least. Among equally good arrangements, choose the one with the
+    fewest tiles.
 
     Args:
         height, width: size of the image in pixels.

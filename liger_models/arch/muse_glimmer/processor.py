@@ -51,7 +51,7 @@ def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]
     Args:
         height, width: size of the image in pixels.
         side: side of a token in pixels.
-        most: maximum number of tokens. Larger images are scaled down to it.
+        most: maximum number of tokens. Larger images are scaled down to this number.
     """
     high, wide = height / side, width / side
     ratio = wide / high
@@ -211,8 +211,8 @@ class MuseGlimmerProcessor(Processor):
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [N, P] and ``image_grid_thw``
-            [images, 3]; with videos ``pixel_values_videos`` and ``video_grid_thw``.
+            ``input_ids`` and ``attention_mask`` [B, T]; if there are images, also ``pixel_values`` [N, P] and
+            ``image_grid_thw`` [images, 3]; if there are videos, also ``pixel_values_videos`` and ``video_grid_thw``.
 
         Raises:
             ValueError: the number of placeholders does not match the number of images or videos, ``fps`` is missing or

@@ -83,7 +83,7 @@ class PaliGemmaConfig(RMSNormDecoderConfig):
 
     @property
     def has_four_norms(self) -> bool:
-        """Whether the blocks are those of Gemma 2."""
+        """Whether each block has four norms, as in Gemma 2."""
         return self.text_type == GEMMA2
 
     @property

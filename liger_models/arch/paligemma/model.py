@@ -116,8 +116,8 @@ class LigerPaliGemma(EqualImageModel, CappedGemmaModel):
             `CausalLMOutput`.
 
         Raises:
-            ValueError: the number of placeholders does not match the number of image tokens; in a document, a token of
-                type 0 follows one of type 1, or has a label, which its prefix would see; otherwise as in
+            ValueError: the number of placeholders does not match the number of image tokens; a token of type 0 follows
+                a token of type 1 in a document, or has a label, which the prefix would see; otherwise as in
                 `Decoder.forward`.
         """
         images = self.take_pixels(pixel_values)
