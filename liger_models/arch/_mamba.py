@@ -84,7 +84,7 @@ def write_mixer(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 IGNORED_MIXER_KEYS = (
     "layers_block_type",  # computed from other keys
-    "mamba_chunk_size",  # a tile size of kernels
+    "mamba_chunk_size",  # only sets the chunk length in kernels
     "num_logits_to_keep",
     "time_step_floor",
     "time_step_max",

@@ -150,7 +150,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_KEYS = (
-    "chunk_size",  # a tile size of kernels
+    "chunk_size",  # only sets the chunk length in kernels
     "residual_in_fp32",
     "rescale_prenorm_residual",  # affects only the initial weights of new models
     "time_step_rank",

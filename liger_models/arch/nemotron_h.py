@@ -425,7 +425,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_KEYS = (
-    "attention_bias",  # attention has no biases, in transformers either
+    "attention_bias",  # attention has no biases, also in transformers
     "chunk_size",
     "expand",
     "hidden_dropout",

@@ -119,7 +119,7 @@ class Llama4Images(ImageConverter):
         if rows * columns > 1:
             cut.append(to_tensor(image, (self.side, self.side), BILINEAR))
         tiles = torch.stack(cut)
-        # Normalize in bf16, as the code does that the model was trained with.
+        # Normalize in bf16, like the code that the model was trained with.
         scaled = tiles.bfloat16() * self.normalize.factor
         return (scaled - self.normalize.mean.bfloat16()) / self.normalize.std.bfloat16(), (rows, columns)
 
