@@ -1,7 +1,7 @@
 """The sum of several tensors, accumulated in fp32: out[i] = (Σ_r parts[r, i]) / divisor.
 
-The kernel reads each part once and writes the result once. PyTorch's reduction takes several times as long for so few
-rows.
+The kernel reads each part once and writes the result once. For so few parts, PyTorch's reduction takes several times
+as long.
 """
 
 import torch
@@ -12,7 +12,8 @@ from liger_models.kernels.tiles import cdiv
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Number of results and of warps of a program. A thread loads eight bf16 elements in one 16-byte vector."""
+"""Number of results per program, and number of warps per program. A thread loads eight bf16 elements in one 16-byte
+vector."""
 
 
 @triton.jit

@@ -38,7 +38,7 @@ HAS_TRITON = type(triton).__name__ != "_Absent"
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 SHORT_LAUNCHES = ("3.6", "3.7")
-"""Versions of Triton whose compiled kernels take the arguments that `launch.Kernel` gives them."""
+"""Versions of Triton whose compiled kernels accept the arguments that `launch.Kernel` passes."""
 
 if (
     HAS_TRITON
@@ -49,7 +49,10 @@ if (
     from liger_models.kernels.launch import Kernel
 
     class _Triton:
-        """The module `triton`, whose decorator ``jit`` makes kernels with shorter launches if it has no options."""
+        """The module `triton` with another decorator ``jit``.
+
+        Without options, it makes kernels with shorter launches.
+        """
 
         def __init__(self, module: Any) -> None:
             self.module = module
@@ -65,7 +68,8 @@ ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _SAME_DEVICE: AbstractContextManager[Any] = nullcontext()
-"""The result of `on_device_of` where no device must be switched. Entering it takes the host almost no time."""
+"""What `on_device_of` returns if the current device need not change. Entering this context takes almost no host
+time."""
 
 _reference_only = False
 _triton_assumed = False
@@ -124,7 +128,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 def use_triton_for_integers(x: Tensor) -> bool:
-    """Like `use_triton`, for an op whose tensors have integers and no floating-point numbers."""
+    """Decide as `use_triton` does, for an op whose tensors hold only integers."""
     return use_triton(x.new_empty(0, dtype=torch.float32))
 
 
@@ -136,7 +140,7 @@ def is_differentiable(*tensors: Tensor | None) -> bool:
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context manager in which the device of ``x`` is the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":
-        # Without the checks of `torch.cuda.current_device`, since a tensor is already on a GPU.
+        # Skip the checks of `torch.cuda.current_device`, which are unnecessary because a tensor is already on a GPU.
         return _SAME_DEVICE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)
     if x.device.type == "xpu":
         return torch.xpu.device(x.device)

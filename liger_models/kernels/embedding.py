@@ -1,10 +1,11 @@
 """The lookup of rows of a table, and the sum of the gradients of equal rows.
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
-order of n, and 0 for rows that no id names. The ids are sorted first, so that equal ids are neighbors. A first kernel
-goes through `CHUNK` sorted ids per program. It writes the sum of a row if all ids of the row are in the chunk. For a
-row that begins in an earlier chunk or ends in a later one, it writes a partial sum in fp32. A second kernel adds the
-partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs are bitwise identical.
+order of n, and 0 for rows that no id names. The ids are sorted first, so that equal ids are neighbors. A first
+kernel goes through `CHUNK` sorted ids per program. If all ids of a row are in the chunk, the kernel writes the row's
+sum. If the row begins in an earlier chunk or ends in a later one, the kernel writes a partial sum in fp32. A second
+kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs are
+bitwise identical.
 
 The ids are saved.
 """
@@ -19,12 +20,12 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 CHUNK, COLUMNS, WARPS = 8, 1024, 4
-"""Number of sorted ids of a program, largest number of its columns, and number of its warps. In bf16, a thread has one
-16-byte vector of each row, and those of all rows are in flight at the same time."""
+"""Number of sorted ids per program, maximum number of columns per program, and number of warps per program. In bf16,
+a thread loads one 16-byte vector of each row, and the loads of all rows are in flight at the same time."""
 
 CHUNKS, STAGES = 1024, 4
-"""Number of chunks whose first ids one program of the second kernel reads at a time; number of its partial sums in
-flight."""
+"""Number of chunks whose first ids a program of the second kernel reads at a time, and number of partial sums that
+the program has in flight."""
 
 
 def embedding_reference(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -86,7 +87,7 @@ def _partials_kernel(
     if tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == row:  # the row begins in an earlier chunk
         return
 
-    # The number of later chunks that begin with this row.
+    # Count the later chunks that begin with this row.
     count = 0
     chunks = tl.arange(0, CHUNKS)
     for start in range(chunk + 1, tl.cdiv(N, CHUNK), CHUNKS):
@@ -112,7 +113,7 @@ def _embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int) ->
     N, C = ids.numel(), dy.shape[-1]
     dw = dy.new_zeros(rows, C)
     if dy.numel():
-        # Sorting 32-bit numbers takes half as many passes.
+        # Sorting 32-bit integers takes half as many passes as sorting 64-bit integers.
         ordered, order = ids.flatten().to(torch.int32).sort(stable=True)
         chunks, block = cdiv(N, CHUNK), min(next_power_of_2(C), COLUMNS)
         partial = torch.empty(chunks, 2, C, dtype=torch.float32, device=dy.device)
@@ -144,7 +145,7 @@ def embedding(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Te
     Args:
         weight: [V, C], float32, float16 or bfloat16.
         ids: [...] int64 or int32, from 0 to V − 1.
-        padding_idx: the row that gets no gradient, from 0 to V − 1; None if there is none.
+        padding_idx: index of the row that gets no gradient, from 0 to V − 1; None if every row gets one.
 
     Returns:
         [..., C] in the dtype of the weight.

@@ -1,8 +1,8 @@
 """Gated activations (SwiGLU, GeGLU) of a packed projection, in which gate and up are interleaved.
 
-Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. A shard over f is therefore a contiguous slice of the
-rows of the projection's weight. The forward computes the activation in fp32, with s = ``gate_scale``, which is usually
-1::
+Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. If f is sharded over ranks, each shard is therefore
+a contiguous slice of the rows of the projection's weight. The forward computes the activation in fp32, with s =
+``gate_scale``, which is usually 1::
 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
     y = cast(a · up)
@@ -36,8 +36,9 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 BLOCK = 1024
 NUM_WARPS = 8
-"""Number of results and of warps of a program. In bf16, a thread loads 4 pairs of gate and up in one 16-byte vector and
-computes 4 results. Splitting and interleaving then need no shared memory; with 8 pairs per thread, both would."""
+"""Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in
+one 16-byte vector and computes 4 results. Splitting and interleaving then need no shared memory. With 8 pairs per
+thread, both would need it."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
@@ -72,7 +73,10 @@ def _activation(g, ACT: tl.constexpr):
 
 @triton.jit
 def _load_pairs(pointer, left, BLOCK: tl.constexpr):
-    """Load gate and up for BLOCK results in fp32. ``left`` is the number of results from the pointer to the end."""
+    """Load gate and up for BLOCK results in fp32.
+
+    ``left`` is the number of results from the pointer to the tensor's end.
+    """
     elements = tl.arange(0, 2 * BLOCK)
     pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)
     gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))

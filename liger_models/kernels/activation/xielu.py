@@ -11,10 +11,10 @@ The backward sums the gradients of the coefficients over all elements; each prog
     dx = dy · (n · (exp(x) − 1) + β)          dn = Σ dy · (exp(min(x, ε)) − 1 − x)     for x < ε
     dx = dy · (β − n)                         dn as above                              otherwise
 
-``exp(x) − 1 − x`` is close to x² / 2 for small x, where the difference would lose all digits. A polynomial replaces it
-from −1/2 on.
+For small x, ``exp(x) − 1 − x`` is close to x² / 2, and computing it as a difference would lose all digits. For x ≥
+−1/2, the kernel therefore evaluates a polynomial instead.
 
-Source: https://arxiv.org/abs/2411.13010, as in transformers, which also has ε.
+Source: https://arxiv.org/abs/2411.13010; ε is from the implementation in transformers.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -29,7 +29,7 @@ from liger_models.kernels.tiles import cdiv
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Number of elements and of warps of a program. Each thread has one 16-byte vector of bf16."""
+"""Number of elements per program, and number of warps per program. In bf16, each thread loads one 16-byte vector."""
 
 
 def xielu_reference(x: Tensor, coefficients: Tensor) -> Tensor:
@@ -53,7 +53,10 @@ def _remainder(x):
 
 @triton.jit
 def _parts(x, eps):
-    """Return the factors of p and n in y, which are 0 where the other coefficient counts, and exp(x) − 1."""
+    """Return exp(x) − 1 and the factors by which y multiplies p and n.
+
+    Where y uses one of them, the other's factor is 0.
+    """
     bounded = tl.minimum(x, eps)
     remainder = _remainder(bounded)
     positive = x > 0.0
@@ -117,7 +120,7 @@ def xielu_backward(
     Args:
         dy, x: [...] in any floating-point dtype.
         coefficients: as in `xielu`.
-        need_y: whether to compute the forward's output again. It overwrites dy, which must belong to the caller and
+        need_y: whether to recompute the forward's output y. y overwrites dy, which must belong to the caller and
             have the dtype of x.
         need_sums: whether to compute the gradient of the coefficients.
 

@@ -15,17 +15,17 @@ In the backward, let δ_i = do_i · o_i. dk and dv are also summed over the quer
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-Saved for the backward: q, k, v, o, m and 1 / Σ. A single log-sum-exp in place of m and Σ would be a number far from 0,
-and its rounding error would make p inaccurate. p and ds are rounded to the dtype of q, like the attention weights of
-the forward.
+The forward saves q, k, v, o, m and 1 / Σ for the backward. A single log-sum-exp in place of m and Σ would be a
+number far from 0, and its rounding error would make p inaccurate. p and ds are rounded to the dtype of q, as the
+forward rounds the attention weights.
 
-Neither the forward nor the backward is a single kernel. With a head dimension of 512, a program that kept o of 128
-queries in registers would need all registers of a Hopper multiprocessor, and so would a program that kept dk and dv of
+Neither the forward nor the backward is a single kernel. With a head dimension of 512, a program that kept o for 128
+queries in registers would need all registers of a Hopper multiprocessor. So would a program that kept dk and dv for
 64 keys. Programs with fewer queries or keys would load more bytes than the multiprocessors can take in. At this head
-dimension, writing and reading the attention weights takes little time compared with the matrix products that use them.
-One kernel therefore writes the visible tiles of the weights (in the backward, of p and ds) to a workspace, for some
-queries and heads at a time, and plain matrix products read these tiles. Together with the products from which the
-tiles are computed, the forward takes 2 matrix products and the backward 5. The kernels run in this order::
+dimension, writing and reading the attention weights takes little time compared with the matrix products that use
+them. One kernel therefore writes the visible tiles of the weights (in the backward, of p and ds) to a workspace, for
+some queries and heads at a time, and plain matrix products read these tiles. Together with the products from which
+the tiles are computed, the forward takes 2 matrix products and the backward 5. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel      δ
@@ -33,16 +33,16 @@ tiles are computed, the forward takes 2 matrix products and the backward 5. The 
     sum_over_keys_kernel   o = weights · v / Σ          gradients_kernel         dq = ds · k, dk = dsᵀ · q, dv = pᵀ · do
 
 The kernels are in `causal_attention_kernels.py`, and the layout of the workspace is in `workspace.py`. This file has
-the tile sizes for each kind of device, what the launches share (`LaunchPlan`), the forward and backward of the op, and
-the public function.
+the tile sizes for each kind of device, the constants that the launches share (`LaunchPlan`), the forward and
+backward of the op, and the public function.
 
-For each tile, the first kernel of the forward writes the weights exp2(s_ij − m), and for each row of the tile m and the
-sum of the weights. Except in fp16, m is 0 if the largest s of the row is within ±64, because bf16 and fp32 represent
-weights around 2^64 as accurately as weights around 1. Otherwise m is the largest s, rounded up. The second kernel adds
-the sums of all tiles of a query. If these tiles have different m, the second kernel also multiplies the weights in the
-workspace by powers of 2, which is exact except for tiny weights. The product with v is then a plain matrix product. The
-loop of this product cannot rescale the weights: with Triton 3.6, such a loop overwrites registers that the asynchronous
-products of the previous step still read.
+For each tile, the first kernel of the forward writes the weights exp2(s_ij − m). For each row of the tile, it also
+writes m and the sum of the weights. Except in fp16, m is 0 if the largest s of the row is within ±64, because bf16
+and fp32 represent weights around 2^64 as accurately as weights around 1. Otherwise m is the largest s, rounded up.
+The second kernel adds the sums of all tiles of a query. If these tiles have different m, the second kernel also
+multiplies the weights in the workspace by powers of 2, which is exact except for tiny weights. The product with v is
+then a plain matrix product. The loop of this product cannot rescale the weights: with Triton 3.6, such a loop
+overwrites registers that the asynchronous products of the previous step still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -74,11 +74,12 @@ class Tiles(NamedTuple):
     """Sizes of tiles and launch options for one kind of device.
 
     Attributes:
-        block_m, block_n: number of queries and of keys in a tile of weights, or of p and ds.
-        block_d: number of columns of a head that the kernels that write these tiles process per step.
+        block_m, block_n: number of queries and number of keys in a tile of weights (forward) or of p and ds
+            (backward).
+        block_d: number of columns of a head per step of the kernels that write these tiles.
         weights, scores: launch options of the kernels that write these tiles in the forward and in the backward.
         columns: number of columns of a tile of o, dq, dk and dv.
-        step: number of queries or keys that the kernels that write o, dq, dk and dv process per step.
+        step: number of queries or keys per step of the kernels that write o, dq, dk and dv.
         products: launch options of the kernels that write o, dq, dk and dv.
     """
 
@@ -97,8 +98,9 @@ LARGE = Tiles(
     weights={"num_warps": 4, "num_stages": 3}, scores={"num_warps": 8, "num_stages": 3},
     columns=256, step=64, products={"num_warps": 8, "num_stages": 4},
 )  # fmt: skip
-"""Tiles for half precision on GPUs with 226 KB of shared memory (Hopper, Blackwell). In the forward, two programs take
-208 of the 227 KB of a Hopper multiprocessor, so that one computes exponentials while the other multiplies."""
+"""Tiles for half precision on GPUs with 226 KB of shared memory (Hopper, Blackwell). In the forward, two programs
+take 208 of the 227 KB of shared memory of a Hopper multiprocessor, so that one program computes exponentials while
+the other multiplies."""
 
 SMALL = Tiles(
     64, 64, 32,
@@ -141,17 +143,17 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
     """Return ``documents``, ``low`` and ``last``, [B, S] int32 each, which bound the keys that a query sees.
 
     Token i and all later tokens see no key before ``low[i]``. ``last[j]`` is the last token i with ``low[i] <= j``.
-    Without documents and window, the three tensors are empty, and the kernels do not read them. For example, documents
-    0 0 1 1 2 give low 0 0 2 2 4 and last 1 1 3 3 4. Documents 0 0 1 1 0, the first one in two pieces, give low 0 0 0 0
-    0 and last 4 4 4 4 4: the last token sees the first, so no key can be left out.
+    Without documents and window, the three tensors are empty, and the kernels do not read them. For example,
+    documents 0 0 1 1 2 give low 0 0 2 2 4 and last 1 1 3 3 4. Documents 0 0 1 1 0, where document 0 consists of two
+    pieces, give low 0 0 0 0 0 and last 4 4 4 4 4: the last token sees the first token, so no key can be left out.
     """
     if documents is None and window is None:
         nothing = torch.empty(0, dtype=torch.int32, device=like.device)
         return nothing, nothing, nothing
     token = torch.arange(S, device=like.device).expand(B, -1)
 
-    # low is the later one of the window's first key and the document's first token. The latter is the least over all
-    # later tokens, because documents may be in any order.
+    # low is the later of two tokens: the first key of the window, and the earliest token of the documents to which this
+    # token and all later tokens belong. Later tokens count because documents may be in any order.
     low = torch.zeros_like(token) if window is None else (token - (window - 1)).clamp_min(0)
     if documents is None:
         documents = token
@@ -174,7 +176,7 @@ class LaunchPlan:
 
     Attributes:
         launches: the heads and queries of each launch.
-        room: number of places of the workspace, which all launches share.
+        room: number of places in the workspace, which all launches share.
         documents, low, last: see `bounds`.
         score_constants: constants of the kernels that compute scores.
         sum_constants: constants of the kernel that adds the sums of tiles.
@@ -204,7 +206,7 @@ class LaunchPlan:
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
     def columns(self, width: int) -> int:
-        """Return the number of columns of a tile of o, dq, dk or dv, whose heads have ``width`` columns."""
+        """Return the number of columns of a tile of o, dq, dk or dv if the tensor's heads have ``width`` columns."""
         return min(self.tiles.columns, max(next_power_of_2(width), 16))
 
     def workspace(self, like: Tensor) -> Tensor:
@@ -220,7 +222,10 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, rows: int, columns: int) -> Any:
-    """Make a descriptor of an aligned x [B, T, H, D] as [B, H, T, D] that loads tiles [rows, columns] of a head."""
+    """Make a descriptor of an aligned x [B, T, H, D] that loads tiles [rows, columns] of a head.
+
+    It views x as [B, H, T, D].
+    """
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
@@ -243,12 +248,13 @@ def _causal_attention(
     tiles, columns = plan.tiles, plan.columns(V)
 
     with on_device_of(q):
-        # Tiles of q and k for the weights, and of v for the product with them.
+        # Describe tiles of q and k, for computing the weights, and tiles of v, for multiplying the weights by v.
         q, k, v = map(_aligned, (q, k, v))
         queries, keys = _heads(q, tiles.block_m, tiles.block_d), _heads(k, tiles.block_n, tiles.block_d)
         values = _heads(v, tiles.step, columns)
 
-        # The workspace, m and the sum of each row of its tiles, and strips of the weights for the product.
+        # Allocate the workspace, and m and the sum of each row of its tiles. Describe strips of the weights for the
+        # product.
         weights = plan.workspace(q)
         tile_m, tile_sums = torch.empty(2, plan.room, tiles.block_m, dtype=torch.float32, device=q.device)
         strips = _strips(weights, tiles.block_m, tiles.step)
@@ -282,7 +288,8 @@ def _causal_attention_backward(
     across_k, across_v = cdiv(D, columns_k), cdiv(V, columns_v)
 
     with on_device_of(q):
-        # The workspace of p and of ds. If several launches add to dk and dv, their sums are in fp32 until the last one.
+        # Allocate a workspace for p and one for ds. If several launches add to dk and dv, the sums stay in fp32
+        # until the last launch.
         q, k, v, d_out = map(_aligned, (q, k, v, d_out))
         p, ds = plan.workspace(q), plan.workspace(q)
         has_sums = any(launch.later for launch in plan.launches)
@@ -290,7 +297,8 @@ def _causal_attention_backward(
             torch.empty(x.shape if has_sums else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)
         )
 
-        # Tiles for p and ds; then both factors of dq = ds · k, of dk = dsᵀ · q and of dv = pᵀ · do.
+        # Describe the tiles for computing p and ds, then the two factors of each product: dq = ds · k, dk = dsᵀ · q
+        # and dv = pᵀ · do.
         queries, d_queries = (_heads(x, tiles.block_m, tiles.block_d) for x in (q, d_out))
         keys, values = (_heads(x, tiles.block_n, tiles.block_d) for x in (k, v))
         dq_factors = _strips(ds, tiles.block_m, step), _heads(k, step, columns_k)
@@ -348,11 +356,11 @@ def causal_attention(
     The backward needs only q, k, v, the result, and two numbers per query and head.
 
     Args:
-        q: [B, T, H, D], float32, float16 or bfloat16, D at most 576.
-        k, v: [B, S, G, D] and [B, S, G, V] in the dtype of q, S at least T, V at most 576; H is a multiple of G. The
-            queries are the last T tokens.
-        documents: [B, S] integers below S, the document of each token, −1 for padding. A token sees only its own
-            document. If None, all tokens of a row are one document.
+        q: [B, T, H, D], float32, float16 or bfloat16, where D is at most 576.
+        k, v: [B, S, G, D] and [B, S, G, V] in the dtype of q, where S is at least T, V is at most 576, and H is a
+            multiple of G. The queries belong to the last T of the S tokens.
+        documents: [B, S] integers below S: the index of each token's document, or −1 for padding. A token sees only
+            its own document. If None, all tokens of a row belong to one document.
         scale: factor by which q·k is multiplied; None for D^-0.5.
         window: number of tokens that a token sees, including itself; None for no limit.
 

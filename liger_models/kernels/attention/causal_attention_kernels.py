@@ -7,7 +7,7 @@ names::
     batch, head    row of the batch, and query head; the KV head is ``head // GROUP``
     place          index of a tile in the workspace, see `workspace.py`
     query, key     first query and first key of a tile
-    position       token of the tile's first query; query i is token i + S − T
+    position       token index of the tile's first query; query i is token i + S − T
     low, last      bounds of the keys and queries that see each other (`causal_attention.bounds`), read if BOUNDED
 
 BLOCK_M, BLOCK_N and BLOCK_D are the numbers of queries, keys and columns of a tile. STEP is the number of queries or
@@ -27,7 +27,7 @@ def _scale_and_mask(
     """Compute s from q · kᵀ [BLOCK_M, BLOCK_N]. Where a query does not see a key, s is -inf."""
     # log2 e: the exponentials are powers of 2, which the hardware computes.
     scores *= scale * LOG2_E
-    # Without bounds, tiles below the diagonal are visible as a whole.
+    # Without bounds, tiles below the diagonal are entirely visible.
     if HAS_DOCUMENTS or HAS_WINDOW or key + BLOCK_N > position:
         positions = position + tl.arange(0, BLOCK_M)
         keys = key + tl.arange(0, BLOCK_N)
@@ -35,7 +35,8 @@ def _scale_and_mask(
         if HAS_WINDOW:
             visible = visible & (positions[:, None] - keys[None, :] < window)
         if HAS_DOCUMENTS:
-            # The two fill values differ, so that what lies past the last token is never in one document.
+            # The two fill values differ, so that queries and keys past the last token are never in the same
+            # document.
             document = tl.load(documents_ptr + positions, mask=positions < S, other=-3)
             key_document = tl.load(documents_ptr + keys, mask=keys < S, other=-2)
             visible = visible & (document[:, None] == key_document[None, :])
@@ -60,7 +61,7 @@ def weights_kernel(
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles of exp2(s − m), and for each row of a tile m and the row's sum. A program may write many tiles."""
+    """Write tiles of exp2(s − m) and, for each row of a tile, m and the row's sum. A program may write many tiles."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
@@ -110,7 +111,7 @@ def sums_kernel(
     place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
     position = query + tile * BLOCK_M + S - T
 
-    # Tiles of keys that the queries see.
+    # Find the key tiles that the queries see.
     begin = 0
     if BOUNDED:
         begin = tl.load(low_ptr + batch * S + position) // BLOCK_N
@@ -131,7 +132,7 @@ def sums_kernel(
         finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # -inf is the m of a query that has seen no key yet
         total = total * tl.exp2(m - finite_m) + tl.sum(sums * tl.exp2(tile_m - finite_m[None, :]), 0)
         m = new_m
-    m = tl.where(total == 0.0, 0.0, m)  # rows past the last query
+    m = tl.where(total == 0.0, 0.0, m)  # for rows past the last query
     total = tl.where(total == 0.0, 1.0, total)
 
     if tl.program_id(0) == 0:
@@ -140,7 +141,8 @@ def sums_kernel(
         tl.store(m_ptr + entries, m, mask=queries < T)
         tl.store(inverse_ptr + entries, 1.0 / total, mask=queries < T)
 
-    # Tiles with another m than the query's are multiplied by a power of 2. If all m are 0, there are none.
+    # Tiles whose m differs from the query's m are multiplied by a power of 2. If all m are 0, there are no such
+    # tiles.
     if tl.max(largest_m) > 0.0:
         for key_tile in range(begin + tl.program_id(0), end, tl.num_programs(0)):
             entries = (place + key_tile) * BLOCK_M + rows
@@ -175,8 +177,8 @@ def _sum_over_keys(
         entries = (batch.to(tl.int64) * H + head) * part.T + queries
         inverse = tl.load(inverse_ptr + entries, mask=queries < part.T, other=0.0)[:, None]  # [BLOCK_M, 1]
 
-    # The product, STEP keys at a time. In fp32 a sum over all keys in turn would err by more than the differences of
-    # do · v and δ in the backward.
+    # Compute the product, STEP keys at a time. In fp32, a sum that adds all keys one by one would have a larger
+    # error than the differences do · v − δ in the backward.
     BY_STEP: tl.constexpr = HAS_INVERSE and out_ptr.dtype.element_ty == tl.float32
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for key in range(begin, tl.minimum(position + BLOCK_M, part.S), STEP):
@@ -215,9 +217,9 @@ def row_products_kernel(
     out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write δ [B, H, T] from o and do, [B, T, H, D] each. A program computes ROWS of the N = B · T · H numbers.
+    """Write δ [B, H, T] from o and do, [B, T, H, D] each, where D is the width of the values.
 
-    D is the width of the values.
+    A program computes ROWS of the N = B · T · H elements of δ.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = row % H
@@ -256,7 +258,7 @@ def score_gradients_kernel(
                 q_tile = _load_tile(q, batch, head, first_query, column, BLOCK_M, BLOCK_D)
                 k_tile = _load_tile(k, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
                 scores = tl.dot(q_tile, tl.trans(k_tile), scores, input_precision=PRECISION)
-                if D == V:  # one loop over both, if they have the same columns
+                if D == V:  # if q and v have the same width, one loop computes both
                     do_tile = _load_tile(d_out, batch, head, first_query, column, BLOCK_M, BLOCK_D)
                     v_tile = _load_tile(v, batch, head // GROUP, key, column, BLOCK_N, BLOCK_D)
                     dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
@@ -290,24 +292,24 @@ def _sum_over_queries(
     GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a group from ``first_slot`` on.
+    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q, summed over a group's query heads from ``first_slot`` on.
 
     The tile has BLOCK_N keys and BLOCK_D columns. D is the width of the result.
 
-    If several launches contribute to a tile, ``sum_ptr`` holds its sum between the launches. The tiles of keys from
+    If several launches contribute to a tile, ``sum_ptr`` holds its sum between the launches. The key tiles from
     ``finished`` on are complete after this launch.
     """
     key = key_tile * BLOCK_N
     batch, first_head = slot_head(first_slot, part, H, GROUP)
 
-    # The queries whose tiles were written for these keys, counted from the part's first query.
+    # Find the queries whose tiles were written for these keys. Queries are counted from the part's first query.
     begin = tl.maximum(key - (part.S - part.T) - part.query, 0) // BLOCK_M * BLOCK_M
     end = tl.minimum(part.tiles * BLOCK_M, part.T - part.query)
     if BOUNDED:
         last = tl.load(last_ptr + batch * part.S + tl.minimum(key + BLOCK_N, part.S) - 1)
         end = tl.minimum(end, last + 1 - (part.S - part.T) - part.query)
 
-    # The product, STEP queries of a query head at a time, and one query head after the other.
+    # Compute the product, STEP queries at a time, one query head after the other.
     steps = tl.maximum((end - begin + STEP - 1) // STEP, 0)
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for i in range(0, part.query_heads * steps):
@@ -343,9 +345,10 @@ def gradients_kernel(
 ):  # fmt: skip
     """Write a tile of dv, dk or dq per program.
 
-    The sums have very unequal lengths, and one launch computes all three gradients, so that a multiprocessor that has
-    finished a long sum always finds a shorter one. The second index of a program says how many tiles are longer: tiles
-    of dq whose queries see more keys, and tiles of dk and dv whose keys are seen by more queries.
+    The sums have very unequal lengths. One launch computes all three gradients, so that a multiprocessor that has
+    finished a long sum always finds a shorter one to compute next. A program's second index is the rank of its tile
+    in the order from long to short sums: the tiles of dq whose queries see the most keys come first, and the tiles
+    of dk and dv whose keys are seen by the most queries.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -354,7 +357,8 @@ def gradients_kernel(
     # The programs of dv come first, then those of dk, then those of dq.
     before_k = kv_heads * ACROSS_V
     before_q = before_k + kv_heads * ACROSS_K
-    # The three branches are not nested: only the tiles of branches that follow each other share their shared memory.
+    # The three branches are not nested, because Triton reuses shared memory only among tiles of consecutive
+    # branches.
     if (index < before_k) & (rank < key_tiles):
         _sum_over_queries(
             p_columns, d_out, dv_ptr, dv_sum_ptr, last_ptr, part, index // ACROSS_V * query_heads, rank,

@@ -1,10 +1,10 @@
 """Attention of one new token of each row to the keys and values in a paged cache, for decoding.
 
 Row b has n = lengths[b] tokens in the cache, including the new token. A page holds P tokens, and token j is in slot
-j % P of page table[b, j // P]. The new token sees token j if n − j is at most ``window``, or if j and n − 1 are in the
-same chunk of ``chunk`` tokens. The score of token j is s_j = scale · q · k_j or, with a softcap c, s_j = c · tanh(scale
-· q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. The sums are over the tokens that are seen, in
-fp32::
+j % P of page table[b, j // P]. The new token sees token j if n − j is at most ``window``, or if j and n − 1 are in
+the same chunk of ``chunk`` tokens. The score of token j is s_j = scale · q · k_j or, with a softcap c, s_j = c ·
+tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. The sums are over the tokens that
+the new token sees, and are computed in fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
@@ -14,8 +14,9 @@ Program i writes o_i and lse_i for its keys, without the sink, and a second kern
 
     o = Σ_i exp(lse_i − lse) · o_i
 
-Keys have D columns and values V. In latent attention, the values are the first V columns of the keys. A program then
-reads the keys only, and multiplies the first V and the last D − V columns by the queries in two products.
+Keys have D columns, and values have V columns. In latent attention, the values are the first V columns of the keys.
+A program then reads the keys only, and multiplies the first V and the last D − V columns by the queries in two
+products.
 
 Heads that share keys are rows of the same matrix product, so that each key is read once. The number of programs depends
 only on the shapes. ``lengths`` determines which keys each program reads, so that a captured launch works for all
@@ -36,13 +37,13 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, nex
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
-"""Number of programs per multiprocessor among which the keys of all rows are divided, and largest number of programs
+"""Number of programs per multiprocessor among which the keys of all rows are divided, and maximum number of programs
 for one row and KV head."""
 
 STEP_BYTES = 2**14
 STAGES = 3
-"""Number of bytes of keys that a program loads per step, which is also the number of bytes of values, and number of
-steps in flight. On an H200, two programs of 96 KB fit into the shared memory of a multiprocessor."""
+"""Number of bytes of keys that a program loads per step (it also loads as many bytes of values), and number of steps
+in flight. On an H200, two programs of 96 KB fit into the shared memory of a multiprocessor."""
 
 LEAST_ROWS = 16
 """Minimum number of heads in a matrix product. A smaller group of heads is padded."""
@@ -52,8 +53,9 @@ MOST_QUERIES = 2**13
 all read the keys."""
 
 MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
-"""Values of `MOST_QUERIES` and of the bytes of keys per step if values are columns of keys, for half precision on GPUs
-with enough shared memory (Hopper, Blackwell): 64 rows of 512 columns, and 32 keys of 576 columns."""
+"""Number of elements in a program's queries, and twice the number of bytes of keys per step, if the values are
+columns of the keys. They apply to half precision on GPUs with enough shared memory (Hopper, Blackwell), for 64 rows
+of 512 columns and 32 keys of 576 columns."""
 
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""
@@ -72,11 +74,10 @@ def decode_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `decode_attention` in plain PyTorch on copies of all pages in the table; fp64 inputs are computed in
-    fp64.
+    """Compute `decode_attention` in plain PyTorch on copies of all pages in the table.
 
-    On the CPU, only the pages up to the length of the longest row are read, because a table has room for the longest
-    row that is allowed.
+    fp64 inputs are computed in fp64. On the CPU, only the pages up to the length of the longest row are read, because a
+    table has room for the longest row that is allowed.
     """
     (B, H, D), G, V = q.shape, keys.shape[2], values.shape[3]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -108,10 +109,10 @@ def _decode_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute output and log-sum over one part of a row's keys, for a tile of the GROUP query heads of a KV head.
+    """Compute the output and the log-sum for one part of a row's keys.
 
-    With LATENT, the values are the first V columns of the keys, BLOCK_D is BLOCK_V, and BLOCK_REST is for the other
-    columns.
+    A program computes them for some of the GROUP query heads of a KV head. With LATENT, the values are the first V
+    columns of the keys, BLOCK_D is BLOCK_V, and BLOCK_REST is for the other columns.
     """
     await_previous(OVERLAPS)
     part = tl.program_id(0)
@@ -130,7 +131,8 @@ def _decode_kernel(
         rest = V + tl.arange(0, BLOCK_REST)
         q_rest = tl.load(heads + rest[None, :], mask=(member < GROUP)[:, None] & (rest < D)[None, :], other=0.0)
 
-    # The keys that the token sees take some steps of BLOCK_N keys. This part has an equal share of these steps.
+    # The keys that the token sees are divided into steps of BLOCK_N keys. Each part has an equal share of these
+    # steps.
     length = tl.load(lengths_ptr + batch)
     first = 0
     if HAS_WINDOW:
@@ -142,13 +144,14 @@ def _decode_kernel(
     begin = (lowest + part * share) * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, length)
 
-    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_V], and maximum and sum [BLOCK_M].
+    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_V], the maximum [BLOCK_M] and the
+    # sum [BLOCK_M].
     value_column = tl.arange(0, BLOCK_V)
     total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_V] of a step, which are all in the same page.
+        # Load the step's keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_V], which are all in the same page.
         page = tl.load(table_ptr + batch * table_b + start // PAGE).to(tl.int64)
         key = start + tl.arange(0, BLOCK_N)
         slot = page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)
@@ -164,12 +167,12 @@ def _decode_kernel(
             inside_v = exists & (value_column < V)[None, :]
             v = tl.load(values_ptr + at * V + value_column[None, :], mask=inside_v, other=0.0)
 
-        # Bring the scores to base 2, [BLOCK_M, BLOCK_N], and add the step's part of the output.
+        # Convert the scores [BLOCK_M, BLOCK_N] to base 2, and add the step's part of the output.
         scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         total, most, weight = softmax_step(scores, v, total, most, weight, True, PRECISION)
 
-    # If a part has no keys, its log-sum is -inf, and it writes no output.
+    # If a part has no keys, its log-sum is -inf, and the program writes no output.
     row = (batch * G * GROUP + head) * PARTS + part
     if begin < end:
         inside = (member < GROUP)[:, None] & (value_column < V)[None, :]
@@ -217,7 +220,7 @@ def _decode_attention(
     chunk: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (B, H, D), (_, page, G, _), V = q.shape, keys.shape, values.shape[3]
-    # Values that are the first columns of the keys are not read, and not copied either.
+    # If the values are the first columns of the keys, they are neither read nor copied separately.
     latent = (
         V < D and keys.is_contiguous() and values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
     )
@@ -227,7 +230,7 @@ def _decode_attention(
     if not out.numel():
         return out
 
-    # Choose the query heads per program, and the keys per step, which must not be more than a page.
+    # Choose the number of query heads per program and the number of keys per step, which must not exceed a page.
     block_v = max(next_power_of_2(V), 16)
     block_d = block_v if latent else max(next_power_of_2(D), 16)
     block_rest = max(next_power_of_2(D - V), 16) if latent else 0
@@ -240,8 +243,8 @@ def _decode_attention(
     block_n = min(max(_power_below(step_bytes // (max(block_d, block_v) * q.itemsize)), 16), page)
     tiles = G * cdiv(H // G, block_m)
 
-    # Divide the keys into enough parts to occupy the device. The lengths are on the device, so the largest possible
-    # number of keys is taken from the width of the table.
+    # Divide the keys into enough parts to occupy the device. The lengths are on the device, so the host computes the
+    # largest possible number of keys from the width of the table.
     seen = table.shape[1] * page
     reach = window or chunk
     seen = seen if reach is None else min(reach + block_n, seen)
@@ -301,15 +304,15 @@ def decode_attention(
         window: number of tokens that the token sees, including itself; None for all tokens.
         chunk: number of tokens per chunk, if the token sees only the tokens of its own chunk; needs ``window`` None.
         softcap: if given, scores become ``softcap · tanh(score / softcap)``.
-        sinks: [H], an additional score of each head that has no key and no value but takes part in the softmax; None
-            for no sinks.
+        sinks: [H], an additional score for each head, which has no key and no value but takes part in the softmax;
+            None for no sinks.
 
     Returns:
         [B, H, V] in the dtype of q.
 
     Raises:
-        ValueError: shapes do not match, heads are wider than 576, the window or the chunk is below 1, or there are
-            both.
+        ValueError: shapes do not match, heads are wider than 576, the window or the chunk is below 1, or both are
+            given.
         TypeError: the tensors are not floating-point or differ in dtype, or table and lengths are not int32.
     """
     op = "decode_attention"

@@ -7,12 +7,12 @@ s_j = c · tanh(scale · q · k_j / c). z is the sink of the head; without sinks
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
 
-The keys of a document are read in blocks, of which the first starts with the document's first token. A single program
-reads all blocks that a token sees, one after the other. The program computes a group of heads that share keys, for a
-few tokens. If these tokens belong to several documents, the program reads the blocks of each document. A key that a
-token does not see multiplies the token's sums by 1 and adds 0. The result therefore does not depend on the other tokens
-of the program, or on whether the keys are contiguous or in pages. A matrix product always has the same number of rows,
-because with another number, other instructions might add in another order.
+The keys of a document are read in blocks, and the first block starts with the document's first token. A single
+program reads all blocks that a token sees, one after the other. The program computes a group of heads that share
+keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of each document. A
+key that a token does not see multiplies the token's sums by 1 and adds 0. The result therefore does not depend on
+the other tokens of the program, or on whether the keys are contiguous or in pages. All matrix products have the same
+number of rows, because with another number of rows, other instructions might run, which add in another order.
 
 There is no backward. `layers.attention` runs the backward of ordinary attention.
 
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     """Shape of a matrix product, and launch options of a program.
 
     Attributes:
-        rows: number of rows, tokens · heads.
+        rows: number of rows, which is the number of tokens times the number of heads.
         keys: number of keys.
         warps: number of warps.
         stages: number of pipeline stages.
@@ -49,8 +49,8 @@ class Tile(NamedTuple):
 
 
 TILES = {2: (Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)), 4: (Tile(32, 32, 4, 2), Tile(16, 16, 4, 2))}
-"""Maps the size of an element in bytes to two tiles, for head dimensions up to 128 and above 128. The tile must not
-depend on anything else."""
+"""Maps the size of an element in bytes to two tiles: the first for head dimensions up to 128, the second for larger
+ones. The tile must not depend on anything else."""
 
 NOWHERE = tl.constexpr(2147483647)
 
@@ -123,7 +123,8 @@ def _invariant_attention_kernel(
     if HAS_WINDOW:
         lowest = tl.maximum(first, last - window + 1)
 
-    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_V], and maximum and sum [BLOCK_M].
+    # The state of the online softmax is the unnormalized output [BLOCK_M, BLOCK_V], the maximum [BLOCK_M] and the
+    # sum [BLOCK_M].
     value_column = tl.arange(0, BLOCK_V)
     total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -229,13 +230,13 @@ def invariant_attention(
             ``table``, they are pages [pages, P, G, D] and [pages, P, G, V], and the keys of a row are numbered in the
             order of its pages.
         first: [N] int32, index of the first key of each token's document.
-        last: [N] int32, index of the last key that each token sees, which is the token's own key, and at least
+        last: [N] int32, index of the last key that each token sees, which is the token's own key. It is at least
             ``first``.
         scale: number by which q·k is multiplied.
         window: number of tokens that a token sees, including itself; None for all tokens.
         softcap: if given, scores become ``softcap · tanh(score / softcap)``.
-        sinks: [H], an additional score of each head that has no key and no value but takes part in the softmax; None
-            for no sinks.
+        sinks: [H], an additional score for each head, which has no key and no value but takes part in the softmax;
+            None for no sinks.
         table: [N, M] int32, the indices of the pages of each token's row in the order of its keys; None if the keys are
             not in pages.
 

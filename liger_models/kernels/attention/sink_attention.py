@@ -1,4 +1,4 @@
-"""Causal attention with sinks. A sink is an additional score of a head that has no key and takes part in the softmax.
+"""Causal attention with sinks. A sink is an additional score of a head, which has no key but takes part in the softmax.
 
 Let s_ij = scale · q_i · k_j be the scores of the keys to which token i attends, and let z be the sink of the head. A
 flash-attention kernel computes l and o, the log-sum-exp and the output without the sink. The result is y::
@@ -8,13 +8,13 @@ flash-attention kernel computes l and o, the log-sum-exp and the output without 
     y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
 
 In the backward, a flash-attention kernel gets y and l' instead of o and l. The kernel then recomputes P'_ij =
-exp(s_ij − l'_i) and dS, and from dS it computes dq, dk and dv as without a sink::
+exp(s_ij − l'_i) and dS. From dS, it computes dq, dk and dv as it does without a sink::
 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
 The flash-attention kernels are PyTorch's. cuDNN runs where it is fastest: for causal attention without a window or
-documents, and for lengths that are multiples of `CUDNN_STEP`. Otherwise, the variable-length kernel runs. The Triton
+documents, if the length is a multiple of `CUDNN_STEP`. Otherwise, the variable-length kernel runs. The Triton
 kernels in this file turn o and l into y and l' in place, and sum dz.
 
 q, k, v, y, l' and the sinks are saved. Attention without sinks saves the same tensors except the sinks [H].
@@ -37,8 +37,8 @@ CUDNN_STEP = 128
 """cuDNN runs only for lengths that are multiples of this number, because it builds a plan for every new length."""
 
 ROWS = 64
-"""Number of tokens of one head that a program reads. With a head dimension of 64 in bf16, a thread holds four 16-byte
-vectors."""
+"""Number of tokens of one head that a program reads. If the head dimension is 64 and the dtype bf16, a thread holds
+four 16-byte vectors."""
 
 
 def sink_attention_reference(
@@ -57,7 +57,7 @@ def sink_attention_reference(
     """
     B, T, H, _ = shape = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
-    if cu_seqlens is not None:  # the bounds of documents refer to the flattened tokens
+    if cu_seqlens is not None:  # the bounds of documents are positions in the flattened tokens
         q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q, k, v))
     visible = _visible(1 if cu_seqlens is None else B, T, window, cu_seqlens, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -109,7 +109,7 @@ def _apply_sinks_kernel(
 def _sinks_backward_kernel(
     dy_ptr, y_ptr, lse_ptr, sinks_ptr, sums_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Compute the sum over ROWS tokens of the gradient of a head's sink, −exp(z − l') · (dy · y)."""
+    """Sum the gradient of a head's sink, −exp(z − l') · (dy · y), over ROWS tokens."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -318,8 +318,8 @@ def sink_attention(
         sinks: [H], in any floating-point dtype.
         scale: number by which q·k is multiplied.
         window: number of tokens to which a token attends, including itself; None for all tokens.
-        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. The bounds of all
-            rows must be among them. If None, each row is a document.
+        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. The bounds of all rows must
+            be among these bounds. If None, each row is a document.
         max_seqlen: upper bound of the length of a document; None for T.
 
     Returns:

@@ -1,7 +1,7 @@
 """Positions, slots and pages of the next tokens of rows in a paged cache, in one kernel.
 
-Let a row with a table of pages have L cached tokens, and let P be the number of tokens per page. For its token at
-position p = L + offset + i, where i < n::
+Let ``table`` be the pages of a row with L cached tokens, and let P be the number of tokens per page. For the row's
+token at position p = L + offset + i, where i < n::
 
     slot = table[p // P] · P + p % P          where the token is stored
     length = p + 1                            number of tokens that the token attends to
@@ -37,7 +37,7 @@ def _token_slots_kernel(
     table_ptr, length_ptr, remaining_ptr, position_ptr, slot_ptr, end_ptr, pages_ptr, offset, WIDTH,
     N: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the numbers of one token."""
+    """Compute the position, slot, length and pages of one token."""
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     row = token // N
@@ -83,13 +83,14 @@ def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, of
         table: [rows, W] int32, the pages of each row.
         lengths: [rows] int32, number of cached tokens of each row.
         remaining: [rows] int64; a row without remaining tokens is idle.
-        n: number of tokens of each row.
+        n: number of next tokens of each row.
         offset: number of positions between the cached tokens and the first of these tokens.
         page: P.
 
     Returns:
-        Positions [rows · n, 1] int64, slots [rows · n] int64, the number of tokens that each token attends to [rows ·
-        n] int32, and their pages [rows · n, W] int32, where the n tokens of a row are consecutive.
+        Positions [rows · n, 1] int64, slots [rows · n] int64, the number of tokens that each token attends to
+        [rows · n] int32, and the pages of each token's row [rows · n, W] int32. The n tokens of a row are
+        consecutive.
     """
     if not use_triton_for_integers(table):
         return token_slots_reference(table, lengths, remaining, n, offset, page)

@@ -1,12 +1,12 @@
 """Layout of the workspace of `causal_attention`: which tiles of attention weights a launch writes, and where.
 
-The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
-launch fills the workspace for some query heads, which are called its *slots*, and for a part of the queries. A tile has
-a place only if one of its queries sees one of its keys, so a later query tile has more places than an earlier one. To
-make every slot a rectangle, query tiles are paired such that all pairs see about the same number of keys: the last tile
-with the first, the second to last with the second, and so on. If the number of query tiles is odd, the last tile has no
-partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows the query tile at each place.
-The key tiles of a query tile are in order::
+The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*.
+One launch fills the workspace for some query heads, which are called the launch's *slots*, and for a part of the
+queries. A tile has a place only if one of its queries sees one of its keys, so a later query tile has more places
+than an earlier one. To make every slot a rectangle, query tiles are paired such that all pairs see about the same
+number of keys: the last tile is paired with the first, the second to last with the second, and so on. If the number
+of query tiles is odd, the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each.
+The table shows the query tile at each place. The key tiles of a query tile are in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -26,10 +26,10 @@ from liger_models.kernels.dispatch import tl, triton
 from liger_models.kernels.tiles import cdiv
 
 PAIRS, LEAST_ROWS = 2**26, 2048
-"""PAIRS is the number of visible pairs of a query and a key for which the workspace holds p and ds, at 4 bytes per pair
-in half precision. With more than 32768 keys, the workspace is larger, so that it holds at least `LEAST_ROWS` queries.
-In the forward, which writes only p, the workspace holds twice as many pairs. dk and dv are summed over launches in
-fp32."""
+"""PAIRS is the number of visible pairs of a query and a key for which the workspace holds p and ds. In half
+precision, p and ds take 4 bytes per pair. With more than 32768 keys, the workspace is larger, so that it holds at
+least `LEAST_ROWS` queries. In the forward, which writes only p, the workspace holds twice as many pairs. dk and dv
+are summed over launches in fp32."""
 
 
 class Part(NamedTuple):
@@ -126,7 +126,7 @@ class Launch(NamedTuple):
 
     Attributes:
         part: the heads and queries.
-        kv_heads: number of KV heads, where all rows together have B · G KV heads.
+        kv_heads: number of KV heads in this launch, out of the B · G KV heads of all rows.
         key_tiles: number of key tiles that the queries see.
         later: whether an earlier launch sees some of these keys with query heads of the same KV heads.
         finished: index of the first key tile that no later launch sees.
@@ -152,10 +152,10 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the number of heads per launch, and parts of the queries with about equally many visible pairs.
+    """Return the number of heads per launch, and divide the queries into parts with about equally many visible pairs.
 
-    A part is a tuple of its first query, its number of query tiles, and the number of places of a pair of query tiles.
-    The workspace holds one part of the queries for the returned number of heads.
+    A part is a tuple of its first query, its number of query tiles, and the number of places per pair of query
+    tiles. The workspace has room for one part of the queries and the returned number of heads.
 
     Args:
         T: number of queries.
@@ -167,8 +167,8 @@ def parts_of_queries(
     queries, keys = cdiv(T, block_m) * block_m, cdiv(S, block_n) * block_n
     before = keys - queries  # number of keys before the first query
 
-    # The query tiles [edges[i], edges[i + 1]) are part i. The queries up to position p have about p² / 2 visible pairs,
-    # so the edges of parts with equal numbers of pairs are at square roots.
+    # Part i consists of the query tiles [edges[i], edges[i + 1]). The queries up to position p have about p² / 2
+    # visible pairs. The edges that give all parts equally many pairs are therefore computed with square roots.
     twice_pairs = keys**2 - before**2  # twice the number of visible pairs of a head
     count = cdiv(twice_pairs * matrices, 4 * max(PAIRS, LEAST_ROWS * keys))
     edges = sorted({(math.isqrt(before**2 + twice_pairs * i // count) - before) // block_m for i in range(count + 1)})
@@ -187,9 +187,9 @@ def parts_of_queries(
 def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
     """Divide the heads and queries of q [B, T, H, D] and k [B, S, G, D] among launches.
 
-    The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
-    they are read again. The backward processes the first query head of as many KV heads as fit into a launch before the
-    second query head of these KV heads, so that sums over queries have more tiles.
+    The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache
+    when they are read again. The backward takes as many KV heads as fit into a launch, and processes the first query
+    head of each of them before the second, so that a launch computes sums over queries for more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)
@@ -202,7 +202,7 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
 
     result = []
     for kv_head in range(0, B * G, kv_heads):
-        # The last part comes first. Its queries see all keys, so its launch begins the sums of all keys, and later
+        # The last part comes first. Its queries see all keys, so its launch begins the sums for all keys, and later
         # launches add to these sums.
         for index, (query, tiles, width) in reversed([*enumerate(parts)]):
             seen = cdiv(min(query + tiles * block_m, T) + S - T, block_n)

@@ -1,4 +1,4 @@
-"""Writing the rows of latent attention into the pages of a cache, in place, with the norms and the rotation before it.
+"""Normalizing and rotating the rows of latent attention, and writing them into the pages of a cache, in place.
 
 A new token n has the latent c_n of its keys and values, the part r_n of its key that all heads share, and usually the
 latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_pages`. Pages have one row per token::
@@ -6,8 +6,8 @@ latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_
     pages[s // P, s % P] = [N_c(c_n), rotate(r_n)]        with s = slots[n] >= 0
     q'_n = N_q(q_n)
 
-The norms are those of `rms_norm`, and the rotation is that of `rope`. Both round to the dtype of the pages. There is no
-backward.
+The norms are computed as in `rms_norm`, and the rotation as in `rope`. The results of both are rounded to the dtype
+of the pages. There is no backward.
 
 Source: https://arxiv.org/abs/2405.04434.
 """
@@ -79,7 +79,10 @@ def _write_latents_kernel(
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of a token or, in the programs of the second index 1, normalize the latent of its queries."""
+    """Write the row of a token.
+
+    Programs whose second index is 1 normalize the latent of the token's queries instead.
+    """
     start_next(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
@@ -145,7 +148,7 @@ def write_latents(
     *,
     interleaved: bool = False,
 ) -> Tensor | None:
-    """Write ``[norm(c), rotate(rope)]`` of new tokens into pages, in place, and return the normalized q.
+    """Write ``[norm(c), rotate(rope)]`` for new tokens into pages, in place, and return the normalized q.
 
     Args:
         pages: [pages, P, 1, L + R], contiguous, float32, float16 or bfloat16.
@@ -153,16 +156,16 @@ def write_latents(
         c: [N, L] in the dtype of the pages.
         rope: [N, R] in the dtype of the pages. R is positive and even.
         norm: the RMSNorm of c, with a weight.
-        cos, sin: [1 or N, 1, at most R / 2], the tables of the rotation; None to copy ``rope``.
+        cos, sin: [1 or N, 1, at most R / 2], the tables of the rotation; None to copy ``rope`` without a rotation.
         q: [N, Q] in the dtype of the pages; None if there are no latents of queries.
-        q_weight: [Q], the weight of the norm of q, whose constants are those of ``norm``.
+        q_weight: [Q], the weight of the norm of q, which has the same constants as ``norm``.
         interleaved: as in `rope`.
 
     Returns:
         [N, Q] in the dtype of q, or None without q.
 
     Raises:
-        ValueError: shapes do not match, the pages are not contiguous, or the norm is no RMSNorm.
+        ValueError: shapes do not match, the pages are not contiguous, or the norm is not an RMSNorm.
         TypeError: dtypes differ, or the slots are not int64.
     """
     op = "write_latents"

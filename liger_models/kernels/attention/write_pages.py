@@ -5,8 +5,8 @@ negative, the token is padding and is not written::
 
     keys[s // P, s % P] = k_n,   values[s // P, s % P] = v_n        with s = slots[n] >= 0
 
-Latent attention caches one row of numbers for each token, from which keys and values are computed. This row is the
-key, and the values have width 0.
+Latent attention caches one row of elements for each token, from which keys and values are computed. This row is
+passed as the key, and the values have width 0.
 
 Source: https://arxiv.org/abs/2309.06180.
 """
@@ -22,7 +22,7 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 BLOCK = 1024
-"""Largest number of elements of a token's keys, and of elements of its values, that a program copies."""
+"""Maximum number of elements that a program copies from a token's keys, and also from its values."""
 
 
 def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -72,7 +72,7 @@ WRITE_PAGES = define_op("write_pages", _write_pages, lambda *_: None)
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the keys and values of new tokens into pages, in place.
 
-    If several tokens have the same slot, one of them is written, and it is not defined which one.
+    If several tokens have the same slot, only one of them is written, and which one is undefined.
 
     Args:
         keys, values: [pages, P, G, D] and [pages, P, G, V], contiguous; the pages. V may be 0.

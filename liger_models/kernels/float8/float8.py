@@ -1,7 +1,7 @@
 """Rounding of matrices to float8, and products of the rounded matrices.
 
-A matrix has one scale, or one scale per row. MAX is the largest number of the float8 format, and the maximum is over
-the whole matrix or over the row. With ``power_of_2``, s is rounded down to a power of 2::
+A matrix has one scale, or one scale per row. MAX is the largest number that the float8 format represents, and the
+maximum is over the whole matrix or over the row. With ``power_of_2``, s is rounded down to a power of 2::
 
     s = MAX / max(|x|)
     q = float8(x · s)
@@ -37,16 +37,16 @@ from liger_models.kernels.norm.row_norm import scale_rows
 from liger_models.kernels.tiles import cdiv, next_power_of_2, num_warps
 
 ROWS, COLUMNS, TILES = 64, 128, 4
-"""Number of rows and columns of a tile, and number of tiles that a program processes one after the other, in the kernel
-that finds the maximum of each column."""
+"""For the kernel that finds the maximum of each column: number of rows and number of columns of a tile, and number
+of tiles that a program processes one after the other."""
 
 FLAT, FLAT_BLOCKS = 2048, 4
-"""Number of adjacent elements in a block, and number of blocks per program, in the kernel that finds the maximum of a
-tensor."""
+"""For the kernel that finds the maximum of a tensor: number of adjacent elements in a block, and number of blocks
+per program."""
 
 WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
-"""Number of rows and columns of a tile, and number of adjacent tiles that run at the same time, in the kernel that
-rounds. When a tile is stored by columns, 128 bytes of each column are adjacent in memory."""
+"""For the kernel that rounds: number of rows and number of columns of a tile, and number of adjacent tiles that run
+at the same time. When a tile is stored by columns, 128 bytes of each column are adjacent in memory."""
 
 ROW_BLOCK = 2048
 """Number of columns of a row that a program rounds at a time. The program reads the row twice, the second time from the
@@ -66,7 +66,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         by_row: whether each row of an operand has its own scale, instead of one scale for the whole operand.
-        wide_gradients: whether gradients are in e5m2, which has a wider range than e4m3 and one mantissa bit less.
+        wide_gradients: whether gradients are in e5m2, which has a wider range but one mantissa bit less than e4m3.
         power_of_2: whether scales are powers of 2.
         rounds_dw: whether the product for the weight gradient is in float8, too.
     """
@@ -386,7 +386,8 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
     count = matrix.x.numel()
-    # For one maximum of elementwise values, memory is read in order, which is faster than reading tile by tile.
+    # If the values are elementwise and only one maximum is needed, memory is read in order, which is faster than
+    # tile by tile.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
             _flat_amax_kernel[(cdiv(count, FLAT * FLAT_BLOCKS),)](
@@ -506,7 +507,10 @@ def round_matrix(
 
 
 def round_columns(matrix: Matrix, recipe: Recipe, amax: Tensor | None = None) -> Float8:
-    """Call `round_matrix` for columns only. If amax is given, it must be at least the largest absolute value."""
+    """Call `round_matrix` for columns only.
+
+    If amax is given, it must be at least the matrix's largest absolute value.
+    """
     return round_matrix(matrix, recipe, rows=False, columns=True, amax=amax, known=amax is not None)[1]
 
 
@@ -553,7 +557,7 @@ def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
 
 
 def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the scales of tensors with the maxima ``amax``, in fp32, in the shape of ``amax``.
+    """Compute the scales of tensors whose largest absolute values are ``amax``, in fp32, in the shape of ``amax``.
 
     The scales are not rounded to powers of 2.
     """
@@ -573,7 +577,7 @@ def transposed(matrix: Float8) -> Float8:
 
 
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """Round a weight [O, C] by rows, for the product for y.
+    """Round a weight [O, C] by rows, for the product that computes y.
 
     If the recipe has one scale per operand, amax [1] is raised to the largest absolute value of the weight.
 
@@ -584,10 +588,10 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
 
 
 def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """Round a weight [O, C] by columns to [C, O], for the product for dx, with the amax that `weight_rows` found."""
+    """Round a weight [O, C] by columns to [C, O], to compute dx. ``amax`` is the one that `weight_rows` found."""
     if gathered is not None:
         return transposed(gathered)
-    if recipe.by_row and not recipe.rounds_dw:  # W has one scale here, and the forward has not found its maximum
+    if recipe.by_row and not recipe.rounds_dw:  # W has one scale in this product, and its maximum is not yet known
         return round_columns(plain(weight), recipe._replace(by_row=False))
     return round_columns(plain(weight), recipe, amax)
 
@@ -606,7 +610,7 @@ def rms_norm_round(
     Rows must have at most `row_norm.MAX_TILE` columns. With one scale per row, a single kernel computes everything.
     Otherwise a first kernel raises amax [1] to the maximum, and a second kernel rounds.
     """
-    # The kernel adds and normalizes. With one scale per row it also rounds, otherwise it finds the maximum.
+    # The kernel adds and normalizes. With one scale per row, it also rounds; otherwise, it finds the maximum.
     residual = residual.contiguous()
     C = residual.shape[-1]
     N = residual.numel() // C

@@ -6,7 +6,7 @@ In the forward, q rounds as a `Recipe` specifies, N is a norm, and A is `gated_a
     u = q(N(h)) @ q(Wgu)ᵀ + bgu           gate and up interleaved
     y = q(A(u)) @ q(Wd)ᵀ + bd
 
-In the backward, dh is the gradient of the new residual stream. The steps have this order::
+In the backward, dh is the gradient of the new residual stream. The steps run in this order::
 
     dp = q(dy) @ q(Wd)
     dWd = q(dy)ᵀ @ q(A(u)),   dbd = Σ_rows dy

@@ -93,7 +93,7 @@ class Float8Product(Product):
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of the normalized rows that `gradients` takes; None if `gradients` recomputes the rows, rounded."""
+        """The dtype of the normalized rows that `gradients` takes; None if `gradients` recomputes rounded rows."""
         return None if self.recipe.rounds_dw else self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
@@ -138,7 +138,7 @@ class Float8Product(Product):
         return round_matrix(Matrix("product", gate_up, act=act), self.recipe, amax=self.amax)[0]
 
     def upstream(self, dy: Tensor, *, for_rows: bool, for_weight: bool) -> Upstream:
-        """Round dy [N, O] for the product for dn (``for_rows``) and for the product for dW (``for_weight``)."""
+        """Round dy [N, O] for the products that compute dn (``for_rows``) and dW (``for_weight``)."""
         columns = for_weight and self.recipe.rounds_dw
         return Upstream(dy, *round_matrix(plain(dy), self.recipe, gradient=True, rows=for_rows, columns=columns))
 

@@ -1,10 +1,10 @@
-"""A frozen weight in NF4 with the scales of bitsandbytes, as folders of 4-bit models contain it.
+"""A frozen weight in NF4 with the scales of bitsandbytes, as checkpoints of 4-bit models contain it.
 
     W = bf16(table[code] · scale)        one scale per 64 columns of a row
 
-`nf4_linear` has the same codes, but other scales: torchao rounds scales to 8 bits on an even grid, and bitsandbytes to
-numbers of a table. Here, scales are in fp32, so W is bitwise identical to what bitsandbytes dequantizes. A weight takes
-4.5 bits per element. See `groups` for the kernels.
+`nf4_linear` has the same codes, but other scales: torchao rounds scales to 8 bits on a uniform grid, and
+bitsandbytes rounds them to the numbers of a table. This format stores scales in fp32, so W is bitwise identical to
+the weight that bitsandbytes dequantizes. A weight takes 4.5 bits per element. See `groups` for the kernels.
 
 Source: https://github.com/bitsandbytes-foundation/bitsandbytes, ``functional.py``.
 """
@@ -19,8 +19,8 @@ from liger_models.kernels.frozen.weight import register
 class BitsAndBytesNF4(Groups):
     """The format with codes [O, C / 2] uint8 and scales [O, C / 64] in fp32.
 
-    The layout is the number of columns that share a scale, and 1 if W is rounded to float16, which is the dtype of the
-    model that was quantized, or 0 if W is rounded to bfloat16.
+    The layout has two integers: the number of columns that share a scale, and 1 if W is rounded to float16 or 0 if W
+    is rounded to bfloat16. W is rounded to the dtype that the model had before it was quantized.
     """
 
     name = "bnb_nf4"

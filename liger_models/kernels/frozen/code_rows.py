@@ -1,26 +1,28 @@
-"""Kernels in PTX that multiply few rows x by codes of four bits.
+"""Kernels in PTX that multiply a few rows x by a weight with four-bit codes.
 
-A kernel in plain Triton takes about ten instructions for each weight: it takes bytes apart, computes numbers, scales
-and rounds them, and multiplies. Reading 4-bit weights at the bandwidth of an H200 leaves time for four. The kernels in
-this file take three to five. The matrix units multiply and add, and neighboring weights are dequantized in pairs, which
-is the form in which the matrix units take them:
+A kernel in plain Triton takes about ten instructions for each weight: it splits bytes, computes numbers, scales and
+rounds them, and multiplies. If 4-bit weights are read at the bandwidth of an H200, there is time for only four
+instructions per weight. The kernels in this file take three to five. The matrix units multiply and add, and
+neighboring weights are dequantized in pairs, which is the form in which the matrix units take them:
 
-- Shared memory holds the pair of numbers for each byte, 32 times, once in each bank, so that all
-  lanes of a warp read in one access. One instruction turns a byte into an address, and another one reads the pair.
-- "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds it.
-- "two_scales" are codes of e2m1 with a scale s that bfloat16 can't represent exactly. Each number of e2m1 is a power of
-  2, or 1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u = bf16(1.5 · s). If
-  p is the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All these factors
-  are exact in bfloat16, and so is the sum. A pair takes three instructions.
-- "products" are numbers or scales in fp32, where each product of number and scale is rounded. Shared memory holds the
-  pairs in fp32, 16 times, and lanes read eight bytes. Three instructions multiply both numbers and round the products.
+- Shared memory holds a table with the pair of numbers for each byte. There are 32 copies of the table, one in each
+  bank, so that all lanes of a warp read in one access. One instruction turns a byte into an address, and another one
+  reads the pair.
+- "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
+- "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a
+  power of 2, or 1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u =
+  bf16(1.5 · s). If p is the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u).
+  All these factors are exact in bfloat16, and so is the sum. A pair takes three instructions.
+- "products": numbers or scales are in fp32, and each product of a number and a scale is rounded. Shared memory holds
+  16 copies of the table of pairs, in fp32, and lanes read eight bytes. Three instructions multiply both numbers and
+  round the products.
 
-A product of the matrix units adds A [16, 16] @ B [16, 8]. For several rows of x, a row of A is a row of W, and a column
-of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read 64 bytes of each
-of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B is x, both at the
-columns that belong to group n of four lanes. The diagonal of the result then holds the sums that are needed, and the
-other elements are not used. The columns of each group can be chosen freely, so a warp can read 512 contiguous bytes of
-a row of W.
+One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. For several rows of x, a row of A is a row
+of W, and a column of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would
+read 64 bytes of each of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column
+n of B is x. Both hold only the elements at the columns that belong to the n-th group of four lanes. The diagonal of
+the result then holds the sums that are needed, and the other elements are not used. The columns of each group can be
+chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -47,14 +49,15 @@ MOST_ROWS = 16
 
 ROW_TILE = 8
 ROW_WARPS, ROW_PROGRAMS = 4, 4
-"""For a single row of x: number of rows of W that a program multiplies at a time, number of its warps, and number of
-programs per multiprocessor, which divide the tiles."""
+"""For a single row of x: number of rows of W that a program multiplies at a time (a tile), number of warps per
+program, and number of programs per multiprocessor, among which the tiles are divided."""
 
 TILE, WARPS = 16, 4
-"""For several rows of x: number of rows of W per program, and number of its warps, which divide the columns of W."""
+"""For several rows of x: number of rows of W per program, and number of warps per program, among which the columns
+of W are divided."""
 
 VECTOR = 16
-"""The number of bytes of a row of W must be a multiple of this, and so must be addresses."""
+"""The number of bytes of a row of W and all addresses must be multiples of this number."""
 
 CONSTANTS = ("none", 0x80008000), ("minus", 0xBF80BF80), ("two", 0x40004000), ("minus2", 0xC000C000)
 """Pairs of -0, -1, 2 and -2 in bfloat16. A product is computed as a multiply-add with -0, because GPUs before Hopper
@@ -64,10 +67,11 @@ cannot just multiply pairs."""
 def fill(*, first_is_upper: bool, size: int = 2) -> str:
     """Return PTX that builds all pairs of numbers in shared memory from the table of numbers at address $1.
 
-    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number has
-    4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread writes 16
-    bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads, several write
-    the same. The first number of a pair belongs to the upper or to the lower half of the byte.
+    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number
+    has 4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread writes
+    16 bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads, several
+    threads write the same bytes. The first number of a pair belongs to the upper half of the byte
+    (``first_is_upper``) or to the lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -88,14 +92,20 @@ def listed(name: str, first: int, count: int = 4) -> str:
 
 
 def _load(name: str, first: int, count: int, at: str, predicate: str = "", cached: str = "") -> str:
-    """Return PTX that loads consecutive registers. With a predicate, they are 0 if it is false."""
+    """Return PTX that loads consecutive registers.
+
+    If there is a predicate and it is false, the registers are set to 0.
+    """
     zeros = "".join(f"mov.b32 {name}{first + i}, 0; " for i in range(count)) if predicate else ""
     guard = f"@{predicate} " if predicate else ""
     return f"{zeros}{guard}ld.global{cached}.v{count}.b32 {listed(name, first, count)}, [{at}];\n"
 
 
 def _prepare(kind: str, scale: str, to: int) -> str:
-    """Return PTX that sets the factors of `_pair`: s and, for two scales, d, in bf16 pairs; for products, s in fp32."""
+    """Return PTX that sets the factors of `_pair`: s and, for two scales, d, in bf16 pairs.
+
+    For products, it sets s in fp32.
+    """
     if kind == "products":
         return f"mov.b32 s{to}, {scale};\n"
     ptx = f"cvt.rn.bf16x2.f32 s{to}, {scale}, {scale};\n"
@@ -114,7 +124,7 @@ def _pair(kind: str, to: str, word: str, byte: int, scale: int, table: str) -> s
         to: the register of the result.
         word: the register of the codes.
         byte: index of the byte.
-        scale: number of the registers s and d from `_prepare`.
+        scale: index of the registers s and d that `_prepare` sets.
         table: the register with the address from `fill`.
     """
     ptx = f"dp4a.u32.u32 m, {word}, {128 << 8 * byte}, {table};\n"
@@ -138,14 +148,15 @@ PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {0}, {{a0, a1, a2
 def _several_step(kind: str, tiles: int) -> str:
     """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x.
 
-    In a warp, the lane with index 4 · group + quarter has the rows group and group + 8 of W, and 16 of every 64 bytes
-    of them, and the rows group and, with two tiles, group + 8 of x. The lane holds the sums of the columns 2 · quarter
-    and 2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales for a chunk.
+    In a warp, the lane with index 4 · group + quarter has 16 of every 64 bytes of the rows group and group + 8 of W.
+    It also has row group of x and, with two tiles, row group + 8 of x. The lane holds the sums of the columns 2 ·
+    quarter and 2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales
+    for a chunk.
 
-    The operands are: the new sums, four for each tile, of which those of row ``group`` of W come first; the old sums;
-    the addresses of the codes in both rows of W, and of each row of x; the number of bytes of codes that are left, and
-    for each row of x the same number, or 0 for a row that x does not have; four scales for each row of W; the address
-    from `fill`.
+    The operands are, in this order: the new sums, four for each tile, where the sums of row ``group`` of W come
+    first; the old sums; the addresses of the codes in both rows of W; the address of each row of x; the number of
+    bytes of codes that are left; the same number again for each row of x, or 0 for a row that x does not have; four
+    scales for each row of W; the address from `fill`.
     """
     per, sums = 2 if kind == "two_scales" else 1, 4 * tiles
     chunks, codes, left, scales = 4 // per, 2 * sums, 2 * sums + tiles + 2, 2 * sums + 2 * tiles + 3
@@ -164,7 +175,8 @@ def _several_step(kind: str, tiles: int) -> str:
                     "x", 16 * (tile * chunks + chunk) + 4 * i, 4, f"${codes + 2 + tile}+{256 * chunk + 16 * i}", "p0"
                 )
 
-    # A product takes two neighboring bytes of both rows of W. Products alternate between two sums, to wait less.
+    # A product takes two neighboring bytes of both rows of W. Products alternate between two sums, so that they wait
+    # less for each other.
     ptx += "".join(_prepare(kind, f"${scales + i}", i) for i in range(8))
     ptx += "".join(f"mov.f32 c{i}, ${sums + i}; mov.f32 c{sums + i}, 0f00000000;\n" for i in range(sums))
     for chunk in range(chunks):
@@ -183,13 +195,13 @@ def _several_step(kind: str, tiles: int) -> str:
 def _single_step(kind: str, *, whole: bool) -> str:
     """Return PTX that multiplies 512 bytes of eight rows of W by a single row of x.
 
-    A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the 512.
-    With ``whole``, either all lanes of a warp have bytes, or none has.
+    A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the
+    512 bytes. With ``whole``, either all lanes of a warp have bytes, or no lane has.
 
     The operands are: the new sums of the eight rows, which count only in the lane of each group that holds the
-    diagonal; the old sums; the address of the codes in the first row; the distance of rows; the address of x; the
-    number of bytes that are left; whether the lane's group is odd; one or two scales for each row; the address from
-    `fill`.
+    diagonal; the old sums; the address of the codes in the first row; the distance between rows; the address of x;
+    the number of bytes that are left; whether the lane's group is odd; one or two scales for each row; and the
+    address from `fill`.
     """
     chunks, words = (2, 2) if kind == "two_scales" else (1, 4)
     size, rows = 4 * words, ROW_TILE  # bytes of a chunk
@@ -215,7 +227,7 @@ def _single_step(kind: str, *, whole: bool) -> str:
             at = f"${x_at}+{128 * size * chunk + 4 * i}"
             ptx += _load("x", 4 * words * chunk + i, 4, at, predicates[chunk])
 
-    # A product takes two neighboring bytes of two rows.
+    # A product takes two neighboring bytes of each of two rows.
     for first in range(0, rows, 2):
         for chunk in range(chunks):
             ptx += "".join(_prepare(kind, f"${scales + (first + i) * chunks + chunk}", i) for i in range(2))
@@ -232,11 +244,12 @@ def _single_step(kind: str, *, whole: bool) -> str:
 
 
 def _gather() -> str:
-    """Return PTX that computes the sums of eight rows of W from the parts that the lanes of a warp hold.
+    """Return PTX that computes the sums of eight rows of W from the partial sums that the lanes of a warp hold.
 
-    A part counts only in the lane of each group that holds the diagonal of the product; see the top of this file. $0 is
-    set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. Lanes that differ in
-    one bit of their group exchange the halves of the rows that they do not keep.
+    Only the partial sums in the lane of each group that holds the diagonal of the product count; see the module's
+    docstring. $0 is set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. In
+    each step, pairs of lanes whose groups differ in one bit exchange partial sums: each lane keeps half of the rows,
+    and sends the other half.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -266,12 +279,13 @@ WHOLE_PRODUCTS, PART_PRODUCTS = (tl.constexpr(_single_step("products", whole=who
 def group_scale(
     scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Return the scales in fp32 of groups, which are numbered over all rows. ``row`` has the row of each group."""
+    """Return the scales of groups in fp32. Groups are numbered over all rows, and ``row`` is the row of each group."""
     if SCALES == "e8m0":
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
         scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
     elif SCALES == "e4m3":
-        # Not converted as float8, which older GPUs cannot do. The bias of the exponent differs by 120.
+        # The byte is not converted as float8, because older GPUs cannot do that. The exponent biases of e4m3 and
+        # fp32 differ by 120.
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
         bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
         scale = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -296,10 +310,10 @@ def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
 def _scales_of_row(
     loads, row, byte, left, KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Load a lane's scales of a row of W for `_single_step`: of its first and, if there is one, of its second chunk.
+    """Load a lane's scales of a row of W for `_single_step`: one for each of its chunks.
 
-    ``loads`` consists of the pointers to scales and to the scales of whole rows, and the number of scales of a row.
-    PAIRS is the number of bytes of codes that share a scale.
+    The lane has one or two chunks. ``loads`` consists of the pointer to the scales, the pointer to the scales of whole
+    rows, and the number of scales of a row. PAIRS is the number of bytes of codes that share a scale.
     """
     scale_ptr, whole_ptr, G = loads
     first, rows = row * G + byte // PAIRS, row + tl.zeros_like(byte)
@@ -391,7 +405,8 @@ def _scales_at(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Load the four scales of a row of W that a lane needs, PER for each chunk. PAIRS bytes of codes share a scale."""
-    # Bytes from the first one to those that the scales belong to; a chunk has 64 bytes, 16 of them for this lane.
+    # Offsets of the bytes to which the scales belong, counted from the first byte. A chunk has 64 bytes, and 16 of
+    # them are this lane's.
     a0: tl.constexpr = 0
     a1: tl.constexpr = 8 if PER == 2 else 64
     a2: tl.constexpr = 64 if PER == 2 else 128
@@ -466,7 +481,7 @@ def _several_rows_kernel(
 
 
 def takes_code_rows(x: Tensor, codes: Tensor) -> bool:
-    """Return whether `code_rows` can multiply few rows x [..., C] by contiguous codes [O, C / 2]."""
+    """Return whether `code_rows` can multiply x [..., C], which must have few rows, by contiguous codes [O, C / 2]."""
     return (
         0 < x.numel() // x.shape[-1] <= MOST_ROWS
         and x.dtype == torch.bfloat16
@@ -480,7 +495,7 @@ def code_rows(
     kind: str, x: Tensor, codes: Tensor, scales: Tensor, whole: Tensor | None, table: Tensor, bias: Tensor | None,
     act: str = "", low_rank: LowRank | None = None, **constants: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply few rows x [..., C], for which `takes_code_rows` is True, by the weight.
+    """Multiply x [..., C], for which `takes_code_rows` must be True, by the weight.
 
     Args:
         kind: the kind of scales; see the module's docstring.
@@ -488,7 +503,7 @@ def code_rows(
         codes: [O, C / 2].
         scales: [O, G], one for each C / G columns of a row: at least 32 columns, or 16 for two scales.
         whole: [O, 1] fp32, a scale for each row, or None.
-        table: [16], the numbers that the codes stand for, in fp32 for products and otherwise in bfloat16.
+        table: [16], the numbers that the codes stand for: in fp32 for the kind "products", otherwise in bfloat16.
         bias: [O] or None.
         act: the activation of a packed gate and up projection, or "".
         low_rank: a term in the dtype of x, or None.
