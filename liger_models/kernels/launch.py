@@ -1,14 +1,14 @@
 """Launches of Triton kernels that need less time on the host than Triton's own launches.
 
-For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this takes as long as the
-rest of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the
+For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
+the rest of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the
 blocks of descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps each
 kernel that Triton has chosen under a key that determines all of this: the dtypes of the tensors, the blocks of
 descriptors, all integers and constants, and the device. The key does not hold alignments. Instead, only launches in
 which all tensors begin at multiples of 16 bytes use the kept kernels.
 
-Triton itself performs all other launches: launches of new kernels, on devices other than NVIDIA GPUs, with tensor
-subclasses, and while hooks observe launches.
+Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
+with tensor subclasses, and launches that hooks observe.
 """
 
 from functools import partial
@@ -22,8 +22,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_KEPT = 4096
-"""When a function has this number of kept kernels, all of them are forgotten. With each new integer, such as a number
-of tokens, one more is kept."""
+"""When a function has this many kept kernels, all of them are dropped. Each new value of an integer argument, such as
+the number of tokens, adds a kept kernel."""
 
 ALIGNMENT = 16
 """Triton compiles another kernel if a pointer is not a multiple of this number of bytes."""
@@ -42,7 +42,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         self.kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        """Maps the key of a launch to what launches the compiled kernel, and the values of its remaining arguments."""
+        """Maps the key of a launch to the compiled kernel's launcher, function and metadata, and to the remaining
+        arguments."""
 
     def __getitem__(self, grid: Any) -> Any:
         return partial(self._launch, grid)
@@ -96,7 +97,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return _get(self, grid)(*args, **options)
 
     def _keep(self, key: tuple[Any, ...], kernel: Any, given: int, options: dict[str, Any]) -> Any:
-        """Keep a kernel that Triton has just launched with ``given`` arguments by position, and return it."""
+        """Keep a kernel that Triton has just launched with ``given`` positional arguments, and return the kernel."""
         if type(kernel) is CompiledKernel and not any(isinstance(value, Tensor) for value in options.values()):
             defaults = {name: parameter.default for name, parameter in self.signature.parameters.items()}
             rest = tuple(options.get(name, defaults[name]) for name in self.arg_names[given:])
@@ -107,5 +108,5 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
 
 def _observes(hook: Any) -> bool:
-    """Return whether a hook of launches does something."""
+    """Return whether a launch hook does something."""
     return hook is not None and bool(getattr(hook, "calls", True))

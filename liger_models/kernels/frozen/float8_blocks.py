@@ -4,11 +4,11 @@
 
 The scales are stored separately for each row, although several rows share them in the checkpoint, so that a packed
 projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed
-after the product. The dequantized W is identical to the weight that loading the checkpoint in bfloat16 gives.
+after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
-dequantizes each tile of W in registers right before the product. The dequantized numbers are identical, but the
-products are summed in another order.
+dequantizes each tile of W in registers right before the product. Its elements of W are identical to the dequantized W,
+but the products are summed in another order.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """
@@ -36,25 +36,27 @@ from liger_models.kernels.tiles import cdiv, next_power_of_2
 MOST_NUMBERS = 8
 ROWS, PIECES = 16, 32
 NUM_WARPS = 4
-"""The weight is dequantized in pieces of up to this number of columns of a row. Number of rows that a program
-dequantizes, number of pieces of each row, and number of its warps."""
+"""The weight is dequantized in pieces of up to `MOST_NUMBERS` columns of a row. A program dequantizes `PIECES` pieces
+of each of `ROWS` rows, and has `NUM_WARPS` warps."""
 
 WIDTHS = 16, 1024
-"""Least and largest width of blocks that the kernels for few rows support. The width must be a power of 2, unless all
+"""Minimum and maximum width of blocks that the kernels for few rows support. The width must be a power of 2, unless all
 columns of a row share a scale."""
 
 ROW_WIDTH = 128
 """Number of columns that the kernel for one row of x regards as a block if all columns of a row share a scale."""
 
 ROW_TILE = (4, 1024, 2)
-"""Tile of the kernel for one row of x: a program's number of results, of columns per step, and of warps."""
+"""Tile of the kernel for one row of x: number of results per program, number of columns per step, and number of
+warps."""
 
 RUN = tl.constexpr(16)
 """Number of columns that a thread of this kernel reads and sums at once."""
 
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
-"""Tiles of the kernel for several rows: the maximum number of rows of x, the results of a program, the columns that a
-warp reads in a step, and the warps of a program, which share the columns."""
+"""Tiles of the kernel for several rows. For each tile: the maximum number of rows of x, the number of results per
+program, the number of columns that a warp reads per step, and the number of warps, among which the columns are
+divided."""
 
 ROUND = tl.constexpr("""{
 .reg .b32 pair;
@@ -76,7 +78,7 @@ def _block_weight_kernel(
 ):  # fmt: skip
     """Dequantize PIECES pieces of ROWS rows per program. A piece is NUMBERS columns of a row that share a scale.
 
-    A thread has whole pieces, and computes with one scale for each.
+    A thread dequantizes whole pieces, and needs one scale for each piece.
     """
     piece = tl.arange(0, ROWS * PIECES)
     row = tl.program_id(0).to(tl.int64) * ROWS + piece // PIECES
@@ -138,7 +140,8 @@ def _block_row_kernel(
     known = (row < N)[:, None]
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
-    # A sum for each run of columns, so that a thread adds its own products and only the last step crosses threads.
+    # Each run of columns has its own sum, so that a thread adds its own products. Only the last step adds across
+    # threads.
     total = tl.zeros([ROWS, RUNS], tl.float32)
     if LOW != "awaited":
         end_previous(OVERLAPS)
@@ -153,13 +156,13 @@ def _block_row_kernel(
             scales = tl.load(scale_ptr + at + tl.zeros_like(block)[None, :], mask=known, other=0.0)
         else:
             scales = tl.load(scale_ptr + at * G + block[None, :], mask=known & (block < G)[None, :], other=0.0)
-        # A thread can load half of the numbers of x that it multiplies at once. With two loads it has all of them, and
-        # threads need not exchange any.
+        # A thread multiplies RUN elements of x, and can load half of them at once. With two loads, it has all of them,
+        # and threads need not exchange elements.
         half = start * WIDTH + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN // 2)[None, :]
         first = tl.load(x_ptr + half, mask=half < K, other=0.0)
         second = tl.load(x_ptr + half + RUN // 2, mask=half + RUN // 2 < K, other=0.0)
         x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [RUNS, RUN]).to(tl.float32)
-        # W in registers, rounded to bfloat16 as `blocks_dense` rounds it: [ROWS, BLOCKS, WIDTH].
+        # Dequantize W in registers, rounded to bfloat16 as in `blocks_dense`: [ROWS, BLOCKS, WIDTH].
         numbers = _numbers(tl.reshape(codes, [ROWS, BLOCKS, WIDTH]), scales[:, :, None])
         if PTX:
             numbers = tl.inline_asm_elementwise(ROUND, "=f,=f,f,f", [numbers], tl.float32, True, 2)
@@ -189,11 +192,11 @@ def _block_rows_kernel(
     column = tl.arange(0, COLUMNS)
     at = row.to(tl.int64)[None, :]
     known = (row < N)[None, :]
-    # PARTS products of BLOCK columns each: one for each warp, added at the end.
+    # There are PARTS products of BLOCK columns each, one for each warp. They are added at the end.
     total = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
     for start in range(0, K, BLOCK * PARTS):
         first = start + tl.arange(0, PARTS) * BLOCK
-        # Codes [PARTS, ROWS, BLOCK], scales [PARTS, ROWS] and x [PARTS, BLOCK, COLUMNS].
+        # Load codes [PARTS, ROWS, BLOCK], scales [PARTS, ROWS] and x [PARTS, BLOCK, COLUMNS].
         k = first[:, None] + tl.arange(0, BLOCK)[None, :]
         inside = (k < K)[:, None, :] & known[:, :, None]
         codes = tl.load(
@@ -209,7 +212,10 @@ def _block_rows_kernel(
 
 
 def takes_width(width: int) -> bool:
-    """Return whether the kernels for few rows support blocks of ``width`` columns, or of all columns if it is 0."""
+    """Return whether the kernels for few rows support blocks of ``width`` columns.
+
+    A width of 0 stands for all columns of a row.
+    """
     return width == 0 or (WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0)
 
 
@@ -225,7 +231,7 @@ def block_rows(
     x: Tensor, codes: Tensor, scales: Tensor, width: int, bias: Tensor | None, act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply few rows x [..., C] by the weight, with a kernel that reads the codes.
+    """Multiply x [..., C], which has few rows, by the weight, with a kernel that reads the codes.
 
     The results are y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation. ``low_rank`` must
     have the dtype of x.
@@ -237,7 +243,7 @@ def block_rows(
     (low, B, R), constants = low_rank_arguments(x, low_rank)
     constants |= {"HAS_BIAS": bias is not None, "ACT": act}
     with on_device_of(x):
-        # One row is multiplied without matrix units, several rows with them.
+        # One row is multiplied without matrix units, and several rows are multiplied with matrix units.
         if M == 1:
             rows, columns, warps = ROW_TILE
             by_row = width == 0
@@ -283,14 +289,14 @@ class Float8Blocks(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Multiply few rows by the weight; see `block_rows`."""
+        """Multiply x, which has few rows, by the weight; see `block_rows`."""
         codes, scales, width = weight.codes, weight.scales, weight.layout[0]
         if not takes_block_rows(x, codes, scales, width):
             return None
         return block_rows(x, codes, scales, width, bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit of slices. A slice of columns must consist of whole blocks.
+        """Return the unit in which a weight can be sliced. A slice of columns must consist of whole blocks.
 
         A slice of rows may have any size, because each row has its own scales.
         """
@@ -299,7 +305,10 @@ class Float8Blocks(Format):
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """Divide the tensors; see `Format.slices`. Scales of rows are the same in every slice of columns."""
+        """Divide the tensors; see `Format.slices`.
+
+        If each row has one scale, all slices of columns have the same scales.
+        """
         tensors, layout, dims = super().slices(tensors, shape, layout, dim, ranks)
         if layout[0] == 0 and dim == len(shape) - 1:
             del dims["scales"]

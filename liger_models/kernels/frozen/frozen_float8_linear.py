@@ -7,15 +7,15 @@
 
 Each row of x and of dy is quantized with a scale that is computed from its own values (dynamic quantization). dx is a
 sum over the rows of W, so dy is multiplied by the scales of these rows before it is quantized. `torch._scaled_mm`
-computes the products. In the backward, this function needs the transposed codes in memory, so a kernel transposes them
+computes the products. In the backward, this function needs the codes transposed in memory, so a kernel transposes them
 before each product. Sums are in fp32, and results are rounded once, to bfloat16.
 
 If x has few rows, as in a decoding step, reading the codes takes most of the time, so the forward does not quantize x.
 A kernel multiplies the codes by the unrounded x, and then each sum by the scale of its row of W.
 
 If the products cannot run in float8 (because of a dtype other than bfloat16, a size that is not a multiple of 16, or a
-GPU older than sm_89), W is dequantized for each product. Only the stored weight is saved for the backward, which takes
-no additional memory.
+GPU older than sm_89), W is dequantized for each product. Only the stored weight is saved for the backward, so saving
+takes no additional memory.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """
@@ -38,7 +38,7 @@ LARGEST = 448.0
 """The largest number of float8 e4m3."""
 
 SMALLEST_SCALE = 1e-12
-"""Least scale of a row. It keeps rows of zeros from being divided by zero."""
+"""Minimum scale of a row. It prevents a division by zero in rows of zeros."""
 
 MULTIPLE = 16
 """Float8 products in hardware require that the sizes of the matrices are multiples of this number."""
@@ -50,7 +50,7 @@ MIN_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8."""
 
 ELEMENTS_PER_WARP = 1024
-"""Number of elements of a row per warp. At most 16 warps quantize a row."""
+"""Number of elements of a row that a warp quantizes. At most 16 warps quantize a row."""
 
 DENSE_BLOCK = 2048
 """Number of codes that a program dequantizes at a time."""
@@ -60,13 +60,13 @@ MOST_ROWS = 32
 
 TILE = 128
 TILE_WARPS = 8
-"""Number of rows and of columns of codes that a program transposes, and number of its warps."""
+"""Number of rows (and also of columns) of the tile of codes that a program transposes, and number of its warps."""
 
 
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute `quantize_rows` in plain torch."""
     wide = x.float() if factors is None else x.float() * factors
-    largest = wide.new_tensor(LARGEST)  # CUDA multiplies by the reciprocal of a number instead
+    largest = wide.new_tensor(LARGEST)  # by a Python number, CUDA would multiply by its reciprocal
     scales = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
     return (wide / scales[..., None]).to(DTYPE), scales
 
@@ -191,7 +191,7 @@ def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     if not multiplies(rows, codes):
         return dy @ float8_dense(codes, scales, dy.dtype)
     # The scales of W's rows are inside this product's sum, so they multiply dy before it is rounded. The hardware takes
-    # its second matrix by columns, so the codes are transposed in memory.
+    # the second matrix of a product by columns, so the codes are transposed in memory.
     ones = scales.new_ones(codes.shape[1])
     return _scaled_mm(*quantize_rows(rows, scales), transposed(codes).t(), ones).view(*dy.shape[:-1], codes.shape[1])
 
@@ -266,7 +266,7 @@ class Float8Rows(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Multiply few rows by the weight; see `row_linear_forward`."""
+        """Multiply x, which has few rows, by the weight; see `row_linear_forward`."""
         if not takes_float8_rows(x, weight.codes):
             return None
         return row_linear_forward(x, weight.codes, bias, act, weight.scales, low_rank)

@@ -4,11 +4,12 @@
 
 A byte holds the codes of two neighboring columns, with the code of the first column in the lower half. The formats
 differ in the numbers that the 16 codes stand for and in how scales are stored. Each product of a number and a scale is
-computed in fp32 and rounded once, to bfloat16, as when the checkpoint is read as dense weights.
+computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The result is the same as when the
+checkpoint is read as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
-before the product. The dequantized numbers are identical, but the products are summed in another order.
+before the product. Its elements of W are identical to the dequantized W, but the products are summed in another order.
 """
 
 import functools
@@ -47,30 +48,30 @@ NUMBERS = {
 
 MOST_BYTES = 4
 PIECES, NUM_WARPS = 512, 4
-"""The codes are dequantized in pieces of up to this number of bytes. Number of pieces per program, and number of its
-warps."""
+"""The codes are dequantized in pieces of up to `MOST_BYTES` bytes. A program dequantizes `PIECES` pieces, and has
+`NUM_WARPS` warps."""
 
 MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
 
 WIDTHS = 16, 256
-"""Least and largest number of columns of a group that the kernels for few rows support. It must be a power of 2."""
+"""Minimum and maximum number of columns per group that the kernels for few rows support. It must be a power of 2."""
 
 ROW_TILE = (4, 512, 4)
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
-"""The tile of the kernel for one row of x: a program's results, columns per step, and warps. Then the tiles for several
-rows, each after the maximum number of rows of x."""
+"""`ROW_TILE` is the tile of the kernel for one row of x: number of results per program, number of columns per step, and
+number of warps. In `TILES`, which is for several rows, these numbers follow the maximum number of rows of x."""
 
 
 class GroupConstants(NamedTuple):
-    """The constants with which kernels dequantize: a kind of `NUMBERS`, of scales, and of the scale of a whole row.
+    """The constants with which kernels dequantize: the numbers of the codes, the scales, and the scales of whole rows.
 
     Attributes:
         CODES: name of an entry of `NUMBERS`.
         SCALES: "e8m0" for bytes that are exponents of 2, "e4m3" for bytes in float8, or "float".
         WHOLE: whether the scale of a group is multiplied ("times") or divided ("over") by the scale of its row; "" if
             rows have no scales.
-        HALF: whether numbers are rounded to float16 instead of bfloat16.
+        HALF: whether the elements of W are rounded to float16 instead of bfloat16.
     """
 
     CODES: str
@@ -81,13 +82,13 @@ class GroupConstants(NamedTuple):
 
 @triton.jit
 def group_number(code, table_ptr, CODES: tl.constexpr):
-    """Return the numbers in fp32 that codes stand for, an int32 tensor of 0 to 15."""
+    """Return the numbers, in fp32, that the codes stand for. ``code`` is an int32 tensor of values from 0 to 15."""
     if CODES == "e2m1":
-        # The exponent and the mantissa of the code become those of a float whose bias is larger by 126.
+        # Move the code's exponent and mantissa to an fp32 number, whose exponent bias is larger by 126.
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
     elif CODES == "int4":
-        # The last bits of a float from 2^23 on are an integer.
+        # If an fp32 number is at least 2^23, its last bits are an integer.
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     else:
         return tl.load(table_ptr + code)
@@ -103,9 +104,10 @@ def group_rounded(numbers, HALF: tl.constexpr):
 def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, LARGE: tl.constexpr):
     """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer of NUMBERS codes, which share a scale.
 
-    A thread has whole pieces, and the next thread has the next pieces: threads exchange nothing, and they read and
-    write contiguous memory together. The codes are returned after the index of the program's first piece, the indices
-    of the pieces in the program, those in the weight, which are int64 if LARGE, and whether the weight has the pieces.
+    Each thread has whole pieces, and neighboring threads have neighboring pieces. Threads therefore exchange nothing,
+    and together they read and write contiguous memory. The results are: the index of the program's first piece; the
+    index of each piece in the program; the index of each piece in the weight, in int64 if LARGE; whether the weight has
+    this piece; and the codes.
     """
     # Without the hint, a thread would load several neighboring pieces at once.
     lane = tl.max_contiguous(tl.arange(0, PIECES), 1)
@@ -123,7 +125,7 @@ def _group_weight_kernel(
     CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr,
     PIECES: tl.constexpr, LARGE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize PIECES pieces per program, of which each thread has some; see `load_pieces`."""
+    """Dequantize PIECES pieces per program. The pieces are divided among the threads; see `load_pieces`."""
     first, lane, piece, inside, codes = load_pieces(code_ptr, pieces, NUMBERS, PIECES, LARGE)
     group = piece // PIECES_PER_SCALE
     scale = group_scale(scale_ptr, whole_ptr, group, group // G, inside, SCALES, WHOLE)[:, None]
@@ -142,7 +144,8 @@ def _group_rows_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x. Each step reads GROUPS groups of PAIRS bytes of a row of W.
 
-    Numbers of x with even and with odd indices are multiplied separately, because a byte has a code for each of them.
+    Elements of x with even and with odd indices are multiplied separately, because a byte holds one code for an even
+    index and one for an odd index.
     """
     start_next(OVERLAPS)
     STEP: tl.constexpr = GROUPS * PAIRS
@@ -164,7 +167,7 @@ def _group_rows_kernel(
         pair = tl.load(
             code_ptr + at * (K // 2) + k[None, :], mask=known & there[None, :], other=0, eviction_policy="evict_first"
         ).to(tl.int32)
-        # Both numbers of each byte, [ROWS, GROUPS, PAIRS], rounded as `groups_dense` rounds them.
+        # Dequantize both codes of each byte, [ROWS, GROUPS, PAIRS], with the rounding of `groups_dense`.
         pair = tl.reshape(pair, [ROWS, GROUPS, PAIRS])
         first = group_rounded(group_number(pair & 15, table_ptr, CODES) * scale[:, :, None], HALF)
         second = group_rounded(group_number(pair >> 4, table_ptr, CODES) * scale[:, :, None], HALF)
@@ -215,7 +218,7 @@ def groups_dense_reference(
     codes, scales = codes.reshape(len(rows), -1), scales.reshape(len(rows), G)
     whole = None if whole is None else whole.reshape(len(rows), 1)
     rounded = torch.float16 if constants.HALF else torch.bfloat16
-    # A byte's two numbers, [256, 2].
+    # Build the two numbers of each byte, [256, 2].
     table = torch.tensor(NUMBERS[constants.CODES], device=codes.device)
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
     step = max(2**22 // max(out.shape[-1], 1), 1)  # some rows at a time, to save memory
@@ -264,7 +267,7 @@ def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
 
 
 def bytes_of(scales: Tensor) -> Tensor:
-    """Return scales in float8 as bytes, and others as they are."""
+    """Return scales in float8 as bytes, and all other scales unchanged."""
     return scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
 
 
@@ -274,7 +277,7 @@ def takes_group(width: int) -> bool:
 
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
-    """Return the kind under which `code_rows` multiplies groups of ``pairs`` bytes; None if it does not."""
+    """Return the ``kind`` that `code_rows` needs for groups of ``pairs`` bytes, or None if it does not support them."""
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
@@ -289,7 +292,7 @@ def group_rows(
     x: Tensor, codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, bias: Tensor | None,
     act: str = "", low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply few rows x [..., C] by the weight, with a kernel that reads the codes.
+    """Multiply x [..., C], which has few rows, by the weight, with a kernel that reads the codes.
 
     The results are y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation. ``low_rank`` must
     have the dtype of x.
@@ -353,7 +356,7 @@ class Groups(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Multiply few rows by the weight; see `group_rows`."""
+        """Multiply x, which has few rows, by the weight; see `group_rows`."""
         codes, scales, whole = self.rows_of(weight)
         contiguous = all(tensor is None or tensor.is_contiguous() for tensor in (codes, scales, whole))
         if not (takes_group(weight.layout[0]) and contiguous and are_few(x, MOST_ROWS)):
@@ -361,12 +364,15 @@ class Groups(Format):
         return group_rows(x, codes, scales, whole, self.constants(weight.layout), bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit of slices. A slice of columns must consist of whole groups, one of rows may have any size."""
+        """Return the unit in which a weight can be sliced.
+
+        Slices of columns consist of whole groups, slices of rows of any rows.
+        """
         return 1 if rows else layout[0]
 
 
 def check_width(where: str, columns: int, width: int) -> None:
-    """Raise ValueError unless ``width`` columns share a scale in each row of ``columns`` columns, without a rest."""
+    """Raise ValueError unless a row of ``columns`` columns consists of whole groups of ``width`` columns."""
     if width < 2 or width % 2 or columns % width or math.prod((columns, width)) == 0:
         raise ValueError(
             f"{where}: columns must be a multiple of those that share a scale, an even number, got {columns} and "

@@ -2,7 +2,7 @@
 
     W = number(code) · 2^(scale - 127)        one scale per 32 columns of a row
 
-The codes are floating-point numbers with a sign, two bits of exponent and one of mantissa. All products are exact in
+The codes are floating-point numbers with a sign bit, two exponent bits and one mantissa bit. All products are exact in
 bfloat16. See `groups` for the kernels.
 
 Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.

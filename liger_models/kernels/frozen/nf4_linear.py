@@ -2,16 +2,16 @@
 
     W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
 
-The forward and the backward each dequantize W in one pass, in the dtype of the weight, and free it after the product.
-W is bitwise identical to torchao's ``get_original_weight``, because every step is rounded to the dtype of the weight.
-If x has few rows, as in a decoding step, the forward runs `nf4_rows`. W is stored in these tensors::
+The forward and the backward each dequantize W in one pass, in the dtype of the weight, and free the dequantized W after
+the product. W is bitwise identical to torchao's ``get_original_weight``, because every step is rounded to the dtype of
+the weight. If x has few rows, as in a decoding step, the forward runs `nf4_rows`. W is stored in these tensors::
 
     codes      two codes per byte, the first one in the upper half
     scales     one int8 number (the code of the scale) per block of 64 codes
     factors    one factor per block of at most 256 scales
     mean       one number for the whole matrix
 
-Only these tensors are saved for the backward, which takes no additional memory.
+Only these tensors are saved for the backward, so saving takes no additional memory.
 
 Source: https://arxiv.org/abs/2305.14314.
 """
@@ -41,7 +41,7 @@ def _nf4_weight_kernel(
     SCALES_PER_FACTOR: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, NUMBERS: tl.constexpr, PIECES: tl.constexpr,
     LARGE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize PIECES pieces per program, of which each thread has some; see `load_pieces`."""
+    """Dequantize PIECES pieces per program. The pieces are divided among the threads; see `load_pieces`."""
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     first, lane, piece, inside, codes = load_pieces(code_ptr, pieces, NUMBERS, PIECES, LARGE)
     if PIECES_PER_MEAN:
@@ -198,7 +198,7 @@ class NormalFloat4(Format):
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Multiply few rows by the weight; see `nf4_rows`."""
+        """Multiply x, which has few rows, by the weight; see `nf4_rows`."""
         packed, sizes = self._packed(weight), self._sizes(weight)
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 
@@ -223,7 +223,7 @@ class NormalFloat4(Format):
         return codes, scales, factors, constants[0], constants[1:]
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the number of codes that share a scale, whether they are in one row or in several."""
+        """Return the number of codes that share a scale. These codes may be in one row or in several rows."""
         return layout[0]
 
     def slices(
@@ -236,7 +236,7 @@ class NormalFloat4(Format):
         block, per_factor = layout
         by_columns = dim == len(shape) - 1
 
-        # Successive scales of a slice that have the same factor in every slice.
+        # Count the consecutive scales that have the same factor in every slice.
         scales = (columns // ranks if by_columns else rows // ranks * columns) // block
         fewer = math.gcd(scales, per_factor)
         tensors = dict(tensors)

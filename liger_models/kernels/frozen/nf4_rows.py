@@ -9,9 +9,9 @@ The kernels multiply x by the table's numbers for the codes, and the sum over ea
 For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions, in
 the order in which the matrix units take them: one instruction turns the byte into an address, and the other reads the
 pair of numbers. Shared memory holds each of the 256 pairs 32 times, once in each bank, so that all lanes of a warp read
-in one access, whatever their bytes are. A product of the matrix units has eight columns. If x has more than two rows,
-the columns are the rows of x. If x has one or two rows, each column is one block of a row of x, with zeros for the
-other blocks.
+their pairs in one access, whatever their bytes are. A product of the matrix units has eight columns. If x has more than
+two rows, the columns are the rows of x. If x has one or two rows, each column is one block of a row of x, with zeros
+for the other blocks.
 
 For more rows, other GPUs or other dtypes, a kernel in plain Triton runs. On NVIDIA GPUs from Ampere on, this kernel
 looks the numbers up in registers.
@@ -46,8 +46,8 @@ MOST_LOOKUPS = 8
 LOOKUP_BLOCK = 64
 LOOKUP_ROWS, LOOKUP_WARPS = 16, 4
 STEP_BLOCKS = 8
-"""Number of codes in a block, of rows of W per program, of warps per program (which divide the columns of W), and of
-blocks that a warp reads per step."""
+"""Number of codes per block, number of rows of W per program, number of warps per program (among which the columns of W
+are divided), and number of blocks that a warp reads per step."""
 
 MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
@@ -60,14 +60,15 @@ def _step(kind: str, columns: int) -> str:
     """Return PTX that multiplies STEP_BLOCKS blocks of 16 rows of W by up to ``columns`` (1, 2 or 8) rows of x.
 
     The eight columns of a matrix product stand for ``columns`` rows of x and ``slots`` blocks of each row. In a warp,
-    the lane with index 4 · group + quarter holds codes of the rows group and group + 8 of W, and for the column group
-    the numbers of x by which these codes are multiplied. The lane holds the sums of the columns 2 · quarter and
-    2 · quarter + 1. The codes of a block are held by two lanes, or by four lanes if ``columns`` is 8.
+    the lane with index 4 · group + quarter holds codes of the rows group and group + 8 of W. For column ``group`` of
+    the product, it also holds the elements of x by which these codes are multiplied. The lane holds the sums of the
+    columns 2 · quarter and 2 · quarter + 1. The codes of a block are held by two lanes, or by four lanes if ``columns``
+    is 8.
 
-    $0 to $3 are the new sums, and $4 to $7 are the old sums; those of row ``group`` come first. $8 and $9 are the
-    addresses of the codes of both rows, and $10 is the address of x. $11 and $12 are the numbers of blocks that follow
-    in the codes and in x. $13 selects the codes by which x is multiplied; -1 selects none. $14 to $17 are two scales
-    for each of the two rows, and $18 is the address from `fill`.
+    $0 to $3 are the new sums, and $4 to $7 are the old sums. In both, the sums of row ``group`` come first. $8 and $9
+    are the addresses of the codes of both rows, and $10 is the address of x. $11 and $12 are the numbers of blocks
+    after these addresses in the codes and in x. $13 selects the codes by which x is multiplied; -1 selects no codes.
+    $14 to $17 are two scales for each of the two rows, and $18 is the address from `fill`.
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes
@@ -86,7 +87,8 @@ def _step(kind: str, columns: int) -> str:
         ptx += f"min.s32 o, $12, {slots * repeat}; mad.wide.s32 p, o, 128, $10;\n"
         for i in range(0, numbers, 4):
             ptx += f"@loads ld.global.v4.b32 {names('x', numbers * repeat + i, 4)}, [p+{4 * i}];\n"
-    # Look up the two weights of each byte in shared memory, and multiply. The first products of a chain add to zero.
+    # Look up the two weights of each byte in shared memory, and multiply. The first product of each chain is added to
+    # zero.
     for repeat in range(repeats):
         chains = 4 // lanes  # independent sums
         for load in range(loads):
@@ -104,7 +106,7 @@ def _step(kind: str, columns: int) -> str:
                 before = c if load or j >= chains else "{" + ", ".join(["0f00000000"] * 4) + "}"
                 ptx += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {c}, {names('a', 0, 4)}, "
                 ptx += f"{{{x[0]}, {x[1]}}}, {before};\n"
-        # Scale the sums of a block. With eight columns the scales are in other lanes.
+        # Scale the sums of a block. With eight columns, other lanes hold the scales.
         scales = ["$14", "$15", "$16", "$17"]
         if columns == 2:
             scales = [f"${14 + repeat}"] * 2 + [f"${16 + repeat}"] * 2
@@ -135,9 +137,9 @@ prmt.b32 n, p, q, 0x7531; prmt.b32 p, p, q, 0x6420;
     )
     + "}"
 )
-"""PTX. $0 to $3 are the upper bytes of the table, whose address is $8, and $4 to $7 the lower bytes. A lane gets
-these bytes from other lanes. If all lanes loaded the same bytes, ptxas would keep the bytes in uniform registers, and
-would copy them for each `prmt`."""
+"""PTX that loads the table at address $8. $0 to $3 are set to the upper bytes of its numbers, and $4 to $7 to the lower
+bytes. A lane gets these bytes from other lanes. If all lanes loaded the same bytes, ptxas would keep the bytes in
+uniform registers, and would copy them for each `prmt`."""
 
 
 def _pairs() -> str:
@@ -165,7 +167,8 @@ def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, S
     """Compute the scales of the blocks with indices ``block``, rounded to ``dtype`` but stored in fp32."""
     code = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
     factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
-    # Between 7 and 8 significant bits a quotient is never so near to a tie of bfloat16 that division must be exact.
+    # If the operands have 7 and 8 significant bits, the quotient is never so close to a rounding tie of bfloat16 that
+    # the division must be exact.
     quotient = code / factor if dtype == tl.bfloat16 else tl.div_rn(code, factor)
     return (quotient.to(dtype).to(tl.float32) + mean).to(dtype).to(tl.float32)
 
@@ -192,7 +195,7 @@ def _nf4_lookup_kernel(
     BF16: tl.constexpr = STEP1_BF16 if COLUMNS == 1 else STEP2_BF16 if COLUMNS == 2 else STEP8_BF16
     F16: tl.constexpr = STEP1_F16 if COLUMNS == 1 else STEP2_F16 if COLUMNS == 2 else STEP8_F16
     STEP: tl.constexpr = BF16 if dtype == tl.bfloat16 else F16
-    LANES: tl.constexpr = 4 if COLUMNS == 8 else 2  # that share a block
+    LANES: tl.constexpr = 4 if COLUMNS == 8 else 2  # lanes that share a block
     thread = tl.arange(0, 32 * WARPS)
     warp, lane = thread // 32, thread % 32
     group, quarter = lane // 4, lane % 4
@@ -238,7 +241,7 @@ def _nf4_lookup_kernel(
         first = tl.program_id(0).to(tl.int64) * ROWS
         store_row(total, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
     else:
-        if COLUMNS == 2:  # sums of the slots, which `store_rows` takes as the first of eight columns
+        if COLUMNS == 2:  # add the sums of the slots; `store_rows` takes eight columns
             y = tl.sum(tl.reshape(y, [ROWS, 4, 2]), 1)
             y = tl.reshape(tl.broadcast_to(y[:, None, :], [ROWS, 4, 2]), [ROWS, 8])
         store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, 8)
@@ -262,12 +265,12 @@ def _nf4_rows_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.load(mean_ptr).to(tl.float32)
     if PTX:
-        # The table as upper and lower bytes in eight registers, from which `prmt` looks numbers up.
+        # Load the upper and lower bytes of the table into eight registers, in which `prmt` looks numbers up.
         h0, h1, h2, h3, l0, l1, l2, l3 = tl.inline_asm_elementwise(
             PLANES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l", [table_ptr.to(tl.uint64, bitcast=True)],
             (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
         )  # fmt: skip
-    # Sums of products by scale: [SCALES, ROWS, COLUMNS].
+    # Each scale has its own sums of products: [SCALES, ROWS, COLUMNS].
     total = tl.zeros([SCALES, ROWS, COLUMNS], tl.float32)
     blocks = pairs // PAIRS_PER_SCALE
     known = (row < N)[None, :]
@@ -281,7 +284,7 @@ def _nf4_rows_kernel(
             code_ptr + at[:, :, None] * pairs + pair[:, None, :], mask=some[:, :, None], other=0,
             eviction_policy="evict_first",
         )  # fmt: skip
-        # x as pairs of one integer each, [SCALES, PAIRS_PER_SCALE, COLUMNS], which are split below.
+        # Load pairs of elements of x as one integer each, [SCALES, PAIRS_PER_SCALE, COLUMNS]. They are split below.
         there = (block < blocks)[:, None, None] & (column < M)[None, None, :]
         x = tl.load(pair_ptr + column[None, None, :] * pairs + pair[:, :, None], mask=there, other=0)
         scale = nf4_scale(scale_ptr, factor_ptr, mean, at * blocks + block[:, None], some, dtype, SCALES_PER_FACTOR)
@@ -320,7 +323,7 @@ def nf4_rows(
     x: Tensor, bias: Tensor | None, packed: Packed, layout: Sequence[int], act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply few rows x [..., columns] by the weight, with a kernel that reads the codes.
+    """Multiply x [..., columns], which has few rows, by the weight, with a kernel that reads the codes.
 
     The results are y [..., rows] and act(gate) · up [..., rows / 2], which is empty without an activation. ``low_rank``
     must have the dtype of x.

@@ -46,8 +46,8 @@ WEIGHT = Argument(
 """Represents a `Weight` by arguments of an op. The first argument is the dense weight if all others have their default
 values, and otherwise the codes.
 
-The tensors have the names of NF4; tensors that the format lacks are None. The layout holds the number of the format,
-the number of dimensions, the shape, and the layout of the format.
+The tensors are named as in NF4; tensors that the format lacks are None. The layout holds the number of the format, the
+number of dimensions, the shape, and the layout of the format.
 """
 
 
@@ -104,7 +104,7 @@ class QuantizedLinearSaved(NamedTuple):
 
 
 class QuantizedLinearGradients(NamedTuple):
-    """The gradients of the op's inputs. With ``Annotated[..., bool]``, fields say which are needed."""
+    """The gradients of the op's inputs, or bools that say which gradients are needed."""
 
     x: Any = None
     bias: Any = None

@@ -2,7 +2,8 @@
 
 In the forward and in the backward, an op dequantizes such a weight right before each product, and frees the dequantized
 weight after the product. If there are few rows, as in a decoding step, the forward multiplies by the codes without
-dequantizing the weight in memory. Only the stored tensors are saved for the backward, which takes no additional memory.
+dequantizing the weight in memory. Only the stored tensors are saved for the backward, so saving takes no additional
+memory.
 
 Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. Everything that is specific to a format is
 in a subclass of `Format`. Each format is defined and registered in one file::
@@ -66,7 +67,7 @@ class FrozenWeight(NamedTuple):
 
         Raises:
             ImportError: the format needs torchao, which is not installed.
-            ValueError: the format does not take matrices of this size.
+            ValueError: the format does not support matrices of this size.
         """
         format_, shape = FORMATS[name], weight.shape
         layout = format_.layout(shape[-2:])  # raises for a wrong size, before anything is computed
@@ -175,8 +176,8 @@ class Format:
     """A format in which quantized weights are stored. `register` creates an instance, which is found by its name.
 
     A matrix [O, C] is stored as codes and other tensors, such as scales. For experts, each tensor has one more
-    dimension in front, except the `shared` tensors. The tensors become parameters of a layer, which `apply_fsdp` and
-    `apply_ep` shard along the first dimension, and `apply_tp` as `slices` describes.
+    dimension in front, except the `shared` tensors. The tensors become parameters of a layer. `apply_fsdp` and
+    `apply_ep` shard them along the first dimension, and `apply_tp` shards them as `slices` describes.
     """
 
     name: ClassVar[str]
@@ -189,7 +190,7 @@ class Format:
     by_column: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors, besides the codes, whose last dimension corresponds to the columns of the weight."""
     rounds_inputs: ClassVar[bool] = False
-    """Whether some products round x, too, so that the result of a row depends on the kernel that computes it."""
+    """Whether some products round x, too, so that a row's result depends on which kernel computes it."""
     is_kept: ClassVar[bool] = False
     """Whether the tensors come from a checkpoint and are saved unchanged. Such a weight cannot be quantized."""
     in_common: ClassVar[bool] = False
@@ -236,7 +237,10 @@ class Format:
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Multiply few rows, like the function `few_rows`. Return None if the format has no kernel for this x."""
+        """Multiply x, which has few rows, like the function `few_rows`.
+
+        Return None if the format has no kernel for x.
+        """
         return None
 
     def product(self, weight: FrozenWeight, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -258,8 +262,8 @@ class Format:
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
         """Return the unit in which a weight can be sliced.
 
-        A slice of rows must have a multiple of this number of elements, or a slice of columns a multiple of this number
-        of columns.
+        With ``rows``, the number of elements of a slice of rows must be a multiple of the unit. Otherwise, the number
+        of columns of a slice of columns must be a multiple of the unit.
         """
         return 1
 
@@ -287,7 +291,7 @@ class Format:
         """Quantize one rank's part of a matrix, if the format is `in_common`. `finish` then completes the matrix.
 
         Args:
-            numbers: [n, K], the dense numbers of n rows of the codes.
+            numbers: [n, K], the elements of the dense weight that n rows of the codes store.
             layout: layout of the matrix.
 
         Returns:
@@ -311,7 +315,7 @@ def format_numbered(number: int) -> Format:
 
 
 def register(format_class: type[Format]) -> type[Format]:
-    """Register a format. This function is a decorator of the format's class.
+    """Register a format. Use this function as a decorator of the format's class.
 
     Raises:
         ValueError: another format has this name or number.

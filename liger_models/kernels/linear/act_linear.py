@@ -39,7 +39,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Number of elements and of warps of a program. Each thread has one 16-byte vector of bf16."""
+"""Number of elements per program, and number of warps per program. In bf16, each thread loads one 16-byte vector."""
 
 
 def act_reference(x: Tensor, act: str) -> Tensor:
@@ -157,7 +157,7 @@ def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:
     (x, weight, act, coefficients), needs = inputs.saved, inputs.needs
     dy = inputs.dy.reshape(-1, weight.shape[0])  # [N, O]
     dx = a = d_weight = sums = None
-    # One kernel computes dx and recomputes a, which was not saved, and which dW needs.
+    # One kernel computes dx and recomputes a. dW needs a, which was not saved.
     if coefficients is not None and (needs.x or needs.coefficients):
         da = (dy @ weight).view(x.shape)
         dx, a, sums = xielu_backward(da, x, coefficients, need_y=needs.weight, need_sums=needs.coefficients)
@@ -207,14 +207,14 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, coeffic
             change the dtype of the result.
         bias: [O] or None.
         act: "gelu", "gelu_tanh", "quick_gelu", "relu2" or "xielu".
-        coefficients: [4], those of xIELU, as in `xielu`; None for all other activations.
+        coefficients: [4], the coefficients of xIELU, as in `xielu`; None for all other activations.
 
     Returns:
         [..., O] in the dtype of the weight.
 
     Raises:
-        ValueError: the activation is unknown, the shapes do not match, or coefficients are given although the
-            activation has none, or are missing.
+        ValueError: the activation is unknown, the shapes do not match, coefficients are given although the activation
+            has none, or coefficients are missing.
         TypeError: a tensor is not floating-point.
     """
     if act not in (*ACTIVATIONS, "xielu"):

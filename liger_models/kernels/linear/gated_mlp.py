@@ -10,7 +10,7 @@ Without a norm weight, N only casts::
 Either projection may have a low-rank term (LoRA), as in `norm_linear`, with its own matrices A and B and their
 gradients.
 
-In the backward, let dh be the gradient of the new residual stream. The steps are in this order::
+In the backward, let dh be the gradient of the new residual stream. The steps run in this order::
 
     dp = dy @ Wd                          one kernel then computes du = A'(dp), and overwrites dp with p = A(u)
     dWd = dyᵀ @ p,   dbd = Σ_rows dy      p is then freed
@@ -81,12 +81,13 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.tiles import cdiv
 
 WORKSPACE_MIB = 1024
-"""Maximum size of the u of a chunk. For Llama-3-8B in bf16, a chunk has up to 18,724 rows. The fp32 sums over the
-chunks take 0.7 GiB for this model, so a smaller workspace would save little."""
+"""Maximum size of u for one chunk, in MiB. For Llama-3-8B in bf16, a chunk has up to 18,724 rows. The fp32 sums over
+the chunks take 0.7 GiB for this model, so a smaller workspace would save little."""
 
 MIN_CHUNK = 16384
-"""Least limit of the rows per chunk, however much memory u takes. According to a calculation for an H200, reading and
-writing the sums takes 1.5% of the backward of a chunk of this size, for any C and F, and 3% for half as many rows."""
+"""Lower bound of the maximum number of rows per chunk, however much memory u takes. According to a calculation for an
+H200, reading and writing the sums takes 1.5% of the backward of a chunk of this size, for any C and F, and 3% for half
+as many rows."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
@@ -159,7 +160,8 @@ class GatedMLPOutputs(NamedTuple):
 class GatedMLPSaved(NamedTuple):
     """Tensors and constants that the forward saves for the backward.
 
-    The bias of the gate and up projection is saved only if u is recomputed, and the bias of the down projection never.
+    The bias of the gate and up projection is saved only if u is recomputed. The bias of the down projection is never
+    saved.
     """
 
     h: Tensor
@@ -205,9 +207,9 @@ class Products(NamedTuple):
 
 
 def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
-    """Return how many of this rank's own rows are in a chunk, and of how many ranks u holds the rows.
+    """Return the number of this rank's own rows per chunk, and the number of ranks whose rows u holds.
 
-    The second number is 1 except with sequence parallelism.
+    Without sequence parallelism, the second number is 1.
     """
     num_ranks = ranks.size if ranks is not None and ranks.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
@@ -220,7 +222,7 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
     x, residual, norm, ranks = inputs.x, inputs.residual, inputs.norm, inputs.ranks
     shape, C = residual.shape[:-1], residual.shape[-1]
 
-    # The tokens as rows [N, C], all of them or in chunks.
+    # View the tokens as rows [N, C], and process them all at once or in chunks.
     inputs = inputs._replace(x=None if x is None else x.reshape(-1, C), residual=residual.reshape(-1, C))
     rows, num_ranks = split_rows(shape.numel(), products.gate_up.weight, ranks, inputs.recompute)
     if rows >= shape.numel():
@@ -280,7 +282,8 @@ def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedM
     shape, C, u, ranks = saved.h.shape, saved.h.shape[-1], saved.u, saved.ranks
     N = shape[:-1].numel()
 
-    # The tokens as rows: dy [N, O] and u [N, 2 F], of all ranks' tokens; dh, h [N, C]. All of them, or in chunks.
+    # View the tokens as rows: dy [N, O] and u [N, 2 F] for all ranks' tokens, dh and h [N, C] for the rank's own.
+    # Process them all at once or in chunks.
     upstream = GatedMLPUpstream(
         dy=rows_by_rank(dy, ranks),
         dh=None if dh is None else dh.reshape(-1, C),
@@ -337,13 +340,13 @@ def _backward_rows(
     d_norm, d_gate_up = NormGradients(), ProjectionGradients()
     dx = du = g = product = None
 
-    # u once more, bit for bit as in the forward.
+    # Recompute u, bit for bit as in the forward.
     recomputed = u is None
     if recomputed and (need_du or needs.down.by_rows):
         u = gate_up.forward(gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks))
 
-    # Through the down projection and the activation, whose kernel also writes the gated product. Where u is not saved,
-    # du takes its place.
+    # Continue the backward through the down projection and the activation, whose kernel also writes the gated product.
+    # If u was recomputed, du overwrites it.
     dy_operand = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
     if u is not None and need_du:
         d_product, g = down.rows_gradient(dy_operand)  # [N, F]
@@ -356,11 +359,12 @@ def _backward_rows(
         product = down.gated_again(u, act)
     del u
 
-    # The parameters of the down projection.
+    # Compute the gradients of the down projection's parameters.
     d_down = down.gradients(dy_operand, g, product, needs.down, None if totals is None else totals.down)
     del dy_operand, product, g
 
-    # The gradients of the projection of gate and up, of the norm, and of their parameters.
+    # Continue the backward through the gate and up projection and the norm, and compute the gradients of their
+    # parameters.
     if du is not None:
         _, dx, d_norm, d_gate_up = norm_linear_backward(
             du,
@@ -490,7 +494,7 @@ def gated_mlp(
             added to gate and up.
         down_low_rank: ``(A [R, F], B [O, R])``, the same for the down projection. With ranks, B of gate_up_low_rank has
             the rank's own rows, and A of down_low_rank has the rank's own columns. The other two matrices are the same
-            on all ranks, and their gradients are the rank's part of a sum over the ranks.
+            on all ranks, and each of their gradients is the rank's part of a sum over the ranks.
 
     Returns:
         ``(y, residual)``, where y is [..., O] in the dtype of the weights, and the new residual stream is [..., C] in
@@ -522,7 +526,7 @@ def gated_mlp(
             weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, norm=norm, norm_bias=norm_bias, ranks=ranks,
             gate_up_low_rank=gate_up_low_rank, down_low_rank=down_low_rank,
         )  # fmt: skip
-    # Without gradients nothing is saved, and gate and up are freed before the last product.
+    # If no gradients are computed, nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     outputs = FORWARD(
         GatedMLPInputs(

@@ -7,7 +7,7 @@
 x @ Aᵀ is rounded to the dtype of W. If x has few rows, all terms of y are then summed in fp32, and y is rounded once.
 
 For few rows, there are special kernels (`row_linear`, `nf4_linear`, `frozen_float8_linear`, `float8_blocks`), and the
-layer takes two launches: one computes x @ Aᵀ, and the other multiplies x by W and adds the low-rank term to its sums.
+layer takes two launches: one computes x @ Aᵀ, and the other multiplies x by W and adds the low-rank term to the sums.
 `norm_linear` and `gated_mlp` use the same kernels.
 """
 

@@ -14,13 +14,14 @@ weights, and N(h)::
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
 h, the weights, and the norm's fp32 statistics of each row are saved: one number per row for RMSNorm, and two for
-LayerNorm. A low-rank term does not save more, because the backward recomputes the normalized rows for dA and dB, too.
-Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The backward is a
-single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in the forward.
+LayerNorm. With a low-rank term, nothing else is saved, because the backward recomputes the normalized rows for dA and
+dB, too. Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The backward
+is a single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in the
+forward.
 
-A frozen W may be quantized (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before
-the product for y and again before the product for dn. After each product, the dequantized W is freed. Only the stored W
-is saved, which takes no additional memory.
+A frozen W may be quantized (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before the product
+that computes y, and again before the product that computes dn. After each product, the dequantized W is freed. Only the
+stored W is saved, so saving takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N'. With
 ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products, dn is
@@ -332,7 +333,7 @@ def rms_norm_linear(
             ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and the
             gradients of the norm's weights are sums over the rank's own tokens.
         low_rank: ``(A [R, C], B [O, R])`` in the dtype of the weight. ``(rms_norm(residual) @ Aᵀ) @ Bᵀ`` is added to y.
-            With ranks, all ranks have the same A, B has the rank's own rows, and the gradient of A is the rank's part
+            With ranks, A is the same on all ranks, B has the rank's own rows, and the gradient of A is the rank's part
             of a sum over the ranks.
 
     Returns:

@@ -32,7 +32,7 @@ from liger_models.kernels.tiles import accumulate
 Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
 
-# How ops take the low-rank term of a projection, and the ranks that hold its shards.
+# The arguments by which ops take the low-rank term of a projection, and the ranks that hold the projection's shards.
 LOW_RANK = Argument("Tensor? {0}_A=None, Tensor? {0}_B=None", tuple, low_rank_pair)
 RANKS = Argument("str {0}_group='', int {0}_size=1, bool {0}_sequence=False", for_op, ranks_from_op)
 
@@ -65,7 +65,7 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether a needed gradient is computed from the rows by which the projection is multiplied."""
+        """Whether a needed gradient is computed from the rows that the projection multiplies."""
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
@@ -170,7 +170,7 @@ class Product:
         return gated_act_forward(gate_up, act)
 
     def upstream(self, dy: Tensor, *, for_rows: bool, for_weight: bool) -> Any:
-        """Return dy [N, O] in the form in which the product for dn (``for_rows``) or dW (``for_weight``) takes it."""
+        """Return dy [N, O] in the form that the products for dn (``for_rows``) and dW (``for_weight``) take."""
         return dy
 
     def rows_gradient(self, dy: Any) -> tuple[Tensor, Tensor | None]:
@@ -206,7 +206,7 @@ class Product:
 
         Args:
             dy: the `upstream` gradient [N, O].
-            g: the second result of `rows_gradient`; None if that was not called.
+            g: the second result of `rows_gradient`; None if `rows_gradient` was not called.
             rows: [N, C]; None if no gradient needs them.
             needs: which gradients are needed.
             totals: for a chunk of the rows, the fp32 sums over the previous chunks, to which the chunk's gradients are
@@ -232,7 +232,7 @@ class Product:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
     """Compute ``x @ weightᵀ + bias`` plus the low-rank term, in the dtype of the weight.
 
-    Autocast has no effect here: under autocast, the caller casts the weight.
+    Autocast has no effect on this function: under autocast, the caller casts the weight.
     """
     with _no_autocast(weight.device):
         x = x.to(weight.dtype)

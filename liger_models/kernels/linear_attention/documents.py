@@ -10,7 +10,7 @@ from liger_models.kernels.dispatch import tl, triton
 def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the document of a block, the document's start and end, and the block's start and end.
 
-    The blocks of document n, which begins at token ``start``, have the slots from start // BLOCK + n on. There are then
+    A document n that begins at token ``start`` has the slots from start // BLOCK + n on for its blocks. There are then
     enough slots for a document of any length. If a slot has no tokens, the start and the end of its block are equal.
     """
     lanes = tl.arange(0, DOCUMENTS)
@@ -32,12 +32,15 @@ def bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def count_documents(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Return the number of documents in x [B, T, ...], which `bounds` bounds."""
+    """Return the number of documents in x [B, T, ...], whose bounds `bounds` returns."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def slots(tokens: int, documents: int, block: int) -> int:
-    """Return an upper bound of the number of blocks, because the host does not know the lengths of the documents."""
+    """Return an upper bound of the number of blocks.
+
+    The host cannot compute the number, because lengths are on the device.
+    """
     return tokens // block + documents
 
 

@@ -17,9 +17,9 @@ def _scan_back(
     HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dX, and the gradients of the state after each chunk and of the initial state, from the last chunk on.
+    """Compute dX, and the gradients of the state after each chunk and of the initial state.
 
-    The structure is that of `scan`.
+    This function goes from the last chunk to the first. The structure is the same as in `scan`.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
@@ -107,7 +107,7 @@ def scans_kernel(
 ):  # fmt: skip
     """Run both scans of the backward, each in half of the programs. The scans do not depend on each other.
 
-    The programs of the longer scan come first. On an H200, this launch takes 0.8 of the time of two successive
+    The programs of the longer scan come first. On an H200, this launch takes 0.8 times as long as two successive
     launches.
     """
     programs = tl.num_programs(0) // 2
@@ -128,7 +128,7 @@ def scans_kernel(
 
 @triton.jit
 def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile [ROWS, COLUMNS] of matrix i by a descriptor of a tensor of matrices.
+    """Load a tile [ROWS, COLUMNS] of matrix i through a descriptor of a tensor of matrices.
 
     Elements outside the matrix are 0.
     """
@@ -151,10 +151,10 @@ def pair_kernel(
 ):  # fmt: skip
     """Compute dV, and the backward's two matrices [C, C] between the tokens of one chunk and key head.
 
-    The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, and scaled by the inverse norms of the
-    tokens of the row and of the column. The kernel also computes what these matrices add to dβ and to the gradients of
-    the running sums of g. Tiles are loaded by descriptors, which ignore the end of a document, so products are masked
-    beyond the end.
+    The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads. Each element is scaled by the inverse
+    norms of two tokens: the token of its row and the token of its column. The kernel also computes what these matrices
+    add to dβ and to the gradients of the running sums of g. Tiles are loaded through descriptors, which ignore the end
+    of a document, so products are masked beyond this end.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -242,7 +242,7 @@ def _through_state(
 
 @triton.jit
 def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
-    """Compute ``sum`` + pairs @ x in a separate loop. Otherwise Triton gives the product to only half of the warps."""
+    """Compute ``sum`` + pairs @ x in a separate loop. Otherwise, only half of the warps would compute the product."""
     for _ in tl.range(0, once, num_stages=1):
         sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
     return sum
@@ -274,8 +274,8 @@ def query_gradients_kernel(
 ):  # fmt: skip
     """Compute dq of one chunk and key head, and add the states' contribution to the gradients of the running sums of g.
 
-    Rows of q and k that are multiplied elementwise by rows of a product are loaded by descriptors. If they were loaded
-    by pointers, Triton would convert the layout of the whole product before the sum.
+    Rows of q and k that are multiplied elementwise by rows of a product are loaded through descriptors. If they were
+    loaded through pointers, Triton would convert the layout of the whole product before the sum.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -368,7 +368,8 @@ def key_gradients_kernel(
         )  # fmt: skip
         dk += write
 
-        # Compute dg from the gradients of the running sums. g of a token is part of the sums of this and later tokens.
+        # Compute dg from the gradients of the running sums. A token's g is part of the running sums of this and later
+        # tokens.
         dg = tl.cumsum(d_total - along, 0, reverse=True) + (carried + tl.sum(along, 0))
         tl.store(dg_ptr + at_out, dg, mask=inside)
 

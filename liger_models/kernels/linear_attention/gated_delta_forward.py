@@ -9,7 +9,7 @@ from liger_models.kernels.linear_attention.documents import locate
 from liger_models.kernels.tiles import exp
 
 LEAST_DECAY = tl.constexpr(-87.0)
-"""Lower bound to which logarithms of decays are raised. It is the logarithm of 1e-38. The logarithm of the decay
+"""Logarithms of decays below this bound are raised to it. It is the logarithm of 1e-38. The logarithm of the decay
 between two tokens is computed as a difference of two sums of up to 64 logarithms, and large sums would lose
 accuracy."""
 
@@ -44,8 +44,8 @@ def similarity_kernel(
 ):  # fmt: skip
     """Compute P, the running sums of g, the inverse norms, and the coefficients of rows of one chunk and key head.
 
-    Each row has four coefficients: β, the coefficient of K S in X, that of D in the next state, and that of Q S in O.
-    The last three include the inverse norm of k or q.
+    Each row has four coefficients: β, the coefficient of K S in X, the coefficient of D in the next state, and the
+    coefficient of Q S in O. The last three include the inverse norm of k or q.
     """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -88,7 +88,7 @@ def _times(left, right, PRECISION: tl.constexpr):
     """Compute left @ right as a batch of one product.
 
     For each product of two matrices, Triton searches all products that it depends on or that depend on it. For the 40
-    products of an inverse, this took half of the time of the compilation.
+    products of an inverse, this search took half of the compilation time.
     """
     return tl.reshape(tl.dot(left[None], right[None], input_precision=PRECISION), left.shape)
 
@@ -211,7 +211,7 @@ def inverse_kernel(
         m21, m30 = _add_dots(m21, k2, k1, PRECISION), _add_dots(m30, k3, k0, PRECISION)
         m31, m32 = _add_dots(m31, k3, k1, PRECISION), _add_dots(m32, k3, k2, PRECISION)
 
-    # Scale the blocks, which gives those of M.
+    # Scale the blocks, which gives the blocks of M.
     f0 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 0)
     f1 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 16)
     f2 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 32)
@@ -240,7 +240,7 @@ def scan(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Go through the chunks of a document in order, and store output and final state.
+    """Go through the chunks of a document in order, and store the output and the final state.
 
     With STORE_STATES, store the state before each chunk and D instead, for the backward. There are few programs per
     multiprocessor, so a step must be short: earlier kernels compute everything that all columns share, and offsets

@@ -11,25 +11,25 @@ E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the 
     M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
     X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
 
-A first kernel computes P of all chunks, and the coefficients of the rows of Q, K and X. A second kernel computes A. A
-third kernel goes through the chunks in order, where each program holds some columns of S in registers. The backward
-goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
+A first kernel computes P for all chunks, and the coefficients of the rows of Q, K and X. A second kernel computes A. A
+third kernel goes through the chunks in order, and each of its programs holds some columns of S in registers. The
+backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
 
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-The same launch recomputes S and D, which do not depend on these gradients. The other gradients of a chunk come from
-its reads, by queries and keys, and from its writes, by keys. ∘ is the elementwise product::
+The same launch recomputes S and D, which do not depend on these gradients. The other gradients of a chunk come from its
+reads of the state, by queries and keys, and from its writes to the state, by keys. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
 If several value heads share a key head, one program sums over them. A first kernel sums E ∘ dO Dᵀ and β · E ∘ dX Dᵀ.
-Two other kernels sum the terms with S and dS, and add the products with the sums of the first kernel. The operands of
-products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32.
-Products for the inverse have errors of at most 2⁻¹⁶. The inputs and A, in the dtype of the inputs, are saved. The
-backward recomputes P, S and D.
+Two other kernels sum the terms with S and dS, multiply the first kernel's sums by K̂ and Q̂, and add these products.
+The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay
+are in fp32. The products that compute the inverse A have errors of at most 2⁻¹⁶. The inputs and A are saved, where A
+has the dtype of the inputs. The backward recomputes P, S and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -76,25 +76,25 @@ multiply."""
 L2_EPS = 1e-6
 
 STEP_TOKENS = 16
-"""Largest number of tokens for which the recurrence is computed token by token if no gradient is needed."""
+"""Maximum number of tokens for which the recurrence is computed token by token if no gradient is needed."""
 
 SIMILARITY_WARPS, INVERSE_WARPS, INVERSE_STAGES = 8, 1, 3
 SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
-"""SCAN_COLUMNS is the number of columns of one head's state that a program of a scan holds. With 32 columns, there are
-four programs for a head of 128, so that a single sequence with 32 heads occupies a GPU."""
+"""SCAN_COLUMNS is the number of columns of one head's state that a program of a scan holds. With 32 columns, a head of
+128 columns has four programs, so that a single sequence with 32 heads occupies a GPU."""
 
 BACK_STAGES = 2
 """Number of pipeline stages in the scans of the backward. With more stages, two programs would not fit into the shared
 memory of a Hopper multiprocessor."""
 
 GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
-"""GRADIENT_COLUMNS is the number of columns of v that the kernels of the other gradients process at a time, but they
-process at most half of v's columns. On Hopper, four warps were faster than eight, both with unlimited registers and
-with at most 128 registers per thread."""
+"""GRADIENT_COLUMNS is the maximum number of columns of v that the kernels for the other gradients process at a time.
+They also process at most half of v's columns at a time. On Hopper, four warps were faster than eight, both with
+unlimited registers and with at most 128 registers per thread."""
 
 KEY_COLUMNS = 64
-"""Kernels process blocks of this many columns of q and k, or of twice as many. Other sizes gave wrong results on Hopper
-with Triton 3.6."""
+"""Number of columns of q and k in a block. Kernels process blocks of this size or of twice this size. Other sizes gave
+wrong results on Hopper with Triton 3.6."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -131,7 +131,7 @@ def gated_delta_rule_reference(
 class DeltaRule:
     """One call of a delta rule: its sizes and constants, and its inputs as rows [B · T, ...].
 
-    A derived class launches the kernels of a rule by `prepare`, `scan` and `differentiate`.
+    A derived class launches the kernels of a rule in `prepare`, `scan` and `differentiate`.
     """
 
     def __init__(
@@ -148,14 +148,15 @@ class DeltaRule:
         self.q_strides, self.k_strides, self.v_strides = (x.stride()[:2] for x in (self.q, self.k, self.v))
         self.scale, self.normalize = scale, normalize
 
-        # Choose the padded widths of q and k and of v, and the number of columns of v per program of a scan.
+        # Choose the padded width of q and k, the padded width of v, and the number of columns of v per program of a
+        # scan.
         block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
         block_v = max(next_power_of_2(self.Dv), 16)
         columns = min(block_v, SCAN_COLUMNS)
         self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
         # Three TF32 products, which run on tensor cores, are as accurate as one fp32 product. Three bfloat16 products
-        # take half as many instructions and have errors of 2⁻¹⁶, which is far less than the rounding of an inverse that
-        # is stored in half precision. Triton's interpreter does not support the bfloat16 products.
+        # take half as many instructions and have errors of 2⁻¹⁶, which is far less than the rounding error of an
+        # inverse that is stored in half precision. Triton's interpreter does not support the bfloat16 products.
         is_amd, in_half = torch.version.hip is not None, k.element_size() == 2 and not INTERPRET
         self.precision = {"PRECISION": "ieee" if is_amd else "tf32x3"}
         self.inverse_precision = "ieee" if is_amd else "bf16x3" if in_half else "tf32x3"
@@ -165,13 +166,13 @@ class DeltaRule:
 
     @functools.cached_property
     def cu(self) -> Tensor:
-        """The bounds of the documents, which a kernel for a few tokens does not need."""
+        """The bounds of the documents. A kernel for a few tokens does not need them."""
         return bounds(*self._bounded)
 
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        The first dimension of all results is the heads. ``inverse`` is A if A is already known, and otherwise None.
+        The first dimension of every result is the heads. ``inverse`` is A if A is already known, and otherwise None.
         """
         raise NotImplementedError
 
@@ -179,7 +180,7 @@ class DeltaRule:
         """Write the output and the final states, and return A.
 
         Args:
-            initial: the initial states, or any tensor.
+            initial: the initial states, or any tensor without ``HAS_INITIAL``.
             out, final: the results. ``out`` is empty if it is not needed.
             flags: ``HAS_INITIAL`` and ``STORE_OUT``.
         """
@@ -221,14 +222,14 @@ class GatedDeltaRule(DeltaRule):
         }  # fmt: skip
 
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
-        """See `DeltaRule.prepare`. Also returns the coefficients of rows, and the inverse norms of q and k."""
+        """See `DeltaRule.prepare`. The results include the coefficients of rows, and the inverse norms of q and k."""
         q, k, g, beta = self.q, self.k, self.g, self.beta
         p = k.new_empty(self.Hv, self.tokens, CHUNK)
         total = k.new_empty(self.Hv, self.tokens, dtype=torch.float32)
         q_norm, k_norm = (total.new_empty(self.Hk, self.tokens) for _ in range(2))
         factors = total.new_empty(self.Hv, 4, self.tokens)
 
-        # Compute P, running sums and coefficients of each chunk and key head, then A of each chunk and value head.
+        # Compute P, running sums and coefficients for each chunk and key head, then A for each chunk and value head.
         similarity_kernel[(self.slots, self.Hk)](
             q, k, g, beta, self.cu, p, total, q_norm, k_norm, factors, *self.counts, *self.q_strides,
             *self.k_strides, *g.stride(), *beta.stride(), self.scale, NORMALIZE=self.normalize, EPS=L2_EPS,
@@ -284,7 +285,7 @@ class GatedDeltaRule(DeltaRule):
         state_tiles, d_state_tiles = (_matrices(x, self.shape["BLOCK_K"], block_v) for x in (states, d_states))
         queries, keys = (_matrices(x.transpose(0, 1), CHUNK, self.shape["BLOCK_K"]) for x in (q, k))
 
-        # Compute E ∘ dO Dᵀ and β · E ∘ dX Dᵀ of each chunk, and their contributions to the gradients of β and of the
+        # Compute E ∘ dO Dᵀ and β · E ∘ dX Dᵀ for each chunk, and their contributions to the gradients of β and of the
         # running sums of g.
         q_pairs, k_pairs = (k.new_empty(self.Hk, self.tokens, CHUNK) for _ in range(2))
         d_total, d_beta = (torch.empty_like(total) for _ in range(2))
@@ -306,7 +307,7 @@ class GatedDeltaRule(DeltaRule):
 
 
 def _matrices(x: Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor of a tensor of matrices, by which kernels load tiles [rows, columns] of one matrix."""
+    """Return a descriptor of a tensor of matrices, through which kernels load tiles [rows, columns] of one matrix."""
     if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
         x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
@@ -333,7 +334,7 @@ def _gated_delta_step(
 
 
 def delta_outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) -> tuple[Tensor, Tensor]:
-    """Allocate the output, which is empty unless it is needed, and the final states."""
+    """Allocate the output and the final states. The output is empty unless it is needed."""
     documents = count_documents(k, cu_seqlens)
     out = v.new_empty(v.shape if need_out else 0)
     return out, v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
@@ -347,7 +348,7 @@ def inverse_like(k: Tensor, v: Tensor) -> Tensor:
 def gradients_like(
     d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Allocate the gradients. If the output has no gradient, q has none either, and its gradient is empty."""
+    """Allocate the gradients. If the output has no gradient, q has no gradient either, and dq is empty."""
     d_initial = (
         g.new_empty(0, dtype=torch.float32)
         if initial_state is None
@@ -365,7 +366,7 @@ def _backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
 
 
 def register_delta_rule(name: str, rule: type[DeltaRule]) -> Callable[..., Any]:
-    """Register an op that computes a delta rule, and the op of its backward, ``NAME_backward``, and return the first.
+    """Register an op ``NAME`` that computes a delta rule, and its backward op ``NAME_backward``. Return the first op.
 
     The op takes q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize and need_out, and returns the output, the
     final states and A.
@@ -486,7 +487,8 @@ def gated_delta_rule(
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. If `is_fused` is False, the rule runs in plain PyTorch.
         v: [B, T, Hv, Dv], in the dtype of q. Hv / Hk consecutive value heads share a key head.
         g: [B, T, Hv] float32, the logarithm of the decay, at most 0.
-        beta: [B, T, Hv], the fraction by which a token's value replaces the value that the state has for the key.
+        beta: [B, T, Hv], the fraction by which a token's value replaces the value that the state holds for the token's
+            key.
         scale: number by which the queries are multiplied; None for Dk^-0.5.
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or [documents, Hv, Dk, Dv] with a
@@ -513,7 +515,7 @@ def run_delta_rule(
     op: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, normalize: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the output and the final states by ``op``, token by token, or in plain PyTorch."""
+    """Compute the output and the final states with ``op``, token by token, or in plain PyTorch."""
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
@@ -554,7 +556,7 @@ def delta_transition(
     op: Callable[..., tuple[Tensor, ...]], k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `gated_delta_transition` by an op that computes the rule and takes arguments in this order."""
+    """Compute `gated_delta_transition` with an op that computes the rule and takes its arguments in the same order."""
     (B, T, _, Dk), Hv = k.shape, v.shape[2]
     identity = torch.eye(Dk, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
     first = last = None

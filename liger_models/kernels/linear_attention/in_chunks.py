@@ -31,7 +31,7 @@ def in_chunks(
     by_channel = g.dim() == 4
     g = g if by_channel else g[..., None]
     if T == 1 and cu_seqlens is None:
-        # In a step of decoding, the computation in chunks would take many small operations.
+        # For a decoding step, the computation in chunks would take many small operations.
         state = v.new_zeros(B, H, Dk, Dv) if initial_state is None else initial_state.to(dtype)
         state = state * g.exp().mT
         d = v if beta is None else beta[..., None] * (v - k @ state)
@@ -41,7 +41,7 @@ def in_chunks(
     # Find the document of each token. Without documents, each row is a document.
     token = torch.arange(T, device=v.device)
     edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
-    # The search is in all of `edges` instead of edges[1:], because Inductor of PyTorch 2.11 does not support a slice.
+    # Search all of `edges` instead of edges[1:], because the Inductor of PyTorch 2.11 does not support a slice.
     document = torch.searchsorted(edges, token, right=True) - 1
 
     # ``state`` [B, H, Dk, Dv] is the state before a chunk, and ``finals`` has the final state of each document.
@@ -57,16 +57,17 @@ def in_chunks(
         Q, K, V, decay = (x[:, :, start : start + CHUNK] for x in (q, k, v, g))
         tokens_document = document[start : start + CHUNK]
 
-        # Find which tokens of the chunk see each other, [C, C], and which read the previous chunk's state, [C, 1].
+        # Find which tokens of the chunk see each other, [C, C], and which tokens read the previous chunk's state,
+        # [C, 1].
         causal = torch.ones(len(tokens_document), len(tokens_document), dtype=torch.bool, device=v.device).tril()
         causal = causal & (tokens_document[:, None] == tokens_document)
         # Documents that began before this chunk continue from `state`. Others start from their initial state.
         carried = tokens_document == document[max(start - 1, 0)]
         carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
 
-        # Compute the decays from token to token, [.., C, C, 1 or Dk], and from the state to each token, [.., C, 1 or
-        # Dk]. Each decay is a separate sum. In a difference of running sums, small terms would be lost beside a large
-        # one, and an infinite term would give NaN.
+        # Compute the decays from token to token, [.., C, C, 1 or Dk], and from the state to each token,
+        # [.., C, 1 or Dk]. Each decay is computed from a separate sum. In a difference of running sums, small terms
+        # would be lost beside a large term, and an infinite term would give NaN.
         later = torch.ones_like(causal).tril(-1)[..., None]
         C = len(tokens_document)
         sums = decay[..., :, None, :].expand(-1, -1, C, C, -1).masked_fill(~later, 0).cumsum(-3)
@@ -76,13 +77,13 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Multiply each row by the keys of all tokens, with the decay between the tokens, [.., C, C]."""
+            """Multiply each row by the keys of all tokens, and by the decays between the tokens, [.., C, C]."""
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]
 
         def read_state(x: Tensor) -> Tensor:
-            """Multiply each row of x by the state of its document before this chunk, with the decay up to the token."""
+            """Multiply each row of x by its document's state before this chunk, and by the decay up to the token."""
             x = x * since
             out = (x @ state) * carried
             if initial is not None:

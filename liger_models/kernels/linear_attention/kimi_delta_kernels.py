@@ -1,7 +1,7 @@
 """Kernels of the Kimi delta rule: operands and pairs of tokens of each chunk, the scans, and the other gradients.
 
 The formulas are in the docstring of `kimi_delta_rule.py`. Kernels that go through a chunk's levels read running sums
-from memory, because the reference token of a row is another row.
+from memory, because a row also needs the running sum of its reference token, which is another row.
 """
 
 from liger_models.kernels.dispatch import tl, triton
@@ -17,10 +17,10 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
 
 @triton.jit
 def _level(total_ptr, total, level, count, C: tl.constexpr, DK: tl.constexpr, width, BLOCK: tl.constexpr):
-    """Return F [C, BLOCK] of a level, and which pairs of tokens belong to it, [C, C].
+    """Return F [C, BLOCK] of a level, and a mask [C, C] of the pairs of tokens that belong to the level.
 
-    At level n, the last token of the first half of each block of 2^(n + 1) tokens is the reference of the block. The
-    pairs of a level are the tokens of the second half of a block with those of the first half.
+    At level n, the last token of the first half of each block of 2^(n + 1) tokens is the reference of the block. A
+    level's pairs consist of one token of the second half and one token of the first half of the same block.
     """
     index, half = tl.arange(0, C), 1 << level
     reference = tl.minimum((index >> (level + 1) << (level + 1)) + half - 1, count - 1)
@@ -43,7 +43,7 @@ def operands_kernel(
     BLOCK_K: tl.constexpr, LEVELS: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
     NEED_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the running sums of g, the inverse norms, the scans' operands of q and k, P and K̂ · K̂ᵀ of one chunk."""
+    """Compute the running sums of g, the inverse norms, P, K̂ · K̂ᵀ, and the operands of the scans, for one chunk."""
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
@@ -246,9 +246,9 @@ def _scan_back(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dX, and the gradients of the state after each chunk and of the initial state, from the last chunk on.
+    """Compute dX, and the gradients of the state after each chunk and of the initial state.
 
-    The structure is that of `_scan`.
+    This function goes from the last chunk to the first. The structure is the same as in `_scan`.
     """
     n, head, _, v_columns = owned_columns(program, H, 1, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
@@ -352,7 +352,7 @@ def kimi_scans_kernel(
 
 @triton.jit
 def _load_state(ptr, start, DK: tl.constexpr, first, BLOCK: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Load a part of a state, rows from ``first`` and columns from ``start`` on, transposed to [BLOCK_V, BLOCK]."""
+    """Load the part of a state that begins at row ``first`` and column ``start``, transposed to [BLOCK_V, BLOCK]."""
     columns, rows = start + tl.arange(0, BLOCK_V), first + tl.arange(0, BLOCK)
     inside = (columns < DV)[:, None] & (rows < DK)[None, :]
     return tl.load(ptr + rows[None, :] * DV + columns[:, None], mask=inside, other=0.0)
@@ -365,8 +365,8 @@ def _store_gradient(
 ):  # fmt: skip
     """Store the gradient of x [C, DK], which is q or k.
 
-    ``norm`` is the inverse L2 norm of x. At ``raw_ptr`` is ``norm`` multiplied by the gradient of x · norm, and
-    ``along`` is the product of its rows with those of x · norm.
+    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to ``norm`` multiplied by the gradient of x · norm.
+    ``along`` is the dot product of each of its rows with the same row of x · norm.
     """
     tl.debug_barrier()  # other threads have stored what is read here
     index = tl.arange(0, C)
@@ -387,9 +387,10 @@ def kimi_query_gradients_kernel(
     BLOCK: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, LEVELS: tl.constexpr, DOCUMENTS: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one chunk and head, dP scaled by norms, and the queries' part of the gradients of running sums.
+    """For one chunk and head, compute dq, dP scaled by norms, and the queries' part of the gradients of running sums.
 
-    Like the kernel of the keys, this kernel computes BLOCK channels at a time, because registers would spill with more.
+    Like the kernel for the keys, this kernel computes BLOCK channels at a time, because registers would spill with more
+    channels.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -434,7 +435,7 @@ def kimi_query_gradients_kernel(
         dq *= tl.exp(total) * (q_norm * scale)[:, None]
         d_total = dq * q.to(tl.float32)
 
-        # Add the pairs of tokens. The pairs of a token with itself do not depend on decays.
+        # Add the terms of the pairs of tokens. The pair of a token with itself does not depend on decays.
         dq += itself[:, None] * k.to(tl.float32)
         for level in tl.range(0, LEVELS, num_stages=1):
             factor, keep = _level(total_ptr + channel, total, level, count, C, DK, width, BLOCK)
@@ -534,8 +535,8 @@ def kimi_key_gradients_kernel(
             q = load_rows(q_ptr + channel, index, q_t, count, width, BLOCK)
             dk += itself[:, None] * q.to(tl.float32)
 
-        # Add the pairs of tokens. At each level, a token of the second half of its block is only read from, and one of
-        # the first half is only written to.
+        # Add the terms of the pairs of tokens. At each level, a token of the second half of its block only reads, and a
+        # token of the first half only writes.
         for level in tl.range(0, LEVELS, num_stages=1):
             factor, keep = _level(total_ptr + channel, total, level, count, C, DK, width, BLOCK)
             keys = _rounded(k, factor)

@@ -5,8 +5,8 @@ and token, in fp32::
 
     S ← diag(exp(g)) S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
 
-The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, a vector of Dk numbers, and let G
-be the last G_i. ∘ is the elementwise product. S is the state before the chunk, and the rows of matrices are tokens::
+The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, a vector of size Dk, and let G be
+the last G_i. ∘ is the elementwise product. S is the state before the chunk, and the rows of matrices are tokens::
 
     Qʳ_i = scale · e^{G_i} ∘ q̂_i,   Kʳ_i = e^{G_i} ∘ k̂_i,   Kʷ_i = e^{G − G_i} ∘ k̂_i
     M_ij = β_i · Σ_c e^{G_i − G_j} k̂_i k̂_j  (i > j),   A = (I + M)⁻¹
@@ -16,8 +16,8 @@ be the last G_i. ∘ is the elementwise product. S is the state before the chunk
 Σ_c is the sum over channels. The decay cannot be taken out of this sum, and e^{−G_j} alone would overflow. The pairs of
 tokens are therefore divided into log₂ C levels. At level n, blocks of 2^(n + 1) tokens are divided into halves, and a
 pair has a token i of the second half and a token j of the first half of a block. If r is the last token of the first
-half, then j ≤ r < i, so both exponents of e^{G_i − G_r} · e^{G_r − G_j} are at most 0. All pairs of a level are one
-product of two matrices, whose rows are multiplied by F_i = e^{−|G_i − G_r|}, and no decay can overflow.
+half, then j ≤ r < i, so both exponents of e^{G_i − G_r} · e^{G_r − G_j} are at most 0. All pairs of a level are
+computed by one product of two matrices, whose rows are multiplied by F_i = e^{−|G_i − G_r|}. No decay can overflow.
 
 The backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
 
@@ -30,10 +30,10 @@ The same launch recomputes S and D. The other gradients of a chunk are, with dP 
     W_j = e^{G − G_j} ∘ (D dSᵀ)_j + Σ_i e^{G_i − G_j} ∘ (scale · dP_ij q̂_i − β_i Y_ij k̂_i),   dk̂ = W − β · R
     dG_i = q̂_i ∘ dq̂_i − k̂_i ∘ (β_i R_i + W_i),   dG ← dG + e^G ∘ rowsum(S ∘ dS) + Σ_j k̂_j ∘ e^{G − G_j} ∘ (D dSᵀ)_j
 
-The sums over pairs are computed level by level, like P. The two terms of dG of a pair of tokens are computed from the
-same rounded numbers, because they cancel in the gradients of the g before the pair. The operands of products are in the
-dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32. The inputs and A, in the
-dtype of the inputs, are saved. The backward recomputes everything else.
+The sums over pairs are computed level by level, like P. A pair of tokens contributes two terms to dG. Both are computed
+from the same rounded numbers, because they must cancel in the gradients of each g before the pair. The operands of
+products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32. The
+inputs and A are saved, where A has the dtype of the inputs. The backward recomputes everything else.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -71,7 +71,7 @@ LEVELS = CHUNK.bit_length() - 1
 OPERAND_WARPS, INVERSE_WARPS, GRADIENT_WARPS = 8, 1, 8
 SCAN_WARPS, SCAN_STAGES = 4, 2
 GRADIENT_COLUMNS = 64
-"""Number of columns of v that the kernels of the gradients process at a time."""
+"""Number of columns of v that the kernels for the gradients process at a time."""
 
 
 kimi_delta_rule_reference = gated_delta_rule_reference
@@ -79,7 +79,7 @@ kimi_delta_rule_reference = gated_delta_rule_reference
 
 
 class KimiDeltaRule(DeltaRule):
-    """The Kimi delta rule, whose decay is a number per channel of each key."""
+    """The Kimi delta rule, which has one decay for each channel of each key."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -93,7 +93,10 @@ class KimiDeltaRule(DeltaRule):
         }  # fmt: skip
 
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
-        """See `DeltaRule.prepare`. Also returns K̂ · K̂ᵀ with decays, the inverse norms of k and q, and Qʳ, Kʳ and Kʷ."""
+        """See `DeltaRule.prepare`.
+
+        The results include K̂ · K̂ᵀ with decays, the inverse norms of k and q, and Qʳ, Kʳ and Kʷ.
+        """
         q, k, g, beta = self.q, self.k, self.g, self.beta
         heads, tokens = self.Hv, self.tokens
         total = k.new_empty(heads, tokens, self.Dk, dtype=torch.float32)
@@ -181,7 +184,8 @@ def kimi_delta_rule(
             these limits, and in float32 on a GPU, the rule runs in plain PyTorch.
         v: [B, T, H, Dv], in the dtype of q.
         g: [B, T, H, Dk] float32, the logarithm of the decay of each channel of the keys, at most 0.
-        beta: [B, T, H], the fraction by which a token's value replaces the value that the state has for the key.
+        beta: [B, T, H], the fraction by which a token's value replaces the value that the state holds for the token's
+            key.
         scale: number by which the queries are multiplied; None for Dk^-0.5.
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, H, Dk, Dv] float32, the state before the first token, or [documents, H, Dk, Dv] with a state

@@ -1,7 +1,7 @@
 """Causal depthwise convolution over a few tokens, with its activation.
 
-The forward computes each channel in fp32. x before the start of the sequence or document is taken from the initial
-state, or is 0::
+The forward computes each channel in fp32. The inputs before the start of a sequence or document are taken from the
+initial state, or are 0::
 
     p_t = bias + Σ_j w_j · x_{t − K + 1 + j}      for j from 0 to K − 1
     y = cast(p · σ(p))                            or cast(p) without activation
@@ -30,19 +30,19 @@ from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 MAX_WIDTH = 4
-"""Largest number of weights per channel. The kernels hold the last three inputs in registers."""
+"""Maximum number of weights per channel. The kernels hold the last three inputs in registers."""
 
 TOKENS, CHANNELS, WARPS, UNROLL, STAGES = 128, 512, 2, 4, 3
-"""Number of tokens and of channels per program, number of warps, number of tokens per step, and number of steps in
-flight. If a step were a single token, Triton would not keep steps in flight, because the loaded input would be carried
-from one step to the next."""
+"""Number of tokens per program, number of channels per program, number of warps, number of tokens per step, and number
+of steps in flight. If a step were a single token, Triton would not keep steps in flight, because the loaded input would
+be carried from one step to the next."""
 
 STEP_CHANNELS, STEP_WARPS = 128, 2
-"""Number of channels per program, and number of warps, for a single token per row."""
+"""For the kernel that computes a single token per row: number of channels per program, and number of warps."""
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """Select x [1, T, C] at the tokens ``at``. Tokens before the start of a document come from its initial state."""
+    """Select x [1, T, C] at the tokens ``at``. Inputs before the start of a document come from its initial state."""
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
     start = edges[document]
@@ -113,7 +113,7 @@ def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constex
 
 @triton.jit
 def _weight(weight_ptr, channels, J: tl.constexpr, inside, K: tl.constexpr):
-    """Load weight J of four in fp32. If there are only K < 4 weights, the first 4 − K are 0."""
+    """Load weight J of four weights, in fp32. If there are only K < 4 weights, the first 4 − K are 0."""
     index = J - 4 + K
     return tl.load(weight_ptr + channels * K + index, mask=inside & (index >= 0), other=0.0).to(tl.float32)
 
@@ -200,7 +200,8 @@ def _conv_backward_kernel(
                 if HAS_BIAS:
                     d_bias += block_d0
 
-                # Now dx of token t − 3 is complete. The contribution of dp of token t to later dx is added below.
+                # Now dx of token t − 3 is complete. What dp of token t contributes to dx of later tokens is added
+                # below.
                 dx = dx3 + w0 * d0
                 mask = inside & (t - 3 >= first) & (t - 3 < last)
                 tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -255,7 +256,7 @@ def _conv_step_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, final_ptr, C, x_b, K: tl.constexpr, CHANNELS: tl.constexpr,
     HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token of CHANNELS channels of a row, and the state after it."""
+    """Compute one token of a row for CHANNELS channels, and the state after this token."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C
@@ -345,7 +346,7 @@ def short_conv(
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16.
-        weight: [C, K], where K is from 2 to 4. The last weight is that of the token itself.
+        weight: [C, K], where K is from 2 to 4. The last weight multiplies the token itself.
         bias: [C].
         activation: "silu" or None.
         initial_state: [B, C, K − 1], the inputs before the first token, with the most recent input last; or

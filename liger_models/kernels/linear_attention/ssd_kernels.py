@@ -10,9 +10,10 @@ def sums_kernel(
     g_ptr, delta_ptr, cu_ptr, sums_ptr, tokens, documents, g_t, g_h, delta_t, delta_h, H, C: tl.constexpr,
     HEADS: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Store G · log2(e), where G are the running sums of g within each chunk, and δ, as [2, H, tokens].
+    """Store G · log2(e) and δ as [2, H, tokens]. G holds the running sums of g within each chunk.
 
-    A program computes HEADS heads of one chunk. The scale saves the other kernels a product for each exponential.
+    A program computes HEADS heads of one chunk. Because of the factor log2(e), the other kernels need one product less
+    for each exponential.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -36,10 +37,10 @@ def scan(
 ):  # fmt: skip
     """Go through the chunks of a document in order, and store the state before each chunk and after the last chunk.
 
-    With REVERSE, go through the chunks in the opposite order, and store the gradient of the state after each chunk and
-    before the first chunk. ``left`` and ``right`` are B and x or, with REVERSE, C and dy.
+    With REVERSE, go through the chunks in the opposite order, and store the gradients of the state after each chunk and
+    of the state before the first chunk. ``left`` and ``right`` are B and x or, with REVERSE, C and dy.
     """
-    # The document, the head, and the rows and columns of the state that the program computes.
+    # Find the document, the head, and the rows and columns of the state that the program computes.
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     BLOCKS: tl.constexpr = BLOCKS_N * BLOCKS_P
@@ -82,7 +83,7 @@ def scan(
         whole = tl.load(sums_ptr + tl.minimum(remaining, C) - 1)
         tl.store(states_ptr + at_state, state.to(dtype), mask=inside_state)
 
-        # S ← e^G · S + Bᵀ (δ · e^{G − G_i} · x), or dS ← e^G · dS + Cᵀ (e^{G_i} · dy).
+        # Compute S ← e^G · S + Bᵀ (δ · e^{G − G_i} · x) or, with REVERSE, dS ← e^G · dS + Cᵀ (e^{G_i} · dy).
         if REVERSE:
             factor = tl.exp2(total)
         else:
@@ -137,7 +138,7 @@ def scans_kernel(
 
 @triton.jit
 def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Load a tile [rows, BLOCK] of a matrix [tokens, WIDTH], from column ``start`` on, by 32-bit offsets.
+    """Load a tile [rows, BLOCK] of a matrix [tokens, WIDTH], from column ``start`` on, with 32-bit offsets.
 
     Rows from ``count`` on are 0.
     """
@@ -164,7 +165,7 @@ def read_kernel(
     P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_P columns of y of HEADS heads of one chunk."""
+    """Compute BLOCK_P columns of y for HEADS heads of one chunk."""
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
@@ -190,7 +191,7 @@ def read_kernel(
         state = _load_state(states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P, start)
         x = _load_tile(x_ptr + head * x_h, index, x_t, count, P, BLOCK_P, start)
 
-        # y_i = e^{G_i} · C_i S + Σ_j M_ij x_j, [C, BLOCK_P]
+        # Compute y_i = e^{G_i} · C_i S + Σ_j M_ij x_j, [C, BLOCK_P].
         y = tl.dot(c, state, input_precision=PRECISION) * tl.exp2(total)[:, None]
         y = tl.dot(pairs.to(dtype), x, y, input_precision=PRECISION)
         if HAS_D:
@@ -206,7 +207,7 @@ def _head_gradients(
     H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the first or the second tile of a chunk, and the sums over pairs of its tokens."""
+    """Compute the gradients of a chunk's first or second tile, and the sums over pairs of the tile's tokens."""
     TILE: tl.constexpr = C // 2
     BEGIN: tl.constexpr = 0 if FIRST else TILE
     index, columns = tl.arange(0, TILE), tl.arange(0, BLOCK_P)
@@ -231,7 +232,7 @@ def _head_gradients(
         dy = _load_tile(dy_ptr + head * dy_h + BEGIN * dy_t, index, dy_t, count - BEGIN, P, BLOCK_P)
         d_state = _load_state(d_states_ptr + (slot * H + head) * (N * P), N, BLOCK_N, P, BLOCK_P)
 
-        # U_j = e^{G − G_j} · B_j dS + Σ_i (C_i·B_j) E_ij dy_i, [TILE, BLOCK_P].
+        # Compute U_j = e^{G − G_j} · B_j dS + Σ_i (C_i·B_j) E_ij dy_i, [TILE, BLOCK_P].
         u = tl.dot(b, d_state, input_precision=PRECISION)
         if FIRST:
             middle = tl.load(at + tl.minimum(count, TILE) - 1)
@@ -282,7 +283,7 @@ def _far_pairs(
     dy_t, dy_h, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums over pairs of a token j of the first tile of a chunk and a token i of the second."""
+    """Compute the sums over the pairs of a token j in the first tile of a chunk and a token i in the second tile."""
     TILE: tl.constexpr = C // 2
     index = tl.arange(0, TILE)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -319,10 +320,11 @@ def head_gradients_kernel(
 ):  # fmt: skip
     """Compute dx, dδ and partial sums of dD of HEADS heads, and the sums over heads of the gradients of C_i · B_j.
 
-    A chunk has two tiles of tokens, and three programs: one for each tile, and one for the pairs of tokens in two
-    tiles. The kernel also computes what the decays between these tokens add to the gradients of the running sums of g:
-    ``d_sums`` [3, H, tokens] has sums over the pairs in one tile for the later and for the earlier token, and sums over
-    the pairs in two tiles for both.
+    A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
+    different tiles. The kernel also computes what the decays between these tokens add to the gradients of the running
+    sums of g. ``d_sums`` [3, H, tokens] holds, in this order: for the later token of each pair, the sums over pairs in
+    the same tile; for the earlier token, the sums over pairs in the same tile; and for both tokens, the sums over pairs
+    in different tiles.
     """
     role, slot = tl.program_id(0) % 3, (tl.program_id(0) // 3).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0) // 3, documents, DOCUMENTS, C)
@@ -366,7 +368,7 @@ def shared_gradients_kernel(
     """Compute BLOCK_N columns of dC or, with REVERSE, of dB, summed over HEADS heads, for a tile of tokens of a chunk.
 
     ``v``, ``own``, ``other`` and ``states`` are dy, C, B and S or, with REVERSE, x, B, C and dS. Without REVERSE, the
-    kernel also computes, for each head, C_i · dC_i through the state, ``read`` [blocks, H, tokens].
+    kernel also computes ``read`` [blocks, H, tokens]: for each head, the part of C_i · dC_i that comes from the state.
     """
     TILE: tl.constexpr = C // 2
     tile, slot = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
@@ -388,8 +390,8 @@ def shared_gradients_kernel(
         at_own = own_ptr + group * own_h + (first + begin) * own_t + (index[:, None] * own_t + n[None, :])
         own = tl.load(at_own, mask=inside[:, None] & inside_n, other=0.0)
 
-    # The gradient is transposed, [BLOCK_N, TILE]. Triton 3.6 can give a wrong sum on Hopper if the left operands of its
-    # products are computed in the loop, and so are in registers.
+    # The gradient is transposed, [BLOCK_N, TILE]. On Hopper, Triton 3.6 can compute a wrong sum of products if their
+    # left operands are computed in the loop and are therefore in registers.
     gradient = tl.zeros([BLOCK_N, TILE], tl.float32)
     for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
         at = sums_ptr + head * tokens + first
@@ -406,9 +408,9 @@ def shared_gradients_kernel(
         scaled = (v.to(tl.float32) * factor[:, None]).to(dtype)
         gradient = tl.dot(state, tl.trans(scaled), gradient, input_precision=PRECISION)
 
-    # Add the products with the tokens of the chunk: for dC those of this and the previous tile, for dB those of this
-    # and the next tile. The rows of ``pairs`` are j. The loop is separate, because Triton would otherwise give products
-    # to only some of the warps.
+    # Add the products with the tokens of the chunk: for dC, the tokens of this and the previous tile; for dB, the
+    # tokens of this and the next tile. The rows of ``pairs`` are j. The loop is separate, because otherwise only some
+    # of the warps would compute the products.
     first_tile, last_tile = (tile, 1) if REVERSE else (0, tile)
     for other_tile in tl.range(first_tile, last_tile + 1, num_stages=1):
         start = other_tile * TILE
@@ -432,9 +434,9 @@ def decay_kernel(
 ):  # fmt: skip
     """Compute dg of HEADS heads of one chunk.
 
-    The decay of a token is a factor of four kinds of decays, whose gradients are summed: from each earlier token to the
-    token and each later one (``d_sums``), from the state before the chunk to the token and each later one (``read``),
-    from each earlier token to the state after the chunk (``written``), and from one of these states to the other
+    The decay of a token is a factor of four kinds of decays, whose gradients are summed: from an earlier token to this
+    token or a later one (``d_sums``), from the state before the chunk to this token or a later one (``read``), from an
+    earlier token to the state after the chunk (``written``), and from the state before the chunk to the state after it
     (``kept``).
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -445,7 +447,7 @@ def decay_kernel(
     rows = first + tl.arange(0, C)
     inside = (rows < end)[:, None] & (heads < H)[None, :]
     at = heads[None, :] * tokens + rows[:, None]
-    size = tl.cast(H, tl.int64) * tokens  # of a part. Triton turns an H of 1 into a constant, which has no method `to`.
+    size = tl.cast(H, tl.int64) * tokens  # of one part. Triton makes an H of 1 a constant, which has no method `to`
     # The gradients of the running sums are positive for the later token of a pair, and negative for the earlier one.
     later = tl.load(d_sums_ptr + at, mask=inside, other=0.0)
     later -= tl.load(d_sums_ptr + size + at, mask=inside, other=0.0)
@@ -453,7 +455,7 @@ def decay_kernel(
     later += tl.where((rows < first + C // 2)[:, None], -between, between)
     for block in tl.static_range(BLOCKS):
         later += tl.load(read_ptr + block * size + at, mask=inside, other=0.0)
-    # The sum of the terms of all earlier tokens of the chunk excludes the token itself.
+    # The sum over all earlier tokens of the chunk excludes the token itself.
     earlier = tl.load(written_ptr + at - 1, mask=inside & (rows > first)[:, None], other=0.0)
     kept = tl.load(kept_ptr + slot * H + heads, mask=heads < H, other=0.0)
     dg = tl.cumsum(later, 0, reverse=True) + tl.cumsum(earlier, 0) + kept[None, :]

@@ -1,4 +1,4 @@
-"""State-space scan of Mamba-2: linear attention whose state decays by one number per head and token.
+"""State-space scan of Mamba-2: linear attention whose state has one decay per head and token.
 
 S [N, P] is the state of a head, x [P] is its input, and B and C [N] are shared by the heads of a group. δ is the step
 size, and g = A · δ is the logarithm of the decay. The forward computes, for each head and token, in fp32::
@@ -12,21 +12,22 @@ E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the 
 
 A first kernel computes the running sums G_i. A second kernel goes through the chunks in order and stores the state
 before each chunk; each of its programs holds some columns of the state of one head in registers. A third kernel
-computes Y of all chunks. In the backward, one launch recomputes these states and goes through the chunks in the
-opposite order for the gradients of the states after each chunk, dS ← e^G · dS + (e^{G_i} · C)ᵀ dY. Then::
+computes Y of all chunks. In the backward, one launch recomputes these states. The same launch goes through the chunks
+in the opposite order to compute the gradient of the state after each chunk, dS ← e^G · dS + (e^{G_i} · C)ᵀ dY. Then::
 
     U = (C·Bᵀ ∘ E)ᵀ dY + e^{G − G_i} · B dS,   dX = δ · U + D · dY,   dδ_i = x_i·U_i,   dD = Σ_i dy_i·x_i
     W_ij = Σ_heads dy_i·x_j · E_ij · δ_j
     dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
 
-In the backward, a chunk has two tiles of tokens, and exponentials are computed of pairs of tokens in one tile. The
-decay from a token j of the first tile to a token i of the second is the product of two factors of at most 1: the decay
-from j to the last token m of the first tile, and the decay from m to i. E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
+In the backward, a chunk has two tiles of tokens, and exponentials are computed only for pairs of tokens in the same
+tile. The decay from a token j of the first tile to a token i of the second is the product of two factors of at most 1:
+the decay from j to the last token m of the first tile, and the decay from m to i. E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
 
-The decay of token k is part of the decays from each earlier to each later token, so dg_k sums these terms, in fp32. The
-diagonal of M has no decay and is left out. The operands of products are in the dtype of x, and the products are summed
-in fp32. If a group has more than `MOST_HEADS` heads, several programs sum dB and dC over some of the heads each, and a
-last sum in fp32 adds their results. Only the inputs are saved.
+The decay of token k is a factor of the decay from every earlier token to token k and to every later token. dg_k is
+therefore the sum, in fp32, of these decays' terms. The diagonal of M has no decay and is left out of this sum. The
+operands of products are in the dtype of x, and the products are summed in fp32. If a group has more than `MOST_HEADS`
+heads, each of several programs sums dB and dC over some of the heads, and a final sum in fp32 adds their results. Only
+the inputs are saved.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -58,37 +59,38 @@ from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 CHUNK = 128
-"""Number of tokens in a chunk. States of larger chunks take less memory and traffic, and products within larger chunks
+"""Number of tokens in a chunk. With larger chunks, states take less memory and traffic, but the products within chunks
 take more operations."""
 
 STEP_TOKENS = 16
-"""Largest number of tokens for which the recurrence is computed token by token if no gradient is needed."""
+"""Maximum number of tokens for which the recurrence is computed token by token if no gradient is needed."""
 
 MOST_STATE = 256
-"""Largest N of the kernels."""
+"""Maximum N that the kernels support."""
 
 SUM_HEADS = 16
 SCAN_BLOCK, SCANS_BLOCK = (128, 32), (64, 64)
-"""Rows and columns of one head's state that a program of a scan holds, in the forward and in the backward. In the
-forward, 64 heads of 64 columns have 128 programs, so that a single sequence occupies a GPU."""
+"""Number of rows and number of columns of one head's state that a program of a scan holds: first for the forward, then
+for the backward. In the forward, 64 heads of 64 columns have 128 programs, so that a single sequence occupies a GPU."""
 SCAN_WARPS, SCAN_STAGES = 4, 3
 
 LEAST_COLUMNS = 64
-"""Least width of tiles in half precision. The assembler of Triton 3.6 for Hopper (ptxas 12.8) can lose the address of a
-narrower operand that does not move in the loop, and products are then wrong."""
+"""Minimum width of tiles in half precision. The assembler that Triton 3.6 uses for Hopper (ptxas 12.8) can lose the
+address of a narrower operand that does not move in the loop. Products are then wrong."""
 
 MOST_HEADS = 8
-"""Largest number of heads of a group for which a program computes one product of B and C, and sums the gradients of B
-and C."""
+"""Maximum number of heads of a group for which a program computes one product of B and C, and over which it sums the
+gradients of B and C."""
 
 READ_WARPS, READ_STAGES, READ_COLUMNS = 4, 2, 64
 HEAD_WARPS, HEAD_STAGES = 4, 1
 WIDE_STATE, WIDE_WARPS = 64 * 1024, 8
-"""Bytes of a state from which on a program of the head gradients has more warps. Such a program needs half of the
-shared memory of a multiprocessor of an H200 and more, so that no second one runs there."""
+"""If a state has at least `WIDE_STATE` bytes, a program of the head gradients has `WIDE_WARPS` warps. Such a program
+needs at least half of the shared memory of an H200's multiprocessor, so no second program can run on the same
+multiprocessor."""
 SHARED_WARPS, SHARED_STAGES = 4, 1
 SHARED_COLUMNS = 128
-"""Largest number of columns of B and C whose gradients a program sums over heads."""
+"""Maximum number of columns of B and C whose gradients a program sums over heads."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -142,11 +144,14 @@ class _Sizes:
 
     @functools.cached_property
     def cu(self) -> Tensor:
-        """The bounds of the documents, which a kernel for a few tokens does not need."""
+        """The bounds of the documents. A kernel for a few tokens does not need them."""
         return bounds(*self._bounded)
 
     def scan(self, x: Tensor, block: tuple[int, int]) -> tuple[int, dict[str, Any]]:
-        """Return the number of programs of one scan, each of which holds a block of the state, and its constants."""
+        """Return the number of programs of one scan, and the scan's constants.
+
+        Each program holds a block of the state.
+        """
         rows, columns = min(self.block_n, block[0]), min(self.block_p, block[1])
         programs = self.documents * self.H * cdiv(self.N, rows) * cdiv(self.P, columns)
         stages = fitting_stages(x, SCAN_STAGES, CHUNK * (rows + columns) * x.element_size())
@@ -158,7 +163,7 @@ class _Sizes:
     ) -> dict[str, Any]:
         """Return the constants of a kernel that processes the chunks in parallel.
 
-        ``rows`` is the number of rows of x or of its gradient that the kernel loads for a head, beside a state.
+        ``rows`` is the number of rows of x or of its gradient that the kernel loads for a head, in addition to a state.
         ``block_n`` and ``block_p`` are the sizes of the state's block; None for the whole state.
         """
         block_n, block_p = block_n or self.block_n, block_p or self.block_p
@@ -170,8 +175,10 @@ class _Sizes:
         return self.shape | self.chunked | constants | {"num_warps": warps}
 
     def shared(self, gradient: Tensor) -> Tensor:
-        """Return what a kernel writes for a gradient of B or C [tokens, G, N]: the gradient itself or, if several
-        programs sum over heads of a group, their sums [programs · tokens, G, N] in fp32.
+        """Return the tensor to which a kernel writes a gradient of B or C.
+
+        This is the gradient [tokens, G, N] itself. If several programs sum over heads of a group, it is a tensor
+        [programs · tokens, G, N] for their sums in fp32.
         """
         parts = self.group // self.heads
         return (
@@ -255,7 +262,7 @@ def _write_gradients(
             HAS_FINAL=d_final is not None, **constants,
         )  # fmt: skip
 
-        # Gradients of x, δ and D.
+        # Compute the gradients of x, δ and D.
         partial_d = sums.new_empty(2 * sizes.slots, sizes.H)
         d_steps = sums.new_empty(sizes.tokens, sizes.H)
         pairs = x.new_empty(sizes.parts, sizes.tokens, CHUNK)
@@ -275,7 +282,7 @@ def _write_gradients(
         if D is not None:
             sum_partials(partial_d, d_d)
 
-        # Gradients of B, C and g.
+        # Compute the gradients of B, C and g.
         grid = 2 * sizes.slots, sizes.parts, blocks
         constants = sizes.tiles(x, CHUNK // 2, SHARED_STAGES, SHARED_WARPS, block_n=columns)
         shared_gradients_kernel[grid](
@@ -342,7 +349,7 @@ def _outputs(x: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, T
 def _gradients_like(
     x: Tensor, B: Tensor, C: Tensor, delta: Tensor, g: Tensor, D: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Allocate the gradients; those of missing inputs are empty."""
+    """Allocate the gradients. The gradients of missing inputs are empty."""
     return *(tensor.new_empty(tensor.shape) for tensor in (x, B, C)), *_gradients_of_others(delta, g, D, initial_state)
 
 
@@ -357,7 +364,7 @@ def _gradients_of_others(
 
 
 def split_packed(packed: Tensor, heads: int, head_dim: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views x [B, T, H, P], B and C [B, T, G, N] of a tensor with all x, then all B, then all C."""
+    """Return views x [B, T, H, P], B and C [B, T, G, N] of a tensor whose columns are x, then B, then C."""
     channels = (packed.shape[2] - heads * head_dim) // 2
     x, B, C = packed.split([heads * head_dim, channels, channels], -1)
     return x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
@@ -505,7 +512,7 @@ def ssd_scan_packed(
     """Compute `ssd_scan` of x, B and C in one tensor, whose gradient is also written as one tensor.
 
     Args:
-        packed: [B, T, H · P + 2 · G · N], all x, then all B, then all C.
+        packed: [B, T, H · P + 2 · G · N], where the columns of x come first, then those of B, then those of C.
         delta, g, D: as in `ssd_scan`.
         head_dim: P.
         groups: G.
@@ -563,8 +570,8 @@ def ssd_transition(
     b = result[1]
     decay = g.to(b.dtype).sum(1).exp()
     if cu_seqlens is not None:
-        # The state after the last document, which is not empty, depends on the state before the first document only if
-        # all tokens belong to one document.
+        # The last document is not empty. The state after it depends on the state before the first document only if all
+        # tokens belong to one document.
         T = x.shape[1]
         last = torch.searchsorted(cu_seqlens, torch.full([1], T, device=x.device)) - 1
         b = b.index_select(0, last.clamp_min(0))

@@ -4,7 +4,7 @@ For the step d of a head, both are computed in fp32::
 
     δ = clamp(softplus(d + bias), limits),   g = −exp(A) · δ
 
-A is the logarithm of the head's rate. With gradients, the function runs in plain PyTorch. Without gradients, as in
+A is the logarithm of the head's rate. If gradients are needed, the function runs in plain PyTorch. Otherwise, as in
 decoding, one kernel computes both.
 """
 
@@ -18,7 +18,7 @@ from liger_models.kernels.dispatch import TRITON_DTYPES, is_differentiable, on_d
 from liger_models.kernels.tiles import cdiv
 
 BLOCK, WARPS = 256, 2
-"""Number of elements of a program, and number of its warps."""
+"""Number of elements per program, and number of warps per program."""
 
 NO_LIMITS = (0.0, float("inf"))
 
@@ -32,7 +32,8 @@ def _step_sizes_kernel(
     inside, head = element < count, element % H
     x = tl.load(dt_ptr + element, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias_ptr + head, mask=inside, other=0.0).to(tl.float32)
-    # softplus(x) = log(1 + e), where e = exp(x). The quotient corrects the rounding of 1 + e. From 20 on, it is x.
+    # softplus(x) = log(1 + e), where e = exp(x). The quotient corrects the rounding of 1 + e. For x ≥ 20, softplus(x)
+    # is x.
     e = tl.exp(tl.minimum(x, 20.0))
     rounded = 1.0 + e
     small = rounded == 1.0
@@ -81,7 +82,7 @@ def step_sizes(
     """
     check_floating("step_sizes", dt=dt, A_log=A_log, dt_bias=dt_bias)
     inputs = dt, A_log, dt_bias
-    # The dtypes first, because use_triton() refuses fp64.
+    # Check the dtypes first, because use_triton() raises an error for fp64.
     if {x.dtype for x in inputs} <= set(TRITON_DTYPES) and use_triton(dt) and not is_differentiable(*inputs):
         return FORWARD(*inputs, *limits)
     dtype = torch.promote_types(dt.dtype, torch.float32)

@@ -1,14 +1,14 @@
-"""The parts of a packed projection whose rows are grouped by unit, as separate tensors.
+"""Splits a packed projection whose columns are grouped by unit into its parts.
 
 The projection x [B, T, U · R] has R columns for each of U units, and each unit has some columns of every part. An
-output holds one part, or several parts one after the other, of all units: first the part's columns of unit 0, then
-those of unit 1, and so on. Each part can be multiplied by a number of its own, in fp32::
+output holds one part, or several parts one after the other, for all units: first the part's columns of unit 0, then the
+part's columns of unit 1, and so on. Each part can be multiplied by a number of its own, in fp32::
 
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
 One kernel writes all outputs, and the backward is the same kernel in the other direction. Nothing is saved. A program
-moves consecutive elements of one part of a few tokens. The programs of the same tokens are neighbors, because the
-columns of different parts share cache lines of x.
+moves consecutive elements of one part of a few tokens. Programs for the same tokens have neighboring indices, because
+the columns of different parts share cache lines of x.
 """
 
 import functools
@@ -24,7 +24,8 @@ from liger_models.kernels.linear_attention.documents import flat
 from liger_models.kernels.tiles import cdiv
 
 TOKENS, BLOCK, WARPS = 32, 2048, 4
-"""Number of tokens of a group of programs, number of elements of a program, and number of its warps."""
+"""Number of tokens that a group of programs processes, number of elements per program, and number of warps per
+program."""
 
 MOST_OUTPUTS = 4
 
@@ -50,9 +51,9 @@ def _unit_parts_kernel(
 ):  # fmt: skip
     """Move BLOCK elements of one part of TOKENS tokens, from x to its output or, with BACK, from the output to x.
 
-    Part p has SIZES[p] columns per unit, from column STARTS[p] of the unit on, and WIDTHS[p] columns of all units. They
-    are in output OUTPUTS[p], which has TOTALS[p] columns, from column COLUMNS[p] on. FIRST[p] is the part's first
-    program of PROGRAMS.
+    Part p has SIZES[p] columns per unit, which start at column STARTS[p] of the unit. For all units together, it has
+    WIDTHS[p] columns. These start at column COLUMNS[p] of output OUTPUTS[p], which has TOTALS[p] columns. FIRST[p] is
+    the index of the part's first program among PROGRAMS programs.
     """
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     token = group.to(tl.int64) * TOKENS
@@ -67,7 +68,8 @@ def _unit_parts_kernel(
             y_ptr = y0_ptr if OUTPUTS[p] == 0 else y1_ptr if OUTPUTS[p] == 1 else y2_ptr if OUTPUTS[p] == 2 else y3_ptr
             column_y = row * TOTALS[p] + COLUMNS[p] + column
             if not BACK:
-                # Threads that wrote more consecutive elements would read distant ones of x, whose units are unaligned.
+                # A thread that wrote more consecutive elements would read elements of x that are far apart, because
+                # units are unaligned.
                 column_y = tl.max_contiguous(column_y, 2)
             at_y = y_ptr + token * TOTALS[p] + column_y
             value = tl.load(at_y if BACK else at_x, mask=mask, other=0.0)
@@ -114,7 +116,7 @@ def _move(
 
 
 def _empty(x: Tensor, units: int, sizes: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """Allocate the outputs; those that are not needed are empty."""
+    """Allocate the outputs. Outputs that are not needed are empty."""
     rest = iter(sizes)
     widths = [units * sum(next(rest) for _ in range(count)) for count in counts]
     widths += [0] * (MOST_OUTPUTS - len(widths))
@@ -154,8 +156,8 @@ def unit_parts(
     Args:
         x: [B, T, U · R], float32, float16 or bfloat16.
         units: U.
-        outputs: for each of at most four outputs, the numbers of columns per unit of its parts. In each unit, the parts
-            come in this order, and R is the sum of all numbers.
+        outputs: for each of at most four outputs, the number of columns per unit of each of its parts. In each unit,
+            the parts come in this order, and R is the sum of all these numbers.
         scales: a number for each part, by which it is multiplied; None for 1.
 
     Returns:

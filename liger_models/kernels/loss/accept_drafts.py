@@ -1,4 +1,4 @@
-"""The new tokens of a round of speculative decoding: how many a row gets, and the state of the row after them.
+"""The new tokens of a round of speculative decoding: how many tokens a row gets, and the row's state after them.
 
 Let a row have the drafts d_1 ... d_k and the model's choices y_1 ... y_{k+1}::
 
@@ -7,8 +7,8 @@ Let a row have the drafts d_1 ... d_k and the model's choices y_1 ... y_{k+1}::
     n = min(n, remaining)
 
 Then n is added to the row's numbers of cached tokens and of new tokens, and subtracted from its number of remaining
-tokens, which becomes 0 after a stop token. y_n becomes the row's last token. In plain PyTorch, these would be thirty
-kernels on a few numbers each.
+tokens, which becomes 0 after a stop token. y_n becomes the row's last token. In plain PyTorch, these steps would take
+thirty kernels, each for a few numbers.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -62,7 +62,7 @@ def _accept_drafts_kernel(
         agrees = tl.load(agree_ptr + row * K + at, mask=at < K, other=0).to(tl.int1)
     new = tl.min(tl.where((at < K) & agrees, K, at), 0) + 1
 
-    # Lanes without a stop token have −1, which no token is.
+    # Lanes without a stop token hold −1, which is not a token.
     stops = tl.load(stop_ptr + row * STOPS + stop, mask=stop < STOPS, other=-1)
     is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) & (at <= K)
     before = tl.min(tl.where(is_stop != 0, at, WIDTH + K), 0)
@@ -109,15 +109,16 @@ def accept_drafts(
 
     Args:
         chosen: [rows, k + 1] int64, the model's choices.
-        tokens: [rows, k + 1] int64, contiguous; the last token of each row, which is overwritten, and its drafts.
-        agree: [rows, k] bool, whether each draft may be accepted; None to compare it with the choice.
-        stops: [rows, S] int64, the stop tokens of each row, filled up with −1.
+        tokens: [rows, k + 1] int64, contiguous; the last token of each row, which is overwritten, and the row's drafts.
+        agree: [rows, k] bool, whether each draft may be accepted; None to compare each draft with the model's choice.
+        stops: [rows, S] int64, the stop tokens of each row, padded with −1.
         lengths: [rows] int32, number of cached tokens of each row; overwritten.
         remaining: [rows] int64, number of tokens that each row still needs; overwritten.
         counts: [rows] int64, number of new tokens of each row so far; overwritten.
 
     Returns:
-        The number of new tokens of each row, and the index of its last one in the flattened choices, both [rows] int64.
+        The number of new tokens of each row, and the index of the row's last new token in the flattened ``chosen``.
+        Both are [rows] int64.
 
     Raises:
         ValueError: the shapes do not match, or a tensor that is overwritten is not contiguous.

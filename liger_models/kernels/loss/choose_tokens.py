@@ -23,7 +23,7 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, exp, next_power_of
 
 BLOCK = 4096
 SHARE = 8192
-"""Largest number of tokens that a program reads per step, and number of tokens that a program reads in all."""
+"""Maximum number of tokens that a program reads per step, and number of tokens that a program reads in all."""
 
 
 def choose_tokens_reference(
@@ -55,7 +55,8 @@ def _choose_tokens_kernel(
 ):  # fmt: skip
     """Choose the best of SHARE tokens of a row, and compute the log-sum of their logits.
 
-    With several PARTS, store the best score, the maximum and the sum of the part, and the index of its best token.
+    If a row has several PARTS, store for this part the best score, the maximum and the sum of its logits, and the index
+    of its best token.
     """
     await_previous(OVERLAPS)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -107,7 +108,7 @@ def _combine_choices_kernel(
     logits_ptr, parts_ptr, index_ptr, token_ptr, log_prob_ptr, V, logits_n,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the best token of the parts of a row, and add up their sums."""
+    """Choose the best token among the best tokens of a row's parts, and add the sums of the parts."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)

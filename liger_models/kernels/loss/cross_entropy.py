@@ -8,7 +8,8 @@ vocabulary, in fp32::
     loss = (1 − ε) · w_y · (lse − z_y) + ε/V · Σ_j w_j · (lse − z_j) + z_loss · lse²
     logp = z_y − lse
 
-In the backward, let a be the upstream gradient of loss, c that of logp, and p = exp(z − lse)::
+In the backward, let a be the upstream gradient of loss, let c be the upstream gradient of logp, and let p = exp(z −
+lse)::
 
     t = a · (1 − ε) · w_y − c
     dz_j = p_j · (t + a · (ε/V · Σw + 2 · z_loss · lse)) − [j = y] · t − a · ε/V · w_j
@@ -16,7 +17,7 @@ In the backward, let a be the upstream gradient of loss, c that of logp, and p =
     dlogit_j = dz_j · logit_scale · (1 − (z_j / softcap)²)      with a softcap
 
 If the target of a row is ``ignore_index``, loss, logp and gradient of the row are 0. A target outside the vocabulary
-raises an error on the CPU. On an accelerator it results in NaN, because raising an error would mean waiting for the
+raises an error on the CPU. On an accelerator, it results in NaN, because raising an error would mean waiting for the
 device.
 
 If the loss is a scalar (reduction "mean" or "sum"), the forward also computes the gradient, in the same kernel. The
@@ -44,12 +45,12 @@ from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_an
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
 """Number of logits that a program holds in registers at a time. WIDE_BLOCK is for rows of more than 65,536 logits: only
 half as many rows are then in progress, so that they stay in the L2 cache until they are read again. On an H200, the
-kernel reaches 0.85 of the speed of one read and one write of the logits for V = 32,000, 0.79 for V = 128,256, and 0.72
-for V = 256,000."""
+kernel reaches 0.85 times the speed of one read and one write of the logits for V = 32,000, 0.79 times for V = 128,256,
+and 0.72 times for V = 256,000."""
 
 VECTOR = 8
-"""Number of adjacent logits that one thread holds: 16 bytes in half precision. Each such group has its own running
-maximum and sum, so that the threads of a row do not wait for each other."""
+"""Number of adjacent logits that one thread holds: 16 bytes in half precision. Each such group of logits has its own
+running maximum and sum, so that the threads of a row do not wait for each other."""
 
 LOWEST = -1e38
 """Initial value of the running maximum. It is finite, so that a logit of -inf gives exp(-inf) = 0 and not NaN."""
@@ -61,7 +62,7 @@ class CrossEntropyOutput(NamedTuple):
     Attributes:
         loss: float32, [] or, with reduction "none", in the shape of the target. It includes the z-loss.
         z_loss: the part of ``loss`` that is the z-loss, reduced in the same way, without gradient.
-        log_probs: log-probability of each target, in the shape of the target, or 0 for ignored targets; differentiable.
+        log_probs: log-probability of each target, in the shape of the target. Differentiable; 0 for ignored targets.
         token_accuracy: [], the fraction of targets that are the most probable token, without gradient.
         predicted_tokens: the most probable token of each row, int64, in the shape of the target, or −1 for ignored
             targets.
@@ -126,7 +127,10 @@ def _cross_entropy_kernel(
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, ENTROPY: tl.constexpr,
     GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Process one row [V] of logits per program: with STATISTICS compute its losses, with GRADIENT its gradient."""
+    """Process one row [V] of logits per program.
+
+    With STATISTICS, compute its losses. With GRADIENT, compute its gradient.
+    """
     GROUPS: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
@@ -188,8 +192,8 @@ def _cross_entropy_kernel(
                 down = maxima - new_maxima
                 below = z - new_maxima[:, None]
                 if ENTROPY:
-                    # A sum moves to the new maximum by z − m' = (z − m) + (m − m'). For z = −inf, its term must be 0,
-                    # and for z = NaN it must be NaN.
+                    # A sum moves to the new maximum m' by z − m' = (z − m) + (m − m'). The term of a logit z = −inf
+                    # must be 0, and the term of z = NaN must be NaN.
                     below = tl.where(below < LOWEST, LOWEST, below)
                     mean = exp(down) * (mean + down * totals) + tl.sum(exp(below) * below, 1)
                 totals = totals * exp(down) + tl.sum(exp(below), 1)
@@ -238,7 +242,7 @@ def _cross_entropy_kernel(
         tl.debug_barrier()  # wait until all threads have read the target's logit, which the gradient may overwrite
         for step in tl.static_range(2):
             for back in range(0, V - whole if step == 0 else whole, BLOCK):
-                # Go from the end to the start, because the end was read last and is still cached.
+                # Go from the end of the row to the start, because the end was read last and is still cached.
                 column = (whole if step == 0 else whole - BLOCK - back) + columns
                 x = load_block(logits_ptr, column, V, step == 0, "evict_first")
                 z = scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP)
@@ -267,7 +271,7 @@ def _cross_entropy_kernel(
 
 
 def final_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
-    """Apply logit scale and softcap to the logits [...], in fp32, or in fp64 for fp64 logits."""
+    """Apply the logit scale and the softcap to the logits [...], in fp32, or in fp64 for fp64 logits."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
@@ -361,8 +365,8 @@ def token_statistics(
             before it is overwritten.
         predict: whether to find the most probable tokens.
         entropy: [N], to which the entropies of the distributions are written, unless ``lse`` is given.
-        vocabulary: size of the vocabulary of which the logits are a shard; None if the logits are not sharded. A target
-            outside the shard belongs to another rank.
+        vocabulary: size of the whole vocabulary if the logits are a shard of it; None if the logits are not sharded. A
+            target outside the shard belongs to another rank.
         Others: as in `cross_entropy`.
 
     Returns:
@@ -452,8 +456,8 @@ def token_scale(
     """Return the weight [N] of each token's loss in the reduced loss, without waiting for the device.
 
     With reduction "mean", each token weight is divided by ``num_items``. If ``num_items`` is None, the divisor is the
-    sum over the tokens that are not ignored of (token weight · class weight of the target), where missing weights are
-    1. If the divisor is 0, all weights are 0.
+    sum of (token weight · class weight of the target) over the tokens that are not ignored. Missing weights count as 1.
+    If the divisor is 0, all weights are 0.
     """
     valid = target != ignore_index
     if reduction == "mean" and num_items is None and class_weight is None and token_weight is None:

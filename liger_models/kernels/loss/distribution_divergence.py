@@ -1,7 +1,7 @@
 """Divergence between a student's and a teacher's distribution, computed from all (log-)probabilities.
 
-The inputs are log-probabilities s of the student and t of the teacher, or probabilities q of the student and p of the
-teacher. Let m = log(β · p + (1 − β) · q). The divergence is a sum of terms d. Each term and its derivative depend only
+The inputs are log-probabilities (s of the student, t of the teacher) or probabilities (q of the student, p of the
+teacher). Let m = log(β · p + (1 − β) · q). The divergence is a sum of terms d. Each term and its derivative depend only
 on one entry of the student and the same entry of the teacher::
 
     forward_kl  d = p · (t − s)                                   dd/ds = −p
@@ -12,7 +12,7 @@ on one entry of the student and the same entry of the teacher::
     kl_log      d = p · (t − s)                                   dd/ds = −p
 
 Terms of ``kl`` and ``kl_log`` are 0 where p is 0, and infinite where q is 0 and p is not. The other divergences replace
-s and t by a finite number where they are −∞.
+s or t by a finite number where it is −∞.
 
 For a scalar loss, the forward kernel reads both tensors once, sums the terms of each block of a row, and writes the
 gradient in the dtype of the student. For unreduced terms and in compiled graphs, the gradient is computed in the
@@ -36,7 +36,7 @@ DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "kl", "kl_log")
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 TERMS_BLOCK = 4096
-"""Largest number of terms that a program computes, 16 per thread."""
+"""Maximum number of terms that a program computes. A thread computes 16 terms."""
 
 LOWEST_LOG = torch.finfo(torch.float32).min / 4
 """Finite number that replaces a log-probability of -inf, so that p · log p is 0 and not NaN."""
@@ -84,7 +84,7 @@ def _term(x, y, beta, eps, KIND: tl.constexpr, LOWEST: tl.constexpr):
     """Compute the term d and its derivative with respect to x, for entries x of the student and y of the teacher."""
     if KIND == 3:
         d = 0.5 * tl.abs(x - y)
-        dx = tl.where(x > y, 0.5, tl.where(x < y, -0.5, x - y))  # x − y is 0 or NaN where it is selected
+        dx = tl.where(x > y, 0.5, tl.where(x < y, -0.5, x - y))  # where x − y is selected, it is 0 or NaN
     elif KIND >= 4:
         p = exp(y) if KIND == 5 else y
         log_p = y if KIND == 5 else tl.log(tl.where(y < eps, eps, y))
@@ -153,11 +153,11 @@ def _terms(
         factors: [N], the weight of each row's terms in the loss.
         terms: whether to return the terms [N, V].
         gradient: [N, V], to which the derivative of each term, multiplied by the row's factor, is written.
-        upstream: [N, V], by which the gradient is multiplied, too.
+        upstream: [N, V], the upstream gradient of each term, by which the gradient is multiplied, too.
         sums: whether to return the sum [N] of each row's terms.
 
     Returns:
-        The terms or the sums, not multiplied by ``factors``. Empty if neither is requested.
+        The terms or the sums, not multiplied by ``factors``. The tensor is empty if neither is requested.
     """
     N, V = student.shape
     block = min(next_power_of_2(V), TERMS_BLOCK)

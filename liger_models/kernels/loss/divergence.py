@@ -1,8 +1,8 @@
 """Divergence between a student's and a teacher's next-token distribution.
 
 `linear_divergence` includes the last linear layer of both models, and never stores all logits at once. For each token,
-let z be the student's and u the teacher's logits, after logit scale and softcap, and let τ be the temperature. All sums
-are over the vocabulary, in fp32::
+let z be the student's logits and u the teacher's logits, after logit scale and softcap. Let τ be the temperature. All
+sums are over the vocabulary, in fp32::
 
     s = log softmax(z / τ),  q = exp(s)        student
     t = log softmax(u / τ),  p = exp(t)        teacher
@@ -19,8 +19,8 @@ The gradient is::
     cosine      dD/dz_j = β · (cos(z, u) · z_j / |z|² − u_j / (|z| · |u|))
     others      dD/dz_j = (a_j − q_j · Σ a) / τ
 
-At β = 0 and β = 1, the formula of jsd is 0. There, jsd stands for its scaled limits: forward_kl is the limit of jsd/β
-for β → 0, and reverse_kl is the limit of jsd/(1 − β) for β → 1. On request, the cross entropy of z and a target, at
+At β = 0 and β = 1, the formula of jsd is 0. For these β, jsd stands for its scaled limits: forward_kl, the limit of
+jsd/β for β → 0, and reverse_kl, the limit of jsd/(1 − β) for β → 1. On request, the cross entropy of z and a target, at
 temperature 1, is added to the loss of a token.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
@@ -66,8 +66,8 @@ MAX_BLOCK = 8192
 NORM_FLOOR = 1e-12
 
 TOGETHER = 4
-"""Number of chunks whose gradients are multiplied in one matrix product. In half precision, the gradient of a chunk
-takes a quarter of the memory of the fp32 logits of both models."""
+"""Number of chunks whose gradients one matrix product multiplies. In half precision, the gradient of a chunk takes a
+quarter of the memory that the fp32 logits of both models take."""
 
 
 class DivergenceOutput(NamedTuple):
@@ -178,7 +178,7 @@ def check_divergence(op: str, divergence: str, beta: float, temperature: float) 
 
 @triton.jit
 def summand(s, t, beta, KIND: tl.constexpr):
-    """Compute the terms of D, and a, from log-probabilities s of the student and t of the teacher.
+    """Compute the terms of D, and a, from the student's log-probabilities s and the teacher's log-probabilities t.
 
     KIND is the index of the divergence in `KINDS`.
     """
@@ -203,7 +203,7 @@ def summand(s, t, beta, KIND: tl.constexpr):
 
 @triton.jit
 def load_logits(ptr, columns, inside, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Load logits of a row, and apply logit scale and softcap, in fp32. Entries beyond the vocabulary are 0."""
+    """Load logits of a row in fp32, and apply the logit scale and the softcap. Entries beyond the vocabulary are 0."""
     return scale_and_cap(tl.load(ptr + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
 
 
@@ -215,7 +215,7 @@ def _row_statistics(
 ):  # fmt: skip
     """Compute D of a row, and the numbers from which its gradient is computed.
 
-    These are the maximum and the log-sum of the student and of the teacher, Σ a, and the student's log-sum at
+    These numbers are the maxima and the log-sums of the student and of the teacher, Σ a, and the student's log-sum at
     temperature 1. For cosine, norms take the place of the log-sums, and the cosine takes the place of Σ a.
     """
     # In a first read of both rows, compute the online softmax of each row or, for cosine, three dot products.
@@ -281,8 +281,8 @@ def _divergence_kernel(
 ):  # fmt: skip
     """Process one row [V] of both models' logits per program.
 
-    Unless statistics are SAVED, the program computes divergence and cross entropy. With GRADIENT, it computes the
-    gradient of the student's logits.
+    Unless statistics are SAVED, the program computes the divergence and the cross entropy. With GRADIENT, it computes
+    the gradient of the student's logits.
     """
     row = tl.program_id(0)
     student_ptr += row.to(tl.int64) * student_stride
@@ -324,9 +324,9 @@ def _divergence_kernel(
             tl.store(statistics_ptr + 4, total_a)
             tl.store(statistics_ptr + 5, hard_log)
 
-    # dz is the sum of the divergence's gradient and the cross entropy's, which is softmax(z) − one-hot(y).
+    # dz is the sum of the divergence's gradient and the cross entropy's gradient, which is softmax(z) − one-hot(y).
     if GRADIENT:
-        # The factors include the logit scale. The derivative of the softcap is multiplied below.
+        # The factors include the logit scale. The code below multiplies by the derivative of the softcap.
         soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
         hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)
         for start in range(0, V, BLOCK):
@@ -407,8 +407,8 @@ def divergence_of_rows(
         target: [N].
         factors: [N], the weight of each row's losses.
         options: the divergence and its options.
-        hard_factors: [N], which replace ``factors`` for the cross entropy; None for the same factors.
-        statistics: [N, 6], results of a first call that a second call needs. A call without ``gradient`` writes the
+        hard_factors: [N], used instead of ``factors`` for the cross entropy; None for the same factors.
+        statistics: [N, 6], results of a first call, which a second call needs. A call without ``gradient`` writes the
             statistics. A call with ``gradient`` reads the statistics and does not compute the losses.
     """
     if not use_triton(student):

@@ -1,4 +1,4 @@
-"""Cross entropy of the logits ``x @ weightᵀ + bias``, of which only one chunk is in memory at a time.
+"""Cross entropy of the logits ``x @ weightᵀ + bias``. Only one chunk of the logits is in memory at a time.
 
 The rows of x are processed in chunks whose logits fit into a workspace. For each chunk, a matrix product writes the
 logits into a reused buffer, one kernel computes the loss and overwrites the logits with their gradient, and two matrix
@@ -6,15 +6,16 @@ products compute the chunk's dx and its part of dweight. The formulas of a row a
 
 - A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which the forward does not know. The forward
   computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. In
-  total, this takes three matrix products. Saved for the backward: dx in the dtype of x, dweight in bf16 if the weight
-  is bf16 and otherwise in fp32, and dbias in fp32. The first backward returns the saved tensors themselves, so there is
-  never a second copy of dweight. x is also saved; a second backward (``retain_graph``) recomputes the gradients from x.
+  total, this takes three matrix products. The forward saves dx in the dtype of x, dweight in bf16 if the weight is bf16
+  and otherwise in fp32, and dbias in fp32. The first backward returns the saved tensors themselves, so there is never a
+  second copy of dweight. The forward also saves x, from which a second backward (``retain_graph``) recomputes the
+  gradients.
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
-  must recompute the logits. This takes four matrix products. Saved for the backward: x, weight and lse.
+  must recompute the logits. This takes four matrix products. The forward saves x, weight and lse.
 
 In fp16, the factor of each token's loss (1 / number of tokens for a mean) is divided by a common power of two before
-the gradient of the logits is rounded, and the results are multiplied by the power at the end. This is exact, and keeps
-the gradients of a mean over many tokens from underflowing.
+the gradient of the logits is rounded, and the results are multiplied by the power at the end. This is exact, and
+prevents the gradients of a mean over many tokens from underflowing.
 
 The host never waits for the device. Gradients that are not needed, such as those of frozen inputs, are not computed.
 The loop over chunks is in `row_chunks.py`.
@@ -86,21 +87,21 @@ class VocabShard:
 
     @property
     def shard_size(self) -> int:
-        """Number of words in every shard except the last, which may be smaller."""
+        """Number of vocabulary entries in every shard except the last shard, which may be smaller."""
         return -(-self.vocabulary // self.ranks.size)
 
     @property
     def start(self) -> int:
-        """Index of the first word in this rank's shard."""
+        """Index of the first vocabulary entry in this rank's shard."""
         return self.shard_size * self.ranks.rank
 
     @property
     def count(self) -> int:
-        """Number of words in this rank's shard."""
+        """Number of vocabulary entries in this rank's shard."""
         return max(min(self.shard_size, self.vocabulary - self.start), 0)
 
     def check(self) -> "VocabShard":
-        """Return this object if every rank's shard has at least one word.
+        """Return this object if every rank's shard has at least one vocabulary entry.
 
         Raises:
             ValueError: the shard of a rank would be empty.
@@ -121,7 +122,8 @@ def _vocab_parallel_statistics(
     ignore_index, smoothing, z_loss = options[:3]
     valid = target != ignore_index
 
-    # Statistics of the shard. A target of another rank is replaced by the shard's first word, whose logit isn't used.
+    # Compute the statistics of the shard. A target of another rank is replaced by the shard's first entry, whose logit
+    # isn't used.
     in_shard = valid & (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
     local_target = torch.where(valid, (target - vocab_shard.start).where(in_shard, 0), IGNORED)
     local_options = options._replace(ignore_index=IGNORED, z_loss=0.0)
@@ -136,12 +138,12 @@ def _vocab_parallel_statistics(
     numbers = all_gather(numbers, vocab_shard.ranks)  # [R, 4, N]
     maxima, log_totals, target_logits, mean_shares = numbers.unbind(1)  # [R, N] each
 
-    # Statistics of the whole vocabulary.
+    # Compute the statistics of the whole vocabulary.
     maximum = maxima.amax(0)
     log_total = (maxima - maximum + log_totals).logsumexp(0)
     lse = maximum + log_total
     owner = (target.where(valid, 0) // vocab_shard.shard_size)[None]
-    # Not lse − z_y: for a target near the maximum that difference would cancel.
+    # This avoids the difference lse − z_y, which would cancel for a target near the maximum.
     log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
     squared = z_loss * lse.square()
     loss = (smoothing - 1) * log_probs + smoothing * lse - mean_shares.sum(0) + squared
@@ -153,7 +155,7 @@ def _vocab_parallel_statistics(
 def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) -> Tensor:
     """Convert targets to indices into this rank's shard.
 
-    A word of another rank's shard becomes −1, and an ignored target becomes `IGNORED`.
+    A target in another rank's shard becomes −1, and an ignored target becomes `IGNORED`.
     """
     in_shard = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
     return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(in_shard, -1))
@@ -171,7 +173,7 @@ SHARD = Argument(
 """Represents a `VocabShard` by arguments of an op. The default values mean that the vocabulary is not sharded."""
 
 IGNORED = -100
-"""Replaces ``ignore_index`` in local targets, in which -1 marks a word of another rank. ``ignore_index`` may be -1."""
+"""Replaces ``ignore_index`` in local targets, where -1 marks a target of another rank. ``ignore_index`` may be -1."""
 
 
 class LinearCrossEntropyInputs(NamedTuple):
@@ -242,7 +244,7 @@ def _walk_chunks(
     c: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[list[Tensor], HeadGradients]:
-    """Process all rows in chunks: compute their statistics, and those of dx, dweight and dbias that are needed.
+    """Process all rows in chunks: compute their statistics, and the gradients dx, dweight and dbias that are needed.
 
     If ``lse`` is given, the statistics are known and are not computed again. ``a`` [N] and ``c`` [N] are the gradients
     with respect to the losses and the log-probabilities.
@@ -311,7 +313,7 @@ def _tokens_fake(inputs: TokensInputs) -> TokenStatistics:
 def _tokens_backward(upstream: TokensUpstream) -> HeadGradients:
     (inputs, lse), a, c = upstream.saved, upstream.a, upstream.c
     dtypes = inputs.x.dtype, inputs.weight.dtype, inputs.weight.dtype
-    # One power of two for both upstream gradients.
+    # Both upstream gradients are divided by the same power of two.
     a = lse.new_zeros(len(lse)) if a is None else a
     factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), dtypes[0])
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
