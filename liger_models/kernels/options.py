@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """One choice per part of a model: fused kernel (True), or plain PyTorch for debugging and comparison (False).
+    """For each part of a model, choose a fused kernel (True), or plain PyTorch for debugging and comparison (False).
 
     Args:
         rms_norm: RMSNorms and the linear layers after them. The fused kernels do not save the normalized activations.

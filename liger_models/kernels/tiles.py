@@ -24,7 +24,7 @@ def scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         u = z * (1.0 / softcap)
         if x.dtype == tl.float32:
-            v = u * u  # for small u: Cephes' polynomial, because the formula for large u would lose digits there
+            v = u * u  # for small u, use Cephes' polynomial, because the formula for large u would lose digits
             small = ((-5.70498872745e-3 * v + 2.06390887954e-2) * v - 5.37397155531e-2) * v + 1.33314422036e-1
             large = 1.0 - 2.0 / (exp(2.0 * tl.abs(u)) + 1.0)
             tanh = tl.where(v < 0.39, u + u * v * (small * v - 3.33332819422e-1), tl.where(u < 0.0, -large, large))
@@ -38,8 +38,8 @@ def scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 def cdiv(a: int, b: int) -> int:
     """Return ``a / b``, rounded up.
 
-    This function and `next_power_of_2` take a tenth of the time of Triton's functions, which also support constants of
-    kernels. A forward calls them hundreds of times.
+    This function and `next_power_of_2` take a tenth of the time of Triton's functions, which also support kernel
+    constants. A forward calls them hundreds of times.
     """
     return -(-a // b)
 
@@ -72,7 +72,7 @@ def accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -
         sums: consecutive blocks of rows of one matrix [V, C].
         gradient: [N, V].
         x: [N, C].
-        beta: 0 to overwrite ``sums``, or 1 to add to them.
+        beta: 0 to overwrite ``sums``, or 1 to add to ``sums``.
     """
     for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
         if x.dtype == total.dtype:

@@ -7,8 +7,8 @@ projection can interleave the rows of several matrices. W is dequantized in one 
 after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
-dequantizes each tile of W in registers right before the product. Its elements of W are identical to the dequantized W,
-but the products are summed in another order.
+dequantizes each tile of W in registers right before the product. The elements of these tiles are the same as if W were
+dequantized in memory, but the products are summed in another order.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """

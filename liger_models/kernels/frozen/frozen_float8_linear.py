@@ -66,7 +66,7 @@ TILE_WARPS = 8
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute `quantize_rows` in plain torch."""
     wide = x.float() if factors is None else x.float() * factors
-    largest = wide.new_tensor(LARGEST)  # by a Python number, CUDA would multiply by its reciprocal
+    largest = wide.new_tensor(LARGEST)  # for a division by a Python number, CUDA multiplies by the reciprocal
     scales = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
     return (wide / scales[..., None]).to(DTYPE), scales
 

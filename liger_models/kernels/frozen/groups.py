@@ -9,7 +9,8 @@ checkpoint is read as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
-before the product. Its elements of W are identical to the dequantized W, but the products are summed in another order.
+before the product. The elements of these tiles are the same as if W were dequantized in memory, but the products are
+summed in another order.
 """
 
 import functools
@@ -366,7 +367,7 @@ class Groups(Format):
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
         """Return the unit in which a weight can be sliced.
 
-        Slices of columns consist of whole groups, slices of rows of any rows.
+        A slice of columns must consist of whole groups. A slice of rows may have any size.
         """
         return 1 if rows else layout[0]
 

@@ -374,14 +374,14 @@ def linear_cross_entropy(
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
         workspace_mib: maximum size of the logits buffer in MiB, except that a chunk has at least 128 rows. The default
-            is 640 MiB for up to 8192 tokens and proportionally more for more tokens, and at most 2048 rows if the
-            weight needs no gradient; if V > 327,680, the buffer holds an eighth of the rows.
-        vocab_shard: this rank's shard if the vocabulary is sharded over ranks; weight and bias then hold the rows of
-            the shard. All ranks pass the same x and get the same loss; the gradient of x is a partial sum
-            (`collectives.copy_to_region`). A shard cannot be combined with ``class_weight``,
-            ``return_token_accuracy`` or ``return_predicted_tokens``.
-        Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token; their
-            backward recomputes the logits.
+            is 640 MiB for up to 8192 tokens, and proportionally more for more tokens. If the weight needs no gradient,
+            the default is at most 2048 rows. If V > 327,680, the buffer holds an eighth of the rows.
+        vocab_shard: this rank's shard if the vocabulary is sharded over ranks. weight and bias then hold only the rows
+            of the shard. All ranks pass the same x and get the same loss. The gradient of x is a partial sum
+            (`collectives.copy_to_region`). A shard cannot be combined with ``class_weight``, ``return_token_accuracy``
+            or ``return_predicted_tokens``.
+        Others: as in `cross_entropy`. The results of ``return_log_probs`` and of reduction "none" are differentiable
+            per token, and their backward recomputes the logits.
 
     Returns:
         `CrossEntropyOutput`.
@@ -412,17 +412,17 @@ def linear_cross_entropy(
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
 
-    # Rows per chunk, the same on all ranks: they communicate after each chunk.
+    # Compute the number of rows per chunk. It is the same on all ranks, because ranks communicate after each chunk.
     words = V if vocab_shard is None else vocab_shard.shard_size
     rows = chunk_rows(flat.shape[0], words, x.element_size(), workspace_mib, trained=weight.requires_grad)
 
-    # The factor of each token's loss under the reduction, [N].
+    # Compute the factor of each token's loss under the reduction, [N].
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
     )
 
-    # A scalar loss computes its gradient in the forward; results per token recompute the logits in the backward.
+    # A scalar loss computes its gradients in the forward. Per-token results recompute the logits in the backward.
     if reduction == "none" or return_log_probs:
         loss, z_part, log_probs, _, predicted = LINEAR_CROSS_ENTROPY_TOKENS(
             TokensInputs(flat, weight, y, bias, class_weight, options, rows, predict, vocab_shard)

@@ -1,7 +1,8 @@
 """KL divergence between a teacher's stored probabilities and a student's distribution, fused with the student's head.
 
-Let z be the student's logits after ``logit_scale`` and softcap, τ the temperature, s = log softmax(z / τ), q = exp(s),
-and p the stored probabilities of a token, which need not sum to 1. All sums are over the vocabulary, in fp32::
+Let z be the student's logits after ``logit_scale`` and softcap, and let τ be the temperature. Let s = log softmax(z /
+τ) and q = exp(s). p are the stored probabilities of a token, which need not sum to 1. All sums are over the vocabulary,
+in fp32::
 
     D = Σ p · (log max(p, eps) − s)
     dD/dz_j = (q_j · Σ p − p_j) / τ
@@ -10,9 +11,9 @@ Terms with p = 0 are 0. For tokens whose target is ``ignore_index``, the diverge
 
 The rows are processed in chunks, as in `linear_cross_entropy`. The loss is a scalar, so the forward also computes the
 gradients, and three matrix products are needed in total. The logits are in fp32 even if the inputs are in half
-precision, because a divergence is a small difference between large terms. The probabilities are read in place, in their
-own dtype, and get no gradient. Saved for the backward: what `linear_cross_entropy` saves, and the probabilities, which
-only a second backward reads.
+precision, because a divergence is a small difference between large terms. The probabilities are read without a copy or
+a cast, and get no gradient. The forward saves what `linear_cross_entropy` saves, and the probabilities, which only a
+second backward reads.
 
 Source: https://arxiv.org/abs/1503.02531.
 """
@@ -98,14 +99,14 @@ def _linear_kl_div_kernel(
     gradient_ptr += row.to(tl.int64) * gradient_stride
     columns = tl.arange(0, BLOCK)
 
-    # An ignored row: all results are 0, and its logits are not read.
+    # For an ignored row, all results are 0, and the logits are not read.
     if tl.load(target_ptr + row) == ignore_index:
         tl.store(loss_ptr + row, 0.0)
         if GRADIENT:
             write_zeros(gradient_ptr, columns, V, BLOCK)
         return
 
-    # A first read: the online softmax of the logits, and Σ p.
+    # In a first read of the row, compute the online softmax of the logits, and Σ p.
     maximum, total, mass = LOWEST, 0.0, 0.0
     for start in range(0, V, BLOCK):
         inside = start + columns < V
@@ -118,7 +119,7 @@ def _linear_kl_div_kernel(
         mass += tl.sum(tl.load(p_ptr + start + columns, mask=inside, other=0.0).to(tl.float32), 0)
     log_total = tl.log(total)
 
-    # A second read: D, and the gradient.
+    # In a second read of the row, compute D and the gradient.
     loss, factor = 0.0, 0.0
     if GRADIENT:
         factor = tl.load(factor_ptr + row) * inverse_temperature * logit_scale
@@ -193,11 +194,11 @@ class LinearKLDivOutputs(NamedTuple):
 
 def _forward(inputs: LinearKLDivInputs) -> LinearKLDivOutputs:
     x, target, factors, needs = inputs.x.contiguous(), inputs.target.contiguous(), inputs.factors, inputs.needs
-    # The kernel takes any stride between rows; only the words of a row must be adjacent.
+    # The kernel supports any stride between rows. Only the elements of a row must be adjacent.
     probabilities = inputs.probabilities
     if probabilities.stride(-1) != 1:
         probabilities = probabilities.contiguous()
-    # A gradient in fp16 could underflow: the exponent that the factors share is applied at the end.
+    # A gradient in fp16 could underflow, so the exponent that the factors share is applied at the end.
     shares, scale = without_exponent(factors, x.dtype)
 
     def divergence(logits: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor]:
@@ -241,7 +242,7 @@ def linear_kl_div(
     Args:
         x: [..., C], floating-point.
         weight: [V, C], in the dtype of x.
-        probabilities: [..., V], p, in any floating-point dtype; read in place, without a gradient.
+        probabilities: [..., V], the stored p, in any floating-point dtype. They are not copied, and get no gradient.
         target: [...] int64, only compared with ``ignore_index``. If None, no token is ignored.
         bias: [V].
         reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over these tokens
@@ -277,7 +278,7 @@ def linear_kl_div(
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     y = target.flatten()
 
-    # Bytes of a row's logits and gradients, and the factor of each token's loss.
+    # Compute the bytes of a row's logits and gradients, and the factor of each token's loss.
     wide = torch.promote_types(x.dtype, torch.float32)
     size = wide.itemsize + (x.element_size() if x.dtype != wide else 0)
     factors = token_scale(y, None, None, ignore_index, "sum" if reduction == "sum" else "mean", None, wide)

@@ -16,12 +16,12 @@ The gradient of the logits follows from dz as in `cross_entropy`. For tokens who
 and all gradients are 0.
 
 The rows are processed in chunks, as in `linear_cross_entropy`. Each token has its own upstream gradient, so the
-backward must recompute the logits, and four matrix products are needed in total. Saved for the backward: x, weight,
-max z, Σ exp(z − max z), and H. Without the entropy, the per-token op of `linear_cross_entropy` runs instead.
+backward must recompute the logits, and four matrix products are needed in total. The forward saves x, weight, max z, Σ
+exp(z − max z), and H. If the entropy is not requested, the per-token op of `linear_cross_entropy` runs instead.
 
-For a loss that is a sum over sequences or over pairs of sequences, the logits need not be recomputed
-(`loss_of_log_probs`). As soon as the log-probabilities of a sequence or pair are known, their gradient can be computed,
-while the logits are still in memory.
+If the loss is a sum over sequences or over pairs of sequences, `loss_of_log_probs` does not recompute the logits. It
+computes the gradient of a sequence or pair as soon as its log-probabilities are known, while the logits are still in
+memory.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """
@@ -70,11 +70,11 @@ from liger_models.kernels.tiles import cdiv, exp, next_power_of_2, num_warps, sc
 More = TypeVar("More")
 
 MAX_BLOCK = 4096
-"""Number of logits that a program of the gradient's kernel holds in registers at a time. With this number, a thread of
+"""Number of logits that a program of the gradient kernel holds in registers at a time. With this number, a thread on
 Hopper needs 32 registers for bf16 logits, so that all 2048 threads of a multiprocessor are in use."""
 
 KEPT = 5 / 8
-"""Largest share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
+"""Maximum share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
 For a preference loss without a reference model, the peak is then a fifth of the peak of plain PyTorch. The share is
 more than half, so that the logits of the second sequence of a single pair can be kept."""
 
@@ -244,7 +244,7 @@ def _fake(inputs: LinearLogprobsInputs) -> LinearLogprobsOutputs:
 def _backward(upstream: LinearLogprobsUpstream) -> HeadGradients:
     (inputs, lse, entropy), needs = upstream.saved, upstream.needs
     x, weight, target = inputs.x.contiguous(), inputs.weight, inputs.target.contiguous()
-    # Both upstream gradients share one exponent, which fp16 gradients get at the end.
+    # Both upstream gradients share one exponent, which is applied to fp16 gradients at the end.
     both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (upstream.c, upstream.h)])
     (c, h), scale = without_exponent(both, x.dtype)
 
@@ -331,7 +331,8 @@ def fused_linear_logprobs(
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
         ignore_index: target value of tokens whose results are 0.
-        softcap: bound of the scaled logits' absolute value, softcap · tanh(logits / softcap); None for no softcap.
+        softcap: bound of the scaled logits' absolute value, applied as softcap · tanh(logits / softcap); None for no
+            softcap.
         logit_scale: factor by which the logits are multiplied.
         temperature: divisor of the logits, after the softcap.
         return_entropy: whether to also return the entropy of each token's distribution.
@@ -415,7 +416,7 @@ class LogProbsOfSum(torch.autograd.Function):
             return (None,) * 9
         x, weight, target, bias, lse, entropy = ctx.saved_tensors
 
-        # The first backward uses up the gradients that the forward computed, unless they are those of another loss.
+        # The first backward uses up the gradients that the forward computed, unless they belong to another loss.
         gradients, ctx.gradients = ctx.gradients, None
         factor = None
         if gradients is not None:
@@ -432,7 +433,7 @@ class LogProbsOfSum(torch.autograd.Function):
 
 
 def _common_value(c: Tensor, valid: Tensor) -> Tensor | None:
-    """Return the number [] that all elements of ``c`` [N] where ``valid`` is True are equal to, or None."""
+    """Return the value [] that all elements of ``c`` [N] have where ``valid`` is True, or None if they differ."""
     if c.numel() == 0:
         return c.new_zeros(())
     bounds = torch.stack([c.where(valid, torch.inf).amin(), c.where(valid, -torch.inf).amax()])
@@ -455,18 +456,18 @@ def log_probs_of_sum(
     logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities for a caller whose loss probably is a multiple of their sum, such as a mean.
+    """Compute log-probabilities for a loss that probably is a multiple of their sum, such as their mean.
 
     The forward computes the gradients of this sum, while the logits are in memory, so three matrix products are needed
-    instead of four. The backward waits for the device, to compare the upstream gradients of all targets. If they
-    differ, or if the loss depends on the entropies, the backward computes the gradients again, and six products are
-    needed. The function can't be compiled.
+    instead of four. The backward waits for the device to compare the upstream gradients of all targets. If the upstream
+    gradients differ, or if the loss depends on the entropies, the backward computes the gradients again, and six
+    products are needed. The function can't be compiled.
 
     Args:
         x: [..., C].
         target: [...].
         ahead: whether the forward computes the gradients. If the loss is known not to be a multiple of the sum, pass
-            False; then four products are needed.
+            False. Four products are then needed.
         when_other: function that the backward calls if the loss is not a multiple of the sum.
         Others: as in `fused_linear_logprobs`.
 
@@ -512,18 +513,18 @@ def loss_of_log_probs(
 
     Args:
         loss_of: function that maps log-probabilities [B, T] fp32 to ``(loss [], other results without gradients)``. The
-            gradient for a sequence must depend only on the sequences of its unit (see ``together``); numbers shared by
+            gradient for a sequence must depend only on the sequences of its unit (see ``together``). Numbers shared by
             all sequences, such as counts of targets, must not be derived from the log-probabilities. The function is
-            called several times, with −1 for log-probabilities that are not known yet. In the last call, all
+            called several times, and log-probabilities that are not known yet are −1. In the last call, all
             log-probabilities are known.
         x: [B, T, C].
-        together: number of sequences that form a unit: sequences b, b + B / together, and so on. 2 for pairs, where the
-            chosen sequences come before the rejected ones.
-        uniform: whether the loss reads only sums of each sequence's log-probabilities, so that all targets of a
+        together: number of sequences that form a unit: sequences b, b + B / together, and so on. It is 2 for pairs,
+            where all chosen sequences come before all rejected sequences.
+        uniform: whether the loss depends only on the sum of each sequence's log-probabilities, so that all targets of a
             sequence have the same gradient. The logits of a single pair are then never computed twice.
         target: [B, T].
         Others: as in `fused_linear_logprobs`. Without ``workspace_mib``, a chunk holds the logits of whole sequences,
-            up to five eighths of all rows; logits beyond this limit are computed twice.
+            up to five eighths of all rows. Logits beyond this limit are computed twice.
 
     Returns:
         The loss [], differentiable in x, weight and bias; and the second result of ``loss_of``.
@@ -531,12 +532,13 @@ def loss_of_log_probs(
     Raises:
         ValueError, TypeError: as in `fused_linear_logprobs`.
     """
-    # Without gradients, in fp16 and in compiled graphs the gradient is computed in the backward.
+    # In fp16 and in compiled graphs, the backward computes the gradients. Without gradients, only the loss is computed.
     options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap}
     options |= {"logit_scale": logit_scale, "temperature": temperature, "workspace_mib": workspace_mib}
     need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    # In fp16 one power of two scales the gradients of all tokens; it must be known before the first is computed.
+    # In fp16, one power of two scales the gradients of all tokens, and it must be known before the first gradient is
+    # computed.
     if not any(need) or half == torch.float16 or target.numel() == 0 or is_traced():
         return loss_of(fused_linear_logprobs(x, weight, target, **options))
 
@@ -585,7 +587,7 @@ def _loss_and_gradients(
     """
     V, N, unit = len(weight), B * T, together * T
 
-    # Units of a group, rows of a group and of the buffer, and rows of a part.
+    # Compute the number of units per group, the number of rows per group, in the buffer and per part.
     rows = chunk_rows(N, V, x.element_size(), workspace_mib, trained=need[1])
     group_units = cdiv(rows, unit) if workspace_mib is None else max(rows // unit, 1)
     most_rows = rows if workspace_mib is not None else max(rows, int(KEPT * N))
@@ -604,7 +606,7 @@ def _loss_and_gradients(
     log_probs = x.new_full(target.shape, -1.0, dtype=torch.promote_types(x.dtype, torch.float32))
 
     for group in groups:
-        # Log-probabilities of the group, [n], and their logits, part by part.
+        # Compute the log-probabilities [n] of the group and their logits, part by part.
         rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
         parts = [slice(start, min(start + step, len(y))) for start in range(0, len(y), step)]
         dropped = max(len(parts) - len(buffer) // step, 0)  # parts whose logits are overwritten and recomputed
@@ -619,7 +621,8 @@ def _loss_and_gradients(
             group_log_probs[part], lse[part] = statistics.log_probs, statistics.lse
         log_probs[:, group] = group_log_probs.view(log_probs[:, group].shape)
 
-        # The gradient of the log-probabilities, and then of the logits, first of the parts that are kept.
+        # Compute the gradient of the log-probabilities, and then the gradient of the logits. The parts that are kept
+        # come first.
         upstream = _upstream(loss_of, log_probs.view(B, T)).view(log_probs.shape)
         a = upstream[:, group].reshape(-1)
         d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx
@@ -657,7 +660,7 @@ def _one_unit(
     options: LossOptions,
     step: int,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
-    """Compute `_loss_and_gradients` of one sequence or pair in which all targets of a sequence have the same gradient.
+    """Compute `_loss_and_gradients` for one sequence or pair in which all targets of a sequence have the same gradient.
 
     This gradient is a common factor of the sequence's gradients of x, weight and bias. The gradients of the first
     sequence are summed before the factor is known, and multiplied by the factor afterwards. Only the logits of the
@@ -671,8 +674,8 @@ def _one_unit(
     log_probs = x.new_empty(B, T, dtype=torch.promote_types(x.dtype, torch.float32))
     lse = log_probs.new_empty(T, 2)
 
-    # Log-probabilities of both sequences. The gradient of the first one's logits, for the factor 1, goes into the sums;
-    # the second one's logits stay in the buffer.
+    # Compute the log-probabilities of both sequences. The gradient of the first sequence's logits, for the factor 1, is
+    # added to the sums. The second sequence's logits stay in the buffer.
     for number in range(B):
         for part in parts:
             logits = buffer[part] if number else buffer[: part.stop - part.start]
@@ -685,7 +688,7 @@ def _one_unit(
             if not number:
                 gradients.add(logits, x[0, part], None if dx is None else dx[0, part])
 
-    # The factor of the first sequence, by which the sums so far are multiplied.
+    # Compute the factor of the first sequence, and multiply the sums so far by this factor.
     a = _upstream(loss_of, log_probs)
     first = (target[0] != options.ignore_index).int().argmax(0, keepdim=True)
     factor = a[0].gather(0, first)[0]  # without waiting for the device
@@ -693,7 +696,7 @@ def _one_unit(
     if dx is not None:
         scale_(dx[0], factor)
 
-    # The gradient of the second sequence's logits.
+    # Compute the gradient of the second sequence's logits.
     for part in parts if B == 2 else ():
         token_statistics(
             buffer[part], target[1, part], None, *options, lse=lse[part], a=a[1, part], gradient=buffer[part]

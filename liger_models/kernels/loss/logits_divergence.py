@@ -1,7 +1,8 @@
 """Per-token cross entropy of a student and its divergence from a teacher, computed from all logits.
 
 The formulas are in the docstring of `divergence.py`. The forward reads the logits of both models twice. The backward
-reads them once, and computes the sum of both losses' gradients. The inputs and six numbers per row are saved.
+reads the logits once, and computes the sum of the gradients of both losses. The inputs and six numbers per row are
+saved.
 """
 
 import torch
@@ -85,7 +86,7 @@ def logits_divergence(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """Compute cross entropy and divergence of each token from the logits of both models.
+    """Compute the cross entropy and the divergence of each token from the logits of both models.
 
     Args:
         student: [..., V], floating-point. The tensor is never written to.
@@ -95,8 +96,8 @@ def logits_divergence(
         ignore_index: target value of tokens that are ignored. Both losses of these tokens are 0.
 
     Returns:
-        Cross entropy and divergence, [...] each, both differentiable. The dtype is float32, or float64 for float64
-        inputs on the CPU.
+        The cross entropy and the divergence, [...] each, both differentiable. The dtype is float32, or float64 for
+        float64 inputs on the CPU.
 
     Raises:
         ValueError: shapes do not match, an option is out of range, or a target is out of range. Targets are checked
@@ -118,7 +119,7 @@ def logits_divergence(
             student, teacher, target, divergence=divergence, beta=beta, temperature=temperature,
             ignore_index=ignore_index,
         )  # fmt: skip
-    # Flatten the tokens to rows [N, V]. The third result has the statistics for the backward.
+    # Flatten the tokens to rows [N, V]. The third result holds the statistics for the backward.
     hard, soft, _ = FORWARD(
         student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), kind_or_limit(divergence, beta),
         beta, temperature, ignore_index,

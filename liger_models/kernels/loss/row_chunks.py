@@ -1,11 +1,12 @@
 """A linear layer ``x @ weightᵀ + bias`` before a loss, computed in chunks of rows to avoid storing all logits at once.
 
 `walk_chunks` writes the logits of each chunk into a buffer that all chunks share, and calls a function that computes
-the loss and its gradient with respect to these logits. Then it computes dx of the chunk, and adds the chunk's part to
-dweight and dbias.
+the loss and its gradient with respect to these logits. Then `walk_chunks` computes dx of the chunk, and adds the
+chunk's part to dweight and dbias.
 
-dweight is summed over the chunks in fp32. The exception is a bf16 weight with few chunks: its sum is in bf16, rounded
-after each chunk. This costs less accuracy than the rounding of the logits, and halves memory and traffic.
+dweight is summed over the chunks in fp32. The exception is a bf16 weight with few chunks: its dweight is summed in
+bf16, and rounded after each chunk. This costs less accuracy than the rounding of the logits, and halves memory and
+traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,32 +21,34 @@ from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
 from liger_models.kernels.tiles import accumulate, cdiv
 
 WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 640, 8192, 65536
-"""Default size of the logits buffer: at most WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and in proportion to the
+"""Default size of the logits buffer: at most WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and proportional to the
 number of tokens between WORKSPACE_TOKENS and MOST_TOKENS. For vocabularies of up to 163,840 entries in bf16, this gives
 at most 4 chunks, which are so large that reading and writing dweight once per chunk costs little. For more than
-MOST_TOKENS tokens, the buffer does not grow further, and there are more chunks. A buffer in proportion to the tokens
-would take 40 GiB for 524,288 tokens."""
+MOST_TOKENS tokens, the buffer does not grow further, and there are more chunks. A buffer proportional to the number of
+tokens would take 40 GiB for 524,288 tokens."""
 
 ROW_MULTIPLE, LARGE_MULTIPLE = 128, 512
-"""Chunks are multiples of ROW_MULTIPLE rows, and large chunks are multiples of LARGE_MULTIPLE rows, with which matrix
-products are faster: on an H200, a head of 154,880 x 2048 takes 3 % longer with chunks of 1664 rows than with 1536."""
+"""The number of rows of a chunk is a multiple of ROW_MULTIPLE. For large chunks it is a multiple of LARGE_MULTIPLE,
+because matrix products are then faster: on an H200, a head of 154,880 x 2048 takes 3 % longer with chunks of 1664 rows
+than with chunks of 1536 rows."""
 
 FROZEN_ROWS = 2048
-"""Default number of rows per chunk at most, if dweight is not needed. Larger chunks only save the sums of dweight."""
+"""Maximum default number of rows per chunk if dweight is not needed. Larger chunks only reduce the number of additions
+to dweight."""
 
 COLUMN_MULTIPLE = 64
 """The row stride of the logits buffer is a multiple of COLUMN_MULTIPLE. A matrix product over the vocabulary is split
-in two: the largest multiple of COLUMN_MULTIPLE, and the few remaining entries. Without the split, cuBLAS is about three
-times slower for V = 100,278 (OLMo 3) or 49,155 (Granite)."""
+into two products: one over the largest multiple of COLUMN_MULTIPLE entries, and one over the few remaining entries.
+Without the split, cuBLAS is about three times slower for V = 100,278 (OLMo 3) or 49,155 (Granite)."""
 
 BF16_CHUNKS = 8
-"""Largest number of chunks with which a bf16 dweight is summed in bf16. By default, there are more chunks only for more
-than MOST_TOKENS tokens."""
+"""Maximum number of chunks for which a bf16 dweight is summed in bf16. By default, there are more chunks only if there
+are more than MOST_TOKENS tokens."""
 
 BLOCK_MIB = 256
-"""With more chunks, a bf16 dweight is summed in fp32, in blocks of about this size, so that the matrix products stay
-large. Each block is cast to bf16 and freed before the next block, so that the bf16 copy and the whole fp32 sum never
-exist at the same time. This saves 1 GiB at V = 128,256 and C = 4096."""
+"""With more chunks than `BF16_CHUNKS`, a bf16 dweight is summed in fp32, in blocks of about this size (in MiB), so that
+the matrix products stay large. Each block is cast to bf16 and freed before the next block, so that the bf16 copy and
+the whole fp32 sum never exist at the same time. This saves 1 GiB at V = 128,256 and C = 4096."""
 
 
 def _equal_rows(N: int, limit: int) -> int:
@@ -58,14 +61,14 @@ def _equal_rows(N: int, limit: int) -> int:
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trained: bool = True) -> int:
     """Return the number of rows per chunk, such that a chunk fits the budget and all chunks have about the same size.
 
-    The result is a multiple of ROW_MULTIPLE, with which matrix products are fast.
+    The result is a multiple of ROW_MULTIPLE, because matrix products are then fast.
 
     Args:
         N: number of rows.
         V: size of the vocabulary.
-        itemsize: bytes per row and vocabulary entry that the buffers take.
+        itemsize: bytes that the buffers take per row and vocabulary entry.
         workspace_mib: maximum size of the buffers in MiB; None for the default.
-        trained: whether dweight is needed. Without it, the default is at most FROZEN_ROWS.
+        trained: whether dweight is needed. If not, the default is at most FROZEN_ROWS.
     """
     tokens = min(N, MOST_TOKENS)
     budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
@@ -75,12 +78,15 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trai
         limit = max(limit, cdiv(tokens, BF16_CHUNKS * ROW_MULTIPLE) * ROW_MULTIPLE)
         limit = limit if trained else min(limit, FROZEN_ROWS)
 
-    # More than MOST_TOKENS rows have chunks of at most the size that MOST_TOKENS rows have.
+    # With more than MOST_TOKENS rows, chunks are at most as large as with MOST_TOKENS rows.
     return _equal_rows(N, _equal_rows(tokens, limit))
 
 
 def _split_words(V: int, size: int) -> list[int]:
-    """Split V vocabulary entries into parts of up to ``size``. All but the last are multiples of COLUMN_MULTIPLE."""
+    """Split V vocabulary entries into parts of at most ``size``.
+
+    All parts but the last are multiples of COLUMN_MULTIPLE.
+    """
     aligned = V - V % COLUMN_MULTIPLE
     sizes = [min(size, aligned - start) for start in range(0, aligned, size)]
     return sizes + [V - aligned] * (aligned < V)
@@ -91,13 +97,14 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     if is_batch_invariant():
         write_invariant_linear(x, weight, bias, out)
         return
-    # Compute the largest multiple of COLUMN_MULTIPLE vocabulary entries, then the few that remain.
+    # Compute the logits of the largest multiple of COLUMN_MULTIPLE vocabulary entries, then those of the few remaining
+    # entries.
     sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     for rows, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
         if out.dtype != x.dtype:
             if x.device.type == "cuda":
-                # On CUDA, half-precision inputs can have an fp32 result without a cast of the inputs.
+                # On CUDA, a product of half-precision inputs can have an fp32 result without a cast of the inputs.
                 torch.mm(x, rows.t(), out_dtype=out.dtype, out=columns)
             else:
                 torch.mm(x.to(out.dtype), rows.t().to(out.dtype), out=columns)
@@ -112,7 +119,8 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write ``gradient @ weight`` to ``out``.
 
-    The few last vocabulary entries are summed first, because rounding their small sum loses little accuracy.
+    The product over the few last vocabulary entries is computed first, because rounding this small sum loses little
+    accuracy.
     """
     sizes = _split_words(len(weight), len(weight))
     parts = zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
@@ -124,12 +132,12 @@ def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Ten
     """Allocate memory for the sum of dweight.
 
     Returns:
-        The sum as one tensor, and a list of views of its parts. For a bf16 weight with many chunks, None and a list of
-        fp32 blocks.
+        The sum as one tensor, and a list of views of the sum's parts. For a bf16 weight with many chunks: None, and a
+        list of fp32 blocks.
     """
     V, C = weight.shape
 
-    # Sum in one tensor, to whose parts the products of each chunk are added.
+    # Sum in one tensor. The products of each chunk are added to the parts of this tensor.
     wide = torch.promote_types(weight.dtype, torch.float32)
     if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
         whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
@@ -179,7 +187,7 @@ class Gradients:
         Args:
             gradient: [n, V], gradient of the chunk's logits.
             x: [n, C], rows of the chunk.
-            dx: [n, C], to which the gradient of x is written; None if it is not needed.
+            dx: [n, C], to which the gradient of x is written; None if the gradient is not needed.
         """
         if self._need[0]:
             assert dx is not None
@@ -196,7 +204,7 @@ class Gradients:
             scale_(total, factor)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dx, dweight in the dtype in which it was summed, and dbias in fp32."""
+        """Return dx, dweight (in the dtype in which it was summed) and dbias (in fp32)."""
         if self._dweight is None:
             self._dweight = _concatenate(self._sums)
         elif not self._begun:

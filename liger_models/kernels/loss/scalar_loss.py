@@ -1,7 +1,7 @@
 """Scalar losses whose gradients are computed in the forward.
 
-The upstream gradient of a scalar loss is a single number, which the forward does not know. The forward of such a loss
-takes the factor of each token's loss as an input, and computes the gradients for an upstream gradient of 1. The
+The upstream gradient of a scalar loss is a single number, which is not yet known in the forward. The forward of such a
+loss takes the factor of each token's loss as an input, and computes the gradients for an upstream gradient of 1. The
 backward multiplies these gradients by the upstream gradient. If the upstream gradient is 1, which is usual, the kernel
 leaves the gradients unchanged.
 """
@@ -22,9 +22,9 @@ BLOCK = 4096
 
 
 def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For fp16, divide ``factors`` by a power of two such that all are at most 1.
+    """For fp16, divide ``factors`` by a power of two such that all factors are at most 1.
 
-    Small factors would otherwise underflow in fp16 gradients.
+    Otherwise, gradients in fp16 with small factors would underflow.
 
     Returns:
         The divided factors and the power of two. For other dtypes, the unchanged factors and 1.
@@ -62,7 +62,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
     """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has its dtype is not copied.
 
-    The gradients must be tensors that nobody else uses.
+    The gradients must be tensors that nothing else uses.
     """
     return tuple(scale_(gradient, factor).to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
 
@@ -87,7 +87,7 @@ HeadNeeds = Annotated[HeadGradients, bool]
 
 
 class ScalarLossSaved(NamedTuple):
-    """The gradients of the forward, the scale by which they must be multiplied, and the dtypes of the inputs."""
+    """The gradients from the forward, the scale by which they must be multiplied, and the dtypes of the inputs."""
 
     gradients: HeadGradients
     scale: Tensor
@@ -144,7 +144,7 @@ def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
 
 
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
-    """Collect what a scalar loss saves in compiled graphs, and mark all outputs except the loss as constants."""
+    """Return what a scalar loss saves in compiled graphs, and mark all outputs except the loss as constants."""
     _, *others, gradients, scale = outputs
     ctx.mark_non_differentiable(*others, *gradients, scale)
     dtypes = (None if tensor is None else tensor.dtype for tensor in (inputs.x, inputs.weight, inputs.bias))
@@ -169,7 +169,7 @@ class HandOver(torch.autograd.Function):
 
     The op is called as ``op(*inputs)``, and the first ``tensors`` inputs are tensors. The op returns the loss, other
     results without a gradient, one gradient for each input in ``indices``, and a scale by which the gradients must
-    still be multiplied. The gradient of an input that needs none may be any tensor.
+    still be multiplied. The gradient of an input that needs no gradient may be any tensor.
 
     A second backward (``retain_graph``) runs the op again, because the first backward has scaled and returned the
     gradients. A second derivative (``create_graph``) raises an error.
@@ -195,7 +195,8 @@ class HandOver(torch.autograd.Function):
         if upstream is None:
             return tuple(result)
 
-        # The first backward uses up the gradients that the forward computed. Another backward must recompute them.
+        # The first backward uses up the gradients that the forward computed. Another backward must recompute these
+        # gradients.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = _split_results(ctx.op(*inputs, *ctx.options), ctx.indices)[1]

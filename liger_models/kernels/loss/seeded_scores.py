@@ -8,7 +8,7 @@ E is exponentially distributed. Consider one exponential clock per token, with t
 rings first with probability softmax(z)_t, and log E_t − z_t is the logarithm of the time at which it rings. The random
 numbers are hashes. Rows are therefore independent of each other, and all devices get the same numbers up to rounding.
 
-The hash takes about twenty integer operations. In plain PyTorch, each operation is a pass over [B, V] numbers in int64.
+The hash takes about twenty integer operations. In plain PyTorch, each operation is a pass over an int64 tensor [B, V].
 
 Source: https://arxiv.org/abs/1411.0030 (Gumbel-max), https://nullprogram.com/blog/2018/07/31/ (hash).
 """
@@ -21,13 +21,13 @@ from liger_models.kernels.tiles import cdiv
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Number of tokens and of warps of a program."""
+"""Number of vocabulary entries per program, and number of warps per program."""
 
 _LOW = 0xFFFFFFFF
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Map 32-bit numbers, held in int64, to 32-bit hashes. The map is a bijection that leaves no visible patterns."""
+    """Map 32-bit integers, held in int64, to 32-bit hashes. The map is a bijection that leaves no visible patterns."""
     x = (x ^ x >> 16) * 0x7FEB352D & _LOW
     x = (x ^ x >> 15) * 0x846CA68B & _LOW
     return x ^ x >> 16
@@ -49,7 +49,7 @@ def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Ten
 
 @triton.jit
 def _hash_uint32(x):
-    """Compute `_hash` of uint32 numbers."""
+    """Compute `_hash` of uint32 integers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -57,7 +57,7 @@ def _hash_uint32(x):
 
 @triton.jit
 def uniform(seed, step, token):
-    """Compute u of tokens [BLOCK] for the seed and the step of a row, two int64 scalars."""
+    """Compute u of tokens [BLOCK] for the seed and the step of a row, which are int64 scalars."""
     # Hash seed, step and token, as in `exponential_noise`.
     key = _hash_uint32(_hash_uint32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
     key = _hash_uint32(key ^ step.to(tl.uint32))

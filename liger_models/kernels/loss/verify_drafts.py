@@ -1,7 +1,7 @@
 """Speculative sampling: which drafts the model accepts, and the tokens that it draws instead.
 
-Let p be the model's distribution of a token, q the distribution that the draft d of the token was drawn from, and E and
-u the random numbers of `seeded_scores`, where u belongs to no token::
+Let p be the model's distribution for a token, and let q be the distribution from which the draft d of the token was
+drawn. E and u are the random numbers of `seeded_scores`, where u belongs to no token::
 
     p = softmax(z)                           of the scores z, which by default are the logits x
     d is accepted if u · q_d < p_d
@@ -9,9 +9,9 @@ u the random numbers of `seeded_scores`, where u belongs to no token::
     token = argmax_t max(0, p_t − q_t) / E_t, or argmax_t p_t / E_t if p = q or if there is no draft
     log_prob = x_token − log Σ_t exp(x_t)
 
-The token then has the distribution p. The last formula of the token samples from the normalized max(0, p − q): of
+The token then has the distribution p. The last formula of the token samples from the normalized max(0, p − q): among
 exponential clocks with these rates, the clock of the sampled token rings first. Each program reads the logits of a
-token twice, first for their sums.
+token twice. The first read is for the sums.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -26,7 +26,7 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import contiguous_rows, exp, next_power_of_2, num_warps
 
 BLOCK = 4096
-"""Largest number of tokens of the vocabulary that a program reads per step."""
+"""Maximum number of vocabulary entries that a program reads per step."""
 
 
 def verify_drafts_reference(
@@ -41,7 +41,7 @@ def verify_drafts_reference(
     ours, theirs = (x.gather(2, drafts[..., None])[..., 0] for x in (p[:, :k], q))
     agree = -torch.expm1(-noise[:, :k, V]) * theirs < ours
 
-    # The distribution after a rejection. If p and q are equal, nothing is rejected.
+    # Compute the distribution after a rejection. If p and q are equal, no draft is rejected.
     rest = (p[:, :k] - q).clamp_min(0)
     rest = torch.where(rest.sum(2, keepdim=True) > 0, rest, p[:, :k])
     others = (torch.cat([rest, p[:, k:]], 1) / noise[..., :V]).argmax(2)
@@ -52,15 +52,15 @@ def verify_drafts_reference(
 
 @triton.jit
 def _add_exponentials(most, total, x):
-    """Add exp(x) to sums that each lane holds relative to the maximum of its numbers, and return both."""
+    """Add exp(x) to each lane's sum, which is relative to the lane's maximum, and return the new maxima and sums."""
     higher = tl.maximum(most, x)
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # the lane has no finite number yet
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf if the lane has no finite number yet
     return higher, total * exp(most - base) + exp(x - base)
 
 
 @triton.jit
 def _log_sum(most, total):
-    """Combine the lanes of `_add_exponentials`."""
+    """Combine the lanes' maxima and sums from `_add_exponentials` to one log-sum."""
     highest = tl.max(most, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     # The sum is at least 1, the share of the highest number, unless no number is finite.
@@ -83,7 +83,7 @@ def _verify_drafts_kernel(
     if scores_ptr is not None:
         z_ptr = scores_ptr + at * scores_n
 
-    # Sum up the model's distribution, and that of the scores if there are some.
+    # Compute the log-sum of the logits and, if there are separate scores, the log-sum of the scores.
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     if scores_ptr is not None:
@@ -100,7 +100,8 @@ def _verify_drafts_kernel(
     if scores_ptr is not None:
         z_sum = _log_sum(z_most, z_total)
 
-    # Decide about the draft. The last token of a row has none; the draft before it is read, and not used.
+    # Accept or reject the draft. The last token of a row has no draft; the previous token's draft is read, but not
+    # used.
     before = tl.minimum(index, K - 1)
     proposed_ptr += (row * K + before) * V
     draft = tl.load(draft_ptr + row * draft_n + before)
@@ -110,7 +111,7 @@ def _verify_drafts_kernel(
     zero = tl.zeros([], tl.int64)
     agrees = (uniform(seed, zero, V + zero) * exp(log_q) < draft_p) & (index < K)
 
-    # Draw another token. Each lane has its own best token of max(0, p − q), and of p.
+    # Draw another token. Each lane has its own best token for max(0, p − q), and its own best token for p.
     best = tl.zeros([BLOCK], tl.float32)
     best_p = tl.zeros([BLOCK], tl.float32)
     other, other_p = lane, lane
@@ -174,15 +175,16 @@ def verify_drafts(
 
     Args:
         logits: [rows · (k + 1), V], float32, float16 or bfloat16; the tokens of a row are consecutive.
-        scores: as logits, from which the tokens are drawn, such as logits with a temperature; None for the logits.
+        scores: in the shape of the logits; the scores from which the tokens are drawn, such as logits with a
+            temperature. None for the logits.
         drafts: [rows, k] int64, where k is at least 1.
-        proposed: [rows, k, V], the scores that the drafts were drawn from.
+        proposed: [rows, k, V], the scores from which the drafts were drawn.
         draft_log_probs: [rows, k] fp32, the log-softmax of these scores at the drafts.
         seeds: [rows · (k + 1)] int64, not negative, new random numbers for each call.
 
     Returns:
-        The tokens [rows, k + 1] int64; whether each draft is accepted, [rows, k] bool, whether or not the drafts before
-        it are; and the log-softmax of the logits at the tokens, [rows · (k + 1)] fp32.
+        Three tensors: the tokens, [rows, k + 1] int64; whether each draft is accepted, regardless of the drafts before
+        it, [rows, k] bool; and the log-softmax of the logits at the tokens, [rows · (k + 1)] fp32.
 
     Raises:
         ValueError: the shapes do not match.

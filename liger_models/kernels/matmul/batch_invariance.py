@@ -3,8 +3,8 @@
 Within `batch_invariant`, every product with a weight runs `invariant_linear`. Attention, expert products and the head
 run batch-invariant implementations. All other kernels of this package are always batch-invariant: one program computes
 a whole row, and its block size depends only on the width of the row. A PyTorch function mode intercepts ``F.linear`` in
-modules. On the CPU it also intercepts elementwise functions, because a CPU computes the last elements of a tensor with
-other instructions than the rest.
+modules. On the CPU, the mode also intercepts elementwise functions, because a CPU computes the last elements of a
+tensor with different instructions than the other elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,8 @@ def is_batch_invariant() -> bool:
 def batch_invariant(active: bool = True) -> Iterator[None]:
     """Return a context manager in which ops compute every row as if it were the only row.
 
-    The context applies only to the thread that enters it. A nested context with ``active=False`` switches it off.
+    The context applies only to the thread that enters it. A nested context with ``active=False`` switches batch
+    invariance off.
     """
     thread, before = get_ident(), is_batch_invariant()
     _set(thread, active)

@@ -1,15 +1,16 @@
-"""A product of few rows with a matrix of each head, for the absorbed projections of latent attention.
+"""A product of a few rows with one matrix per head, for the absorbed projections of latent attention.
 
 Each of H heads multiplies the first K columns of its part of a row by its own matrix W_h [N, K]. The other R columns
 are rotated, as in `kernels.rope.rope`::
 
     y_h = [W_h · x_h[:K], rotate(x_h[K:])]        sums in fp32, one cast at the end
 
-In a decoding step, the queries are multiplied by the transposed projections from latents to keys, and their last R
-columns are rotated. The sums of latents are multiplied by the projections from latents to values; then R is 0.
+In a decoding step, the op multiplies the queries by the transposed projections from latents to keys, and rotates the
+last R columns of the queries. In the same step, it multiplies attention's sums of latents by the projections from
+latents to values; then R is 0.
 
-The matrices are parts of one weight, and either their rows or their columns are contiguous, so the kernel takes their
-strides. A program loads its part of a matrix at once, before the previous kernel ends (see `overlap`). A single row is
+The matrices are parts of one weight. Because either their rows or their columns are contiguous, the kernel takes their
+strides. A program loads its whole part of a matrix before the previous kernel ends (see `overlap`). A single row is
 multiplied elementwise. With 2 to `MOST_ROWS` rows, the kernel uses matrix units.
 
 Source: https://arxiv.org/abs/2405.04434.
@@ -36,7 +37,7 @@ from liger_models.kernels.rope.rope import (
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ELEMENTS, MOST_COLUMNS = 8192, 1024
-"""Number of elements of a matrix that a program of four warps loads, and largest number of columns of a matrix."""
+"""Number of elements of a matrix that a program of four warps loads, and maximum number of columns of a matrix."""
 
 
 def head_linear_reference(
@@ -57,7 +58,10 @@ def _head_linear_kernel(
     H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N results of a head for up to ROWS rows, or rotate the head's other columns in the last program."""
+    """Compute BLOCK_N results of a head for up to ROWS rows.
+
+    The last program rotates the head's other columns instead.
+    """
     start_next(OVERLAPS)
     head = tl.program_id(1)
     x_ptr += head * (K + R)
@@ -82,7 +86,7 @@ def _head_linear_kernel(
             tl.store(y_ptr + row[None, :] * (H * (N + R)) + n[:, None], y, mask=mask)
     elif R > 0:
         end_previous(OVERLAPS)
-        token = tl.minimum(row, M - 1)[:, None]  # a row beyond the last has the angles of the last
+        token = tl.minimum(row, M - 1)[:, None]  # rows beyond the last row use the last row's angles
         cos, sin = load_angles(cos_ptr, sin_ptr, token // T, token % T, table_b, table_t, HALF, BLOCK, False)
         inside = (row < M)[:, None]
         x1, x2 = load_heads(x_ptr + row[:, None] * (H * (K + R)) + K, inside, R, HALF, BLOCK, INTERLEAVED)
@@ -91,10 +95,10 @@ def _head_linear_kernel(
 
 
 def takes_heads(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `head_linear` supports rows x [B, T, ...], and a weight with H matrices [N, K], in this context.
+    """Return whether `head_linear` supports rows x [B, T, ...] and a weight with H matrices [N, K] in this context.
 
-    The function supports a single row, or up to `MOST_ROWS` rows in half precision, in the dtype of the weight, without
-    gradients. Inside `batch_invariant`, the result is False.
+    `head_linear` supports a single row, or up to `MOST_ROWS` rows in half precision. x must have the dtype of the
+    weight, and no gradient may be needed. Inside `batch_invariant`, the result is False.
     """
     return (
         not torch.is_grad_enabled()
@@ -137,8 +141,8 @@ def head_linear(
     """Multiply the first K columns of each head by the head's matrix, and rotate the others. The op has no backward.
 
     Args:
-        x: [B, T, H, K + R], float32, float16 or bfloat16, where R is even. In float32, B · T must be 1, otherwise at
-            most `MOST_ROWS`.
+        x: [B, T, H, K + R], float32, float16 or bfloat16, where R is even. In float32, B · T must be 1; in half
+            precision, at most `MOST_ROWS`.
         weight: [H, N, K] in the dtype of x, with any strides. K is at most `MOST_COLUMNS`.
         cos, sin: [1 or B, T, at most R / 2], the tables of the rotation; None to copy the other columns.
         interleaved: as in `rope`.

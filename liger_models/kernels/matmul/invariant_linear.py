@@ -4,11 +4,11 @@
 
     y = x @ Wᵀ + b                        sums in fp32, one cast at the end
 
-Libraries choose the kernel, its tile shape and the split of a sum by the number of rows. A row in a batch of 8 and the
-same row in a batch of 4096 therefore get results that differ in their last bits. Here, one kernel with a fixed tile
-shape computes every result. The products that make up an element are added in the order of the columns of x, by the
-same instructions, in one accumulator. A tile with too few rows is padded. In plain PyTorch, each row is copied and
-multiplied separately.
+Libraries choose the kernel, its tile shape and the split of a sum based on the number of rows. A row in a batch of 8
+and the same row in a batch of 4096 therefore get results that differ in their last bits. In this layer, one kernel with
+a fixed tile shape computes every result. The products that make up an element are added in the order of the columns of
+x, by the same instructions, in one accumulator. A tile with too few rows is padded. In plain PyTorch, each row is
+copied and multiplied separately.
 
 The backward uses ordinary matrix products, so gradients do depend on the batch::
 
@@ -62,8 +62,8 @@ GROUPED_TILES = 8
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` separately to a copy of each row [C] of x [..., C], and return the results [..., O].
 
-    On a CPU, even the result of an elementwise function depends on the element's position, because the last few
-    elements, which do not fill a vector register, are computed by other instructions.
+    On a CPU, even the result of an elementwise function depends on the element's position: the last few elements, which
+    do not fill a vector register, are computed by other instructions.
     """
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
@@ -85,8 +85,8 @@ def _invariant_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
-    # Programs that run at the same time share rows of x and W in the cache. For this, the tiles are visited in groups
-    # of GROUP row tiles.
+    # Tiles are visited in groups of GROUP row tiles, so that programs that run at the same time share rows of x and W
+    # in the cache.
     group = tl.program_id(0) // (GROUP * tiles_m)
     height = tl.minimum(tiles_n - group * GROUP, GROUP)
     place = tl.program_id(0) % (GROUP * tiles_m)

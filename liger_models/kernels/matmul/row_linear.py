@@ -7,16 +7,16 @@
     p = act(gate) · up                    of a packed gate and up projection, cast as in `gated_act`
     z = x @ Wᵀ                            in fp32, for x and W of any dtypes (routers)
 
-With a single row of x, each program multiplies a few rows of W elementwise by x and sums the products, so that no
-partial sum goes through memory, and no matrix units are needed. Library kernels reach only two thirds of the memory
-bandwidth if W has few rows.
+If x has a single row, each program multiplies a few rows of W elementwise by x and sums the products. No partial sum
+goes through memory, and no matrix units are needed. Library kernels reach only two thirds of the memory bandwidth if W
+has few rows.
 
-With 2 to `MOST_ROWS` rows of x, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors,
+If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors,
 several programs divide the columns of W, and a second kernel adds their sums. If W is small, reading W takes less time
 than launching a second kernel. One kernel with smaller tiles then computes all sums, for up to `MOST_SMALL_ROWS` rows.
 
-x @ Aᵀ and z are computed by the single-row kernel, with a program for each row of x and each row of A or W. If x has a
-single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel
+The single-row kernel computes x @ Aᵀ and z, with one program for each pair of a row of x and a row of A or W. If x has
+a single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel
 for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
@@ -47,43 +47,44 @@ COLUMNS = 1024
 NUM_WARPS = 2
 STAGES = 3
 """For a single row of x: number of rows and columns of W that a program reads per step, number of warps, and number of
-steps in flight. The first step of a dense W is loaded while the previous kernel ends, and is added last, which would be
-slower for a float8 W. On an H200, for the projections of Llama 3.2 1B and 3B and of Llama 3 8B, these numbers are
+steps in flight. The first step of a dense W is loaded while the previous kernel ends, and is added last. For a float8
+W, this would be slower. On an H200, for the projections of Llama 3.2 1B and 3B and of Llama 3 8B, these numbers are
 within 1 % of the best of 32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""For x @ Aᵀ and z: largest number of columns of a row of A or W that a program reads at once, and number of columns
-per warp. A row is nearly always read at once."""
+"""For x @ Aᵀ and z: maximum number of columns of a row of A or W that a program reads at once, and number of columns
+per warp. A whole row is nearly always read at once."""
 
 MOST_ROWS = 16
-"""Largest number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B and the
-activation, 16 rows take 0.95 of the time of cuBLAS and the activation kernel. With 64 rows, the times are equal."""
+"""Maximum number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B and the
+activation, these kernels take 0.95 times as long as cuBLAS and the activation kernel with 16 rows, and equally long
+with 64 rows."""
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 TILE_WARPS = 4
 TILE_STAGES = 4
 """For several rows of x: number of rows and columns of W that a program reads per step, number of warps, and number of
-steps in flight. The columns are divided among enough programs to give each multiprocessor about one. On an H200, for
-the projections of Llama 3.2 3B and Llama 3 8B, these numbers are within 4 % of the best of 35 choices."""
+steps in flight. The columns are divided among so many programs that each multiprocessor gets about one program. On an
+H200, for the projections of Llama 3.2 3B and Llama 3 8B, these numbers are within 4 % of the best of 35 choices."""
 
 SMALL, SMALL_TILE_ROWS = 2**22, 16
-"""Largest number of elements of a small W, and number of rows of a small W that a program reads."""
+"""Maximum number of elements of a small W, and number of rows of a small W that a program reads."""
 
 MOST_SMALL_ROWS = 64
-"""Largest number of rows of x for which these kernels run if W is small."""
+"""Maximum number of rows of x for which these kernels run if W is small."""
 
 SUM_ROWS, SUM_WARPS = 32, 4
-"""Number of rows of partial sums that a program of the second kernel adds, and number of its warps."""
+"""Number of rows of partial sums that a program of the second kernel adds, and number of warps per program."""
 
 MOST_RANKS = 256
-"""Largest rank of a low-rank term that the kernels add. A program holds its rows of B in registers."""
+"""Maximum rank of a low-rank term that the kernels add. A program holds its rows of B in registers."""
 
 MIN_RANKS = 16
-"""Smallest width of a tile of B, which matrix units require."""
+"""Minimum width of a tile of B, which matrix units require."""
 
 LowRank = tuple[Tensor, Tensor]
-"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product. A scale such as LoRA's
-is already multiplied into B."""
+"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product. B already includes a
+scale, such as LoRA's."""
 
 
 def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
@@ -196,7 +197,7 @@ def _row_linear_kernel(
         first = tl.load(at, mask=known & (column < K)[None, :], other=0.0, eviction_policy="evict_first")
     if LOW != "awaited":
         end_previous(OVERLAPS)
-    if LOW == "made":  # all that the next kernel reads before it waits is complete now
+    if LOW == "made":  # everything that the next kernel reads before it waits is now complete
         start_next(True)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0 if HAS_SCALE else COLUMNS, K, COLUMNS, num_stages=STAGES):
@@ -252,14 +253,14 @@ def _rows_linear_kernel(
         weight = tl.load(weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
         x = tl.load(rows + start, mask=inside[:, None] & (column < M)[None, :], other=0.0)
         if HAS_SCALE:
-            # The weight is converted by way of float32, because a direct conversion takes instructions with a sixteenth
+            # The weight is converted to float32 first, because a direct conversion takes instructions with a sixteenth
             # of the throughput. The scale is applied in every step, which forces the product of the step to complete.
             # Otherwise, on Hopper, Triton 3.6 and 3.7 would let the product continue during the next step, and the
             # conversion in the next step would overwrite registers that the product still reads.
             total += tl.dot(weight.to(tl.float32).to(x.dtype), x) * scale
         else:
             total = tl.dot(weight, x, total)
-    # A program that has summed over all columns stores results. Otherwise it stores its sums for `_add_rows_kernel`.
+    # A program that has summed over all columns stores results. Other programs store their sums for `_add_rows_kernel`.
     if PARTS == 1:
         store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
     else:
@@ -292,16 +293,16 @@ def are_few(x: Tensor, most: int) -> bool:
 
 
 def most_rows(weight: Tensor) -> int:
-    """Return the largest number of rows in half precision by which the kernels multiply this weight."""
+    """Return the maximum number of rows of x, in half precision, for which the kernels support this weight."""
     return MOST_SMALL_ROWS if weight.numel() <= SMALL else MOST_ROWS
 
 
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `row_linear_forward` supports the product of x and weight.
 
-    The function supports a single row, or a few rows in half precision. All tensors must have the same dtype, and the
-    rows of the weight must be contiguous. Inside `batch_invariant`, the result is False, because these kernels are not
-    batch-invariant.
+    `row_linear_forward` supports a single row, or a few rows in half precision. All tensors must have the same dtype,
+    and the rows of the weight must be contiguous. Inside `batch_invariant`, the result is False, because these kernels
+    are not batch-invariant.
     """
     return (
         are_few(x, most_rows(weight))
@@ -339,7 +340,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of its launch. Only the
         kernel for a single row has the constant LOW. The kernel for several rows starts early only if the weight is
-        small, because the programs for a large one would be distributed unevenly over the multiprocessors.
+        small, because the programs for a large weight would be distributed unevenly over the multiprocessors.
     """
     overlaps, one = overlap(x), x.numel() == x.shape[-1]
     constants = {"LOW": "", **overlaps} if one else {"OVERLAPS": overlaps["OVERLAPS"]}
@@ -463,7 +464,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weightᵀ + bias`` with `row_linear` where possible, and otherwise with ``F.linear``.
 
-    `row_linear` needs few rows and a weight that is an ordinary tensor, with gradients and autocast off.
+    `row_linear` requires few rows and a weight that is an ordinary tensor, and gradients and autocast must be off.
     """
     plain = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
     if plain or type(weight) not in (Tensor, torch.nn.Parameter) or not takes_row(x, weight, bias):
@@ -486,8 +487,8 @@ WIDE = define_op(
 def wide_inference_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x @ weightᵀ`` in at least fp32, whatever the dtypes of x and weight. Autocast has no effect.
 
-    Up to `MOST_ROWS` rows without gradients are multiplied by a kernel that reads x and weight as they are. Otherwise
-    both are cast to the dtype of the result.
+    If x has at most `MOST_ROWS` rows and no gradients are needed, a kernel reads x and weight in their own dtypes.
+    Otherwise, both are cast to the dtype of the result.
 
     Args:
         x: [..., K].

@@ -1,23 +1,23 @@
-"""A linear layer of bf16 inputs whose results are in fp32 and as accurate as a product in fp32: the router's logits.
+"""A linear layer for router logits: inputs are in bf16, and results are in fp32 and as accurate as a product in fp32.
 
 ::
 
     y = x @ Wᵀ                            in fp32
     dx = dy @ W,   dW = dyᵀ @ x           rounded to bf16, from dy in fp32
 
-A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The sum is the difficulty: a tensor
-core of Hopper truncates, where an fp32 addition rounds, so a long sum in its accumulator errs by about ten times as
-much as a sum in fp32. The kernel of the forward therefore starts each sum of `COLUMNS` columns at 0, and adds these
-sums by fp32 additions.
+A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The difficulty is the sum: a tensor
+core of Hopper truncates where an fp32 addition rounds, so the error of a long sum in its accumulator is about ten times
+the error of a sum in fp32. The forward kernel therefore starts a new sum after every `COLUMNS` columns, and adds these
+sums with fp32 additions.
 
 In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16 number has 8 bits and an fp32 number
-has 24, so the split is exact. The results are rounded to bf16, whose rounding error is far larger than that of
+has 24, so the split is exact. The results are rounded to bf16. This rounding error is far larger than the error of
 truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in order.
 
 x and W are saved for the backward in their own dtypes. If there are only a few rows, if x is in fp16, or if W is in
 fp32, x and W are cast to fp32, in the backward again.
 
-Source: https://arxiv.org/abs/2412.19437, section 3.3.2 (sums of tensor cores, continued in fp32).
+Source: https://arxiv.org/abs/2412.19437, section 3.3.2 (sums on tensor cores, continued in fp32).
 """
 
 import torch
@@ -31,17 +31,18 @@ from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 ROWS, COLUMNS = 64, 64
-"""Number of rows of x of a tile, and of columns that the forward sums on the tensor cores before an fp32 addition."""
+"""Number of rows of x per tile, and number of columns that the forward sums on tensor cores before an fp32 addition."""
 
 MOST_OUTPUTS = 128
-"""Largest number of rows of W of a tile."""
+"""Maximum number of rows of W per tile."""
 
 MIN_ROWS = 256
-"""Fewest rows of x for the kernels. For fewer rows there are too few programs to occupy a GPU."""
+"""Minimum number of rows of x for which the kernels run. With fewer rows, too few programs would run to occupy a
+GPU."""
 
 PROGRAMS, MOST_PARTS = 512, 16
-"""The rows are divided into as many parts as give about PROGRAMS programs for dW, and into at most MOST_PARTS. These
-numbers are independent of the device, so that the order of the sum is, too."""
+"""For dW, the rows are divided into parts such that there are about PROGRAMS programs, but into at most MOST_PARTS
+parts. These numbers do not depend on the device, so the order of the sum does not depend on it either."""
 
 
 def wide_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def _wide_linear_kernel(
 
 @triton.jit
 def _split(x):
-    """Split fp32 numbers into three bf16 numbers each, whose sum they are."""
+    """Split each fp32 number into three bf16 numbers whose sum is the fp32 number."""
     high = x.to(tl.bfloat16)
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -114,7 +115,7 @@ def _wide_linear_input_kernel(
 def _wide_linear_weight_kernel(
     dy_ptr, x_ptr, partial_ptr, N, X, C, part, x_n, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write a tile [OUTPUTS, COLUMNS] of a sum of dW [X, C] over ``part`` rows, as the transpose of xᵀ @ dy."""
+    """Write a tile [OUTPUTS, COLUMNS] of the sum of dW [X, C] over ``part`` rows, as the transpose of xᵀ @ dy."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = tl.program_id(2) * part
@@ -134,7 +135,7 @@ def _wide_linear_weight_kernel(
 
 
 def _outputs(X: int) -> int:
-    """Return the number of rows of W of a tile."""
+    """Return the number of rows of W per tile."""
     return min(max(next_power_of_2(X), 16), MOST_OUTPUTS)
 
 

@@ -1,10 +1,10 @@
 """Dropout of the inputs of the experts' low-rank matrices.
 
-    out_j = rows_j · m_j / (1 − p)      m_j: 1 with probability 1 − p for each element, otherwise 0
+    out_j = rows_j · m_j / (1 − p)      each element of m_j is 1 with probability 1 − p, otherwise 0
 
 The random numbers depend only on the seed and on the token of which a row is a copy, so the same elements are dropped
-in all copies of a token. The backward multiplies the gradient by the same m_j / (1 − p), which is generated again from
-the seed. Only the seed is saved.
+in all copies of a token. Only the seed is saved. The backward generates the same m_j from the seed, and multiplies the
+gradient by m_j / (1 − p).
 """
 
 import torch
@@ -14,7 +14,7 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 BLOCK = 512
-"""Largest number of elements, in each quarter of a row, for which a program draws random numbers at a time. The
+"""Maximum number of elements, in each quarter of a row, for which a program draws random numbers at a time. The
 generator returns four numbers per call, one for each quarter."""
 
 
@@ -45,7 +45,7 @@ def drop(rows: Tensor, order: Tensor, seed: Tensor, dropout: float, K: int, numb
 
     Args:
         rows: [S, W], sorted by expert.
-        order: [S] int32, the number of the copy in each row, from `sort_by_expert`.
+        order: [S] int32, the index of the copy in each row, from `sort_by_expert`.
         seed: [2], from `draw_seed`.
         dropout: the probability p.
         K: number of consecutive copies in which the same elements are dropped.

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens are sent to the ranks of their experts and back.
+"""Expert parallelism: each rank holds some of the experts, and tokens are sent to the ranks that hold their experts.
 
 A token is sent once to each rank that holds at least one of its experts, together with its routing weights and the
 indices of its experts. The receiving rank computes these experts as in `experts`, and sends back their weighted sum
@@ -7,8 +7,8 @@ s_j::
     r_j = x_n                     permute: for each rank r that receives token n, in row j = slot[n, r]
     y_n = Σ_r s_slot[n,r]         unpermute
 
-If all experts are chosen equally often, a token is sent to R (1 − (1 − 1 / R)ᴷ) of R ranks on average. For K = 8, this
-is 2 of 2 ranks, 3.6 of 4 ranks, or 5.3 of 8 ranks.
+If all experts are chosen equally often, a token is sent to R (1 − (1 − 1 / R)ᴷ) of R ranks on average. For K = 8, a
+token is sent to 2 of 2 ranks, 3.6 of 4 ranks, or 5.3 of 8 ranks.
 
 Source: https://arxiv.org/abs/2006.16668, https://arxiv.org/abs/2412.19437 (sending a token to each rank only once).
 """
@@ -118,11 +118,11 @@ def moe_mlp_over(
     # Each rank learns what it will receive. The host waits for the device only in `tolist`.
     incoming = all_to_all(
         counts, one_row, one_row, ranks
-    )  # [R, 2], the number of rows that each rank sends, and the number of copies of these rows for local experts
+    )  # [R, 2]: the number of rows that each rank sends, and the number of their copies that go to local experts
     sent, received, local_copies = torch.stack([counts[:, 0], *incoming.T]).tolist()
     M = sum(sent)
-    # Compute the row of each token in the send buffer [M, C], which is ordered by receiving rank. The row is M if the
-    # token is not sent to a rank.
+    # Compute the row of each token in the send buffer [M, C], which is ordered by receiving rank. If the token is not
+    # sent to a rank, its row for this rank is M.
     first = counts[:, 0].cumsum(0) - counts[:, 0]
     slot = torch.where(goes, first[:, None] + goes.cumsum(1) - 1, M).int().T.contiguous()  # [N, R]
 

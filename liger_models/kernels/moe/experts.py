@@ -28,11 +28,11 @@ separate grouped products, and the backward recomputes A_e · r_j and A_e · p_j
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-The inputs r_j and A(u_j) of low-rank terms may have dropout. Only its seed is saved, from which the backward generates
-the same random numbers.
+The inputs r_j and A(u_j) of low-rank terms may have dropout. Only the seed of the dropout is saved, from which the
+backward generates the same random numbers.
 
 Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
-product, and freed after the product. A backward that recomputes u dequantizes gate and up once, for u and for dx.
+product, and freed after the product. A backward that recomputes u dequantizes gate and up only once, for both u and dx.
 
 The stored weights, order, slot, ends, u (without its bias) and, if a gradient needs it, x are saved. With
 ``recompute``, u is not saved. The backward then recomputes u, bitwise identical, and overwrites it with du. The sorted
@@ -88,8 +88,8 @@ def moe_mlp_reference(
 ) -> Tensor:
     """Compute `moe_mlp` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64.
 
-    The loop over the experts is a separate op, because the host waits for the number of rows of each expert, which a
-    compiler cannot trace. Quantized matrices are dequantized at the start. Dropout drops other elements than in
+    The loop over the experts is a separate op, because compilers cannot trace how the host waits for the number of rows
+    of each expert. Quantized matrices are dequantized at the start. Dropout does not drop the same elements as in
     `moe_mlp`.
     """
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
@@ -112,7 +112,7 @@ def moe_mlp_reference(
         sorted_rows = sorted_rows + _low_rank_term(_dropped(product, dropout), down_low_rank, ends)
     if down_bias is not None:
         sorted_rows = sorted_rows + down_bias.to(sorted_rows.dtype)[chosen[order]]
-    # Restore the order of the tokens, [N, K, C], and sum with the routing weights in at least fp32.
+    # Restore the order of the tokens, [N, K, C], and compute the sum weighted by the routing weights in at least fp32.
     rows = sorted_rows.new_zeros(N * K, x.shape[1]).index_copy(0, order, sorted_rows).view(N, K, x.shape[1])
     compute = torch.promote_types(rows.dtype, torch.float32)
     y: Tensor = (rows.to(compute) * weights.to(compute).unsqueeze(-1)).sum(1).to(rows.dtype)
@@ -141,9 +141,9 @@ def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
 def _load_biased(
     gate_up_ptr, bias_ptr, start, left, BIAS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr
 ):  # fmt: skip
-    """Load gate and up for BLOCK results from ``start`` on, and add their biases, in fp32.
+    """Load gate and up for BLOCK results, beginning with result ``start``, and add their biases, in fp32.
 
-    If the activation has one input, it is returned as the gate, and up is 1.
+    If the activation has only one input, this input is returned as the gate, and up is 1.
     """
     if INPUTS == 1:
         lanes = tl.arange(0, BLOCK)
@@ -214,7 +214,8 @@ def _act_backward_kernel(
         if STORE_PRODUCT:
             tl.store(product_ptr + row + start + results, (w * p).to(dtype), mask=results < left)
     if STORE_D_WEIGHTS:
-        # The routing weight multiplies the sum of the product and the bias of down, so its gradient includes the bias.
+        # The routing weight multiplies the sum of the down product and the down bias, so the weight's gradient includes
+        # the bias.
         if DOWN_BIAS:
             for start in range(0, C, BLOCK):
                 inside = start + results < C
@@ -251,7 +252,7 @@ def _act_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the kernel of the activation's backward, and return ``(d_gate_up, weighted product, d_weights)``.
 
-    The weighted product overwrites g. Results that are not needed are None. ``d_rows`` is needed with a bias of down.
+    The weighted product overwrites g. Results that are not needed are None. ``d_rows`` is needed if down has a bias.
     """
     S, F = gate_up.shape[0], gate_up.shape[1] // inputs_of(act)
     d_gate_up = (gate_up if overwrite_gate_up else torch.empty_like(gate_up)) if need_d_gate_up else None
@@ -286,7 +287,7 @@ Drop = Callable[[Tensor], Tensor]
 
 
 def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[Drop, Drop]:
-    """Return two functions that apply dropout to inputs of low-rank terms: of gate and up, and of down.
+    """Return two functions that apply dropout to the inputs of low-rank terms: one for gate and up, and one for down.
 
     For gate and up, the same elements are dropped in all copies of a token.
     """
@@ -335,7 +336,7 @@ def _low_rank_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Compute dA and dB of `_product`. A gradient that is not needed is None.
 
-    ``h`` is the second result of `_input_gradient`, or None if that was not called.
+    ``h`` is the second result of `_input_gradient`, or None if `_input_gradient` was not called.
     """
     if low_rank is None or rows is None or d_out is None or not (needs.low_rank_A or needs.low_rank_B):
         return None, None
@@ -376,8 +377,8 @@ class ExpertProjection(NamedTuple):
 class MoEInputs(NamedTuple):
     """Inputs of the ops `moe_mlp` and `moe_mlp_inference`. The function `moe_mlp` describes these inputs.
 
-    ``seed`` has the seeds of the dropout, or is None for no dropout. Only `moe_mlp_inference` may get an ``addend``,
-    which has the dtype of y.
+    ``seed`` holds the seeds of the dropout, or is None for no dropout. Only `moe_mlp_inference` may get an ``addend``,
+    which must have the dtype of y.
     """
 
     x: Tensor
@@ -476,7 +477,8 @@ def _forward(inputs: MoEInputs) -> MoEOutputs:
 def _inference(inputs: MoEInputs) -> Tensor:
     """Compute `moe_mlp` without a backward.
 
-    Kernels are chosen by the number of copies. The choice is made inside this op, so that it is not part of a graph.
+    The number of copies determines which kernels run. This choice is made inside the op, so that it is not part of a
+    compiled graph.
     """
     gate_up, down, experts = inputs.gate_up.contiguous(), inputs.down.contiguous(), inputs.experts
     has_low_rank = gate_up.low_rank is not None or down.low_rank is not None
@@ -508,7 +510,7 @@ def _backward(inputs: MoEUpstream) -> MoEGradients:
     dy_rows = d_out if needs.down.by_rows or down.bias is not None else None
     del d_out
 
-    # Recompute u, bitwise identical to the forward. Matrices that are dequantized here are kept for the gradient of x.
+    # Recompute u, bitwise identical to the forward. Matrices that are dequantized for u are kept for the gradient of x.
     recomputed = u is None
     if u is None:
         assert x is not None
@@ -654,13 +656,13 @@ def moe_mlp(
         weights: [N, K], routing weights from `route`.
         experts: [N, K] int64, from 0 to X − 1. With ``copies``, X stands for no expert.
         gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. Both weights may
-            be `FrozenWeight`. For "relu2", which has no gate, it is [X, F, C].
+            be `FrozenWeight`. For "relu2", which has no gate, the shape is [X, F, C].
         down_weight: [X, C, F], in the dtype of gate_up_weight. y has the dtype of the weights, which may differ from
             the dtype of x. Autocast does not change the dtype of y.
         gate_up_bias: [X, 2 F] (or [X, F]), in the order of the rows of gate_up_weight; None for no bias.
         down_bias: [X, C]; None for no bias.
         gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of the weights. ``x[n] @ Aᵀ @ Bᵀ``, with the
-            matrices of the expert, is added to gate and up.
+            expert's A and B, is added to gate and up.
         down_low_rank: ``(A [X, R, F], B [X, C, R])``, which is added in the same way in the down projection.
         act: the activation: "silu", "gelu_tanh", "gelu", "clamped_swiglu" (GPT-OSS), or "relu2" (Nemotron 3), the
             square of ReLU without a gate. "clamped_swiglu" is ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 *
@@ -672,8 +674,8 @@ def moe_mlp(
             for all experts of a token.
         copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
             expert, and contribute nothing to y. None if there are no such entries.
-        addend: [N, C], which is added to the rounded y, without a launch of its own if no gradients are needed; None to
-            add nothing.
+        addend: [N, C], which is added to the rounded y; None to add nothing. If no gradients are needed, this addition
+            takes no separate launch.
 
     Returns:
         [N, C] in the dtype of the weights, or in the common dtype of weights and ``addend``.
@@ -731,7 +733,8 @@ def moe_mlp(
             act=act, limit=limit, dropout=dropout, copies=copies,
         )  # fmt: skip
         return y if addend is None else y + addend
-    # Without low-rank terms there is no dropout. No seed is drawn then, so that the generator does not advance.
+    # Without low-rank terms, there is no dropout. In this case, no seed is drawn, so that the generator does not
+    # advance.
     has_low_rank = gate_up_low_rank is not None or down_low_rank is not None
     inputs = MoEInputs(
         x=x,

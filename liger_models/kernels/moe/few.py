@@ -1,20 +1,20 @@
-"""Products of few rows with the matrices of their experts, which take about as long as reading the matrices.
+"""Products of a few rows with the matrices of their experts. They take about as long as reading the matrices.
 
-A decoding step needs no gradients. The copies of the tokens are numbered as in `permutation`, s = n · K + k. e is the
-expert of a copy, and A is one of the activations of `expert_act`::
+These kernels compute no gradients, which a decoding step does not need. The copies of the tokens are numbered as in
+`permutation`, s = n · K + k. e is the expert of a copy, and A is one of the activations of `expert_act`::
 
     g_s = A(Wgu_e · x_n + bgu_e)          one kernel
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
 The copies are not sorted. There is a program for each copy and for some rows of its expert's matrix. The program finds
-the other copies that have the same expert, and multiplies up to `FEW_ROWS` of them at once, unless the program of an
+the other copies that have the same expert, and multiplies up to `FEW_ROWS` copies at once, unless the program of an
 earlier copy multiplies them. If there is only one token, all its copies have different experts. Each copy is then
 multiplied separately, without matrix units, as in `row_linear`.
 
-If rows are sorted because there will be a backward, `few_product` multiplies them by frozen matrices in the same way.
-All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of experts
-that have rows.
+If rows are sorted because a backward follows, `few_product` multiplies the sorted rows by frozen matrices in the same
+way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of
+experts that have rows.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ from liger_models.kernels.overlap import await_previous, end_previous, overlap, 
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 FEW_ROWS = 16
-"""Number of rows of a tile. These kernels run if experts have at most this many rows on average."""
+"""Number of rows per tile. These kernels run if experts have at most this many rows on average."""
 
 FEW_COPIES = 128, 512
 """Numbers of copies among which a program can search for copies of the same expert. A launch uses the smaller number if
@@ -46,16 +46,16 @@ it suffices. If there are more copies than the larger number, the copies are sor
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "groups": (64, 64), "dense": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""For each storage format, the number of results per tile and the number of columns per step. Then the number of warps
-and the number of pipeline stages, which all formats share. The columns of a step share a scale."""
+"""For several rows: the number of results per tile and the number of columns per step for each storage format, and the
+number of warps and the number of pipeline stages for all formats. The columns of a step share a scale."""
 
 ROW_BLOCKS = 8, 256
 ROW_WARPS = 2
-"""Number of results per tile, number of columns per step, and number of warps for a single row."""
+"""For a single row: number of results per tile, number of columns per step, and number of warps."""
 
 DENSE_ROW_BLOCKS = 16, 256
 DENSE_ROW_WARPS = 4
-"""The same for dense matrices of gate and up, which have more rows than those of down."""
+"""The same numbers for dense matrices of gate and up, which have more rows than the matrices of down."""
 
 
 @triton.jit
@@ -64,9 +64,9 @@ def _few_tile(
 ):  # fmt: skip
     """Return the expert of a tile, the tile's first row, the end of the expert's rows, and whether the tile has rows.
 
-    If rows are sorted, ``where_ptr`` has the end of the rows of each of COUNT experts. Otherwise it has the expert of
-    each of COUNT copies. In that case each copy has its own tile, and its row number is the number of earlier copies of
-    the same expert.
+    If rows are sorted, ``where_ptr`` points to the end of the rows of each of COUNT experts. Otherwise, it points to
+    the expert of each of COUNT copies. In this case, each copy has its own tile, and the copy's row index is the number
+    of earlier copies with the same expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
@@ -95,8 +95,8 @@ def _few_rows(
     else:
         lanes = tl.arange(0, BLOCK)
         mine = tl.load(where_ptr + lanes, mask=lanes < COUNT, other=-1) == expert
-        # ``place`` is the position of each copy among the copies of the expert. The tile has the copies whose position
-        # is in ``wanted``. All [BLOCK_ROWS, BLOCK] pairs are compared at once.
+        # ``place`` is the position of each copy among the copies of the expert. The tile consists of the copies whose
+        # position is in ``wanted``. All [BLOCK_ROWS, BLOCK] pairs are compared at once.
         place = tl.cumsum(mine.to(tl.int32), 0) - 1
         rows = tl.sum(tl.where(mine[None, :] & (place[None, :] == wanted[:, None]), lanes[None, :], 0), 1)
     return rows.to(tl.int64), wanted < end
@@ -167,7 +167,7 @@ def _few_nf4_kernel(
             scale = nf4_scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
             pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
             # Dequantize both numbers of a byte, as when the dense weight is computed. x is read with a stride of 2, so
-            # that its columns match the first or the second numbers.
+            # that its columns match either the first or the second numbers of the bytes.
             upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
             lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
             a = tl.load(a_ptrs + step * BLOCK_IN, mask=inside[:, None], other=0.0)
@@ -231,17 +231,17 @@ def _few_kernel(
     EARLY: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Compute result s from row s // K. In each step, BLOCK_IN columns of BLOCK_OUT rows of the matrix are read.
+    """Compute result s from row s // K. Each step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix.
 
     There is a scale for each row or, if WIDTH is not 0, for each WIDTH columns of a row. WIDTH is a multiple of
     BLOCK_IN.
 
-    With EARLY, the previous kernel is this kernel without EARLY, for the same single row. The first step of the matrix
-    is then loaded before the previous kernel ends.
+    With EARLY, the previous kernel must be this kernel without EARLY, for the same single row. The first step of the
+    matrix is then loaded before the previous kernel ends.
     """
     if EARLY:
         start_next(OVERLAPS)
-    elif BLOCK_ROWS == 1:  # the experts are known when the next kernel starts, because their kernel has ended
+    elif BLOCK_ROWS == 1:  # the kernel that writes the experts has ended, so the next kernel can read them
         end_previous(OVERLAPS)
         start_next(OVERLAPS)
     else:
@@ -263,7 +263,7 @@ def _few_kernel(
             i = tl.arange(0, BLOCK_IN)[None, :]
             early = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
             end_previous(OVERLAPS)
-        # A single row is multiplied elementwise and summed at the end. Several rows are multiplied by matrix units.
+        # A single row is multiplied elementwise and summed at the end. Several rows are multiplied with matrix units.
         total = tl.zeros([BLOCK_OUT, BLOCK_IN] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for start in range(BLOCK_IN if EARLY else 0, IN, BLOCK_IN):
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
@@ -309,16 +309,16 @@ def _fits(weight: Weight) -> bool:
 def takes_few(rows: Tensor, weight: Weight) -> bool:
     """Return whether `few_product` runs for rows [S, C] and matrices [X, O, C].
 
-    `few_product` needs few rows, and frozen matrices in a supported format.
+    `few_product` requires few rows, and frozen matrices in a supported format.
     """
     few = len(rows) <= FEW_ROWS * weight.shape[0]
     return few and isinstance(weight, FrozenWeight) and _fits(weight) and not is_batch_invariant()
 
 
 def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weight) -> bool:
-    """Return whether `few_experts` can process the N · K copies of the tokens that go to ``experts`` [N, K].
+    """Return whether `few_experts` can process the N · K copies of tokens whose experts are ``experts`` [N, K].
 
-    `few_experts` needs few copies, and matrices in a supported format.
+    `few_experts` requires few copies, and matrices in a supported format.
     """
     few = 0 < experts.numel() <= min(FEW_COPIES[-1], FEW_ROWS * gate_up_weight.shape[0])
     return few and _fits(gate_up_weight) and _fits(down_weight) and not is_batch_invariant()
@@ -330,7 +330,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix.
 
-    With ``is_early``, the weight is dense, and the previous launch is of dense matrices and the same single token.
+    With ``is_early``, the weight must be dense, and the previous launch must be for dense matrices and the same token.
     """
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
     storage = weight.format.name if frozen else "dense"
@@ -349,10 +349,12 @@ def _launch(
     block_in = min(block_in, blocks or block_in)
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
-        # If rows are sorted, the rows of a tile have the same expert, which is found by the ends of X experts' rows.
+        # If rows are sorted, all rows of a tile have the same expert. The kernel finds this expert from the ends of the
+        # X experts' rows.
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(next_power_of_2(X), 2)
     else:
-        # Otherwise there is a tile per copy. A tile of several rows finds the other copies of its expert by comparison.
+        # Otherwise, there is one tile per copy. A tile of several rows finds the other copies of its expert by
+        # comparing experts.
         tiles = count = results
         block = next(most for most in FEW_COPIES if results <= most)
     constants = {

@@ -7,10 +7,10 @@ and are 0 for an expert without rows::
     outer         out_e = Σ_j left_j ⊗ right_j
     sum           out_e = Σ_j w_j · rows_j         in fp32, with or without weights w
 
-`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where it is a single kernel (see `library_runs`). Otherwise
-they run the Triton kernels below. Neither waits for the device. The reference consists of two registered ops, which
-loop over the experts in plain PyTorch, and wait for the number of rows of each expert. Compilers do not look inside
-these ops.
+`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where it is a single kernel (see `library_runs`). Otherwise,
+they run the Triton kernels below. In both cases, the host does not wait for the device. The reference consists of two
+registered ops, which loop over the experts in plain PyTorch, and wait for the number of rows of each expert. Compilers
+do not look inside these ops.
 """
 
 from typing import Any
@@ -29,10 +29,10 @@ PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}
 PRODUCT_STAGES = 3
 SUM_BLOCK = (32, 128)
-"""Tile shape (both dimensions of the result, then the dimension that is summed), number of warps and number of pipeline
-stages of the Triton kernels, by the size of an element in bytes. 16-bit dtypes take 96 KB of shared memory, which
-Ampere, Ada and Hopper GPUs all have. SUM_BLOCK is the number of rows and of columns that a program of `grouped_sum`
-reads at a time."""
+"""`TILES` maps the size of an element in bytes to the tile shape (both dimensions of the result, then the dimension
+that is summed), the number of warps and the number of pipeline stages of the Triton kernels. 16-bit dtypes take 96 KB
+of shared memory, which Ampere, Ada and Hopper GPUs all have. `SUM_BLOCK` is the number of rows and the number of
+columns that a program of `grouped_sum` reads at a time."""
 
 
 def _row_counts(ends: Tensor) -> list[int]:
@@ -131,7 +131,7 @@ def _outer_kernel(
     o = (tile % tiles_right) * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
-    # For an expert without rows, the zeros in `total` are stored.
+    # If the expert has no rows, the zeros in `total` are stored.
     total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
     for start in range(first, end, BLOCK_ROWS):
         rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -179,9 +179,9 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
 
     PyTorch's grouped_mm is used where it is a single CUTLASS kernel that does not wait for the device. This is the case
     in bf16 on Hopper, for fewer than 1024 experts whose rows consist of whole 16-byte vectors, and for any number of
-    rows per expert. On Blackwell, grouped_mm's weight gradient of an expert without rows is not zero (pytorch#172439).
-    In all other cases, grouped_mm loops over the experts and waits for the device. Inside `batch_invariant`, the Triton
-    kernel runs, which has the same tile shape for any number of rows.
+    rows per expert. On Blackwell, grouped_mm returns a nonzero weight gradient for an expert without rows
+    (pytorch#172439). In all other cases, grouped_mm loops over the experts and waits for the device. Inside
+    `batch_invariant`, the Triton kernel runs, which has the same tile shape for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9
@@ -209,7 +209,7 @@ def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
 
 
 def most_tiles(S: int, X: int, block_rows: int) -> int:
-    """Return an upper bound of the number of tiles for S rows of X experts.
+    """Return an upper bound of the number of tiles for S rows and X experts.
 
     The bound counts all full tiles, and one partial tile for each expert that has rows.
     """
@@ -217,7 +217,7 @@ def most_tiles(S: int, X: int, block_rows: int) -> int:
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Tensor:
-    """Multiply each expert's rows by its matrix: [S, in], [X, in, out] -> [S, out].
+    """Multiply each expert's rows by the expert's matrix: [S, in], [X, in, out] -> [S, out].
 
     ``weight`` may be a transposed view. ``library`` is the result of `library_runs`.
     """

@@ -20,8 +20,9 @@ def load_balancing_loss(
 ) -> Tensor:
     """Compute ``X · Σ_e f_e · P_e`` over the rows of all layers together.
 
-    For a row, f_e is the number of its K choices that are expert e, and P_e is the probability of e in the softmax over
-    all experts. Both are averaged over the rows. The gradient flows through P only. For uniform routing, the loss is K.
+    For a row, f_e is 1 if expert e is among the row's K choices, otherwise 0, and P_e is the probability of e in the
+    softmax over all experts. Both are averaged over the rows. The gradient flows through P only. For uniform routing,
+    the loss is K.
 
     Args:
         router_logits: a tensor [..., X] for each layer, or one tensor for all layers.
@@ -31,7 +32,7 @@ def load_balancing_loss(
             ranks, and the mean of the ranks' gradients is the gradient of the loss.
 
     Returns:
-        The loss [] fp32, which is the same on all ranks, and 0 if there are no rows.
+        The loss [] fp32, which is the same on all ranks. It is 0 if there are no rows.
 
     Raises:
         ValueError: there is no layer, or the mask does not match the rows.

@@ -1,14 +1,14 @@
 """Sorting tokens by expert, and restoring their order.
 
 Each of N tokens has K copies, one for each of its experts. The copies are sorted by expert. The sort is stable, so the
-tokens of an expert stay in order. Copy k of token n becomes row j = slot[n, k], and order[j] = n · K + k is the number
+tokens of an expert stay in order. Copy k of token n becomes row j = slot[n, k], and order[j] = n · K + k is the index
 of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
 
-    permute       r_j = x_n                        each token is read once and written K times
-    unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, so bitwise identical in every run
+    permute       r_j = x_n                        each token's row is read once and written K times
+    unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, and so bitwise identical in every run
 
-With biases b, unpermute adds b_e to each row before the weight is applied. Another addend of y_n is added after y_n has
-been rounded.
+With biases b, unpermute adds b_e to each row before the weight is applied. If y_n has another addend, it is added after
+y_n has been rounded.
 
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
@@ -24,18 +24,18 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 SORT_BLOCK = 2048
-"""Number of copies that a program of the sort reads at a time. There is a program for each expert, which reads the
-experts of all copies twice. Experts are 16-bit numbers, which stay in the L2 cache. The programs exchange no data, so a
-single launch suffices."""
+"""Number of copies that a program of the sort reads at a time. There is one program for each expert, and each program
+reads the experts of all copies twice. Experts are stored as 16-bit integers, which stay in the L2 cache. The programs
+exchange no data, so a single launch suffices."""
 
 ROW_BLOCK = 1024
-"""Largest number of columns that a program of `permute` or `unpermute` moves. In bf16, this is one 16-byte vector per
+"""Maximum number of columns that a program of `permute` or `unpermute` moves. In bf16, these are one 16-byte vector per
 thread and row. The loads or stores of all K rows are in flight at the same time."""
 
 MAX_COPIES = 2**30
 MAX_EXPERTS = 2**15 - 1
-"""Largest numbers of copies and of experts. Copies are counted in 32 bits, up to one block beyond the last copy, and
-experts are 16-bit numbers."""
+"""Maximum number of copies, and maximum number of experts. Copies are counted with 32-bit integers, up to one block
+beyond the last copy, and experts are 16-bit integers."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.conste
     """Write the copies of expert e after the copies of all earlier experts, where e is the index of the program."""
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
-    # A first loop counts the copies of earlier experts. This number is the first row of this expert.
+    # A first loop counts the copies of earlier experts. The count is the index of this expert's first row.
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, S, BLOCK):
         chosen = tl.load(experts_ptr + start + indices, mask=start + indices < S, other=32767).to(tl.int32)
@@ -103,12 +103,12 @@ _sort_kernel.decides = True  # its output determines the addresses at which late
 
 
 def sort_by_expert(experts: Tensor, X: int, copies: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the copies of tokens by expert. Copy k of token n has the number n · K + k.
+    """Sort the copies of tokens by expert. Copy k of token n has the index n · K + k.
 
     Args:
         experts: [N, K], the expert of each copy.
         X: number of experts.
-        copies: S, the number of copies that have an expert; None if all copies have one.
+        copies: S, the number of copies that have an expert; None if all copies have an expert.
 
     Returns:
         ``(order [S], slot [N · K], ends [X])`` in int32.

@@ -1,15 +1,15 @@
-"""Routing: the experts of each token and their weights, computed from the router's logits.
+"""Routing: computes the experts of each token and their weights from the router's logits.
 
 For each token, `Routing` turns the logits l of X experts into scores s, chooses the set T of K experts, and computes
 their weights w in fp32::
 
     s = softmax(l)   or   sigmoid(l)
-    c = s + b                          the correction bias b takes part in the choice alone
+    c = s + b                          the correction bias b affects only the choice
     T = the K largest c                among the experts of the best groups, if experts are in groups
     w_k = scale · s[T_k]               or, with ``normalize``, scale · s[T_k] / (Σ_j s[T_j] + epsilon)
 
 Without bias and groups, the K largest logits are chosen. The score of a group is its largest c, or the sum of its two
-largest. The caller may also give T for some or all tokens, in order to use experts that were chosen earlier (routing
+largest c. The caller may also give T for some or all tokens, in order to use experts that were chosen earlier (routing
 replay). With ``round_weights``, w is rounded to the dtype of the logits.
 
 In the backward, let d[T_k] = scale · dw_k, and d = 0 elsewhere. q is the softmax over all experts or, with
@@ -46,8 +46,8 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
-"""Largest number of tokens and largest number of logits of a program. All logits of a token are in registers at the
-same time."""
+"""Maximum number of tokens per program, and maximum number of logits per program. All logits of a token are in
+registers at the same time."""
 
 FEW_TOKENS = 64
 """Up to this number of tokens, each token has its own program. With up to 256 experts, that program has one warp."""
@@ -63,7 +63,8 @@ class Routing(NamedTuple):
         score: "softmax", "sigmoid" or "sparsemixer".
         groups: number of groups of X / groups consecutive experts each.
         top_groups: number of groups from which a token's experts are chosen.
-        group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest.
+        group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest choice
+            scores.
         scale: factor of the weights.
         epsilon: number added to the sum of sigmoids that ``normalize`` divides by.
         tolerance: with "sparsemixer", how far a logit l may be below the largest logit m, relative to max(|l|, m).
@@ -140,7 +141,7 @@ def route_reference(
 
 
 def _scaled(weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    """Multiply the weights by the scale, and round them to the dtype of the logits if the routing does so."""
+    """Multiply the weights by the scale and, with ``round_weights``, round them to the dtype of the logits."""
     if routing.scale != 1.0:
         weights = weights * routing.scale
     return weights.to(dtype).to(weights.dtype) if routing.round_weights else weights
@@ -194,7 +195,7 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 @triton.jit
 def _ordered(numbers):
-    """Map numbers in fp32 to integers that have the same order, with NaN as the largest. All are above −2147483647."""
+    """Map fp32 numbers to integers above −2147483647 that have the same order. NaN is mapped to the largest integer."""
     bits = numbers.to(tl.int32, bitcast=True)
     return tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2147483646)
 
@@ -213,7 +214,8 @@ def _best_groups(
         inside = tl.where((group == g)[None, :], choice, float("-inf"))
         score = tl.max(inside, 1)
         if TOP2:
-            # The second largest is the largest without the first expert that has the largest score.
+            # Find the second largest score: the largest score when the first expert that has the largest score is left
+            # out.
             first = tl.min(tl.where(inside == score[:, None], lanes[None, :], BLOCK_X), 1)
             score += tl.max(tl.where(lanes[None, :] == first[:, None], float("-inf"), inside), 1)
         scores = tl.where(places[None, :] == g, score[:, None], scores)
@@ -228,7 +230,7 @@ def _best_groups(
 
 @triton.jit
 def _softmax_of_near(logits, free, mine, tolerance):
-    """Return the softmax over the free experts whose logit is near the largest one, and over the chosen expert."""
+    """Return the softmax over the chosen expert and the free experts whose logit is near the largest free logit."""
     best = tl.max(tl.where(free, logits, float("-inf")), 1)[:, None]
     far = best - logits > tolerance * tl.maximum(tl.abs(logits), best)  # False beyond the last expert: inf > inf
     e = tl.where((free & (far == 0)) | mine, tl.exp(logits - best), 0.0)
@@ -248,7 +250,8 @@ def _route_kernel(
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
     # ``e`` has the scores. With softmax, they are divided by their sum only at the end.
     e = tl.sigmoid(logits) if SIGMOID else tl.exp(logits - tl.max(logits, 1)[:, None])
-    # Without bias and groups, logits have the order of the scores, and no two of them become equal by rounding.
+    # Without bias and groups, experts are chosen by logits, which have the same order as scores and do not become equal
+    # by rounding.
     choice = logits
     if BIASED or GROUPS > 1:
         choice = e if SIGMOID else e / tl.sum(e, 1)[:, None]
@@ -303,7 +306,7 @@ def _route_backward_kernel(
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
     # Scatter d and the mask of chosen experts to [ROWS, BLOCK_X], one expert at a time. With MIXER, each expert has a
-    # softmax of its own, and d is the sum of their gradients.
+    # softmax of its own, and d is the sum of the gradients of these softmaxes.
     d = tl.zeros([ROWS, BLOCK_X], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
     free = (rows >= 0)[:, None] & (lanes < X)[None, :]
@@ -415,9 +418,9 @@ def route(
         logits: [N, X], float32, float16 or bfloat16.
         routing: how experts are chosen and weighted. Among equal scores, the first are chosen. The reference backend
             may choose any of them.
-        bias: [X] in float32, added to the scores for the choice alone; it gets no gradient. None for 0.
-        given: [N, K] integers, K different experts for each token, which replace the router's choice. Their weights are
-            computed from the logits. A token whose first entry is negative is routed by its logits.
+        bias: [X] in float32, added to the scores only for the choice of experts. It gets no gradient. None for 0.
+        given: [N, K] integers, K different experts for each token, which replace the router's choice. The weights of
+            these experts are computed from the logits. A token whose first entry is negative is routed by its logits.
 
     Returns:
         ``(weights, experts)``, [N, K] each in fp32 and int64. The best choice is first, unless ``given`` determines the

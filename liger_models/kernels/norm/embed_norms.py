@@ -1,10 +1,10 @@
-"""The input of a block for multi-token prediction: two norms, of the embedding of a token and of a hidden state.
+"""The input of a block for multi-token prediction: the norm of a token's embedding and the norm of a hidden state.
 
 ::
 
     y = [norm_e(E[token]), norm_h(h)]        each norm is `rms_norm`
 
-In plain PyTorch these are a lookup, two norms and a concatenation. The op is for decoding and has no backward.
+In plain PyTorch, this takes a lookup, two norms and a concatenation. The op is for decoding and has no backward.
 
 Source: https://arxiv.org/abs/2412.19437.
 """

@@ -5,19 +5,20 @@ a = σ(gate)::
 
     y = cast((w · cast(x · r(x))) · a)        or, with the gate first, u = x · a,   y = cast(w · cast(u · r(u)))
 
-cast rounds to the dtype of x. The product with w is rounded to the dtype that results from PyTorch's type promotion.
-The backward is, with n = x · r(x) and v = dy · a · w::
+cast rounds to the dtype of x. The product with w is rounded to the dtype that results from PyTorch's type promotion. In
+the backward, let n = x · r(x) and v = dy · a · w::
 
     dx = r · (v − n · mean(v · n)),   dw = Σ_rows dy · a · n,   dgate = dy · w · n · a'
 
-With the gate first, it is, with n = u · r(u) and v = dy · w::
+With the gate first, let n = u · r(u) and v = dy · w::
 
     du = r · (v − n · mean(v · n)),   dx = du · a,   dw = Σ_rows dy · n,   dgate = du · x · a'
 
 Without a weight, there is no norm: y = cast(x · a), dx = dy · a, and dgate = dy · x · a'.
 
 x, the gate and the weight are saved, and the backward recomputes r. dw is summed in fp32: each program writes a partial
-sum, and `sum_partials` adds these. If each group of a token has weights of its own, a program processes one group.
+sum, and `sum_partials` adds the partial sums. If each group of a token has weights of its own, a program processes one
+group.
 """
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 TILE, WARPS, STAGES = 2048, 4, 3
-"""Number of elements in the tile of rows that a program processes at a time, number of its warps, and number of tiles
-that a program of the backward has in flight."""
+"""Number of elements in the tile of rows that a program processes at a time, number of warps per program, and number of
+tiles that a program of the backward has in flight."""
 
 WARPS_PER_SM = 16
 """Number of warps per multiprocessor in the backward, where each program sums the weight gradient over its rows."""
@@ -79,7 +80,7 @@ def _gated_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, SILU: tl.constexpr,
     GATE_FIRST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS rows [D] of one group per program if NORM, and multiply them by the gate before or after that."""
+    """Multiply ROWS rows [D] of one group per program by the gate. With NORM, normalize them before or after that."""
     rows, group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)
@@ -152,7 +153,7 @@ def _gated_norm_backward_kernel(
 def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
 
-    H is the number of groups if there are several. Otherwise it is 1 if all tensors are contiguous.
+    If there are several groups, H is the number of groups. Otherwise, H is 1 if all tensors are contiguous.
     """
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
@@ -166,13 +167,13 @@ def _groups(x: Tensor, weight: Tensor | None) -> int:
 
 
 def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the gradients; the gradient of a missing weight is empty."""
+    """Allocate the gradients. The gradient of a missing weight is empty."""
     dw = x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
     return x.new_empty(x.shape), gate.new_empty(gate.shape), dw
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """Return the number of rows that share a weight, and how many of them have the same outer index."""
+    """Return the number of rows that share a weight, and the number of these rows that have the same outer index."""
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
 
@@ -213,7 +214,7 @@ def _gated_norm_backward(
     N, H = _rows_of(x, groups)
     most = cdiv(num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)), groups)
     programs = min(cdiv(N, constants["ROWS"]), most)
-    # Size of a tile in bytes. Shared memory holds one tile per pipeline stage.
+    # Compute the size of a tile in bytes. Shared memory holds one tile per pipeline stage.
     in_flight = constants["ROWS"] * constants["BLOCK"] * sum(tensor.element_size() for tensor in (dy, x, gate))
     stages = fitting_stages(x, STAGES, in_flight)
     partial = torch.empty(programs, dw.numel(), dtype=torch.float32, device=x.device)
@@ -240,8 +241,8 @@ def gated_norm(
     Args:
         x: [..., D], float32, float16 or bfloat16.
         gate: [..., D].
-        weight: [D], or [G, D] for x [..., G, D] whose G groups have different weights. None for ``x · act(gate)``,
-            without a norm.
+        weight: [D], or [G, D] for x [..., G, D] whose G groups have different weights. None to compute
+            ``x · act(gate)`` without a norm.
         eps: added to the mean of squares.
         act: "silu" or "sigmoid".
         gate_first: whether x is multiplied by the gate before the norm, as in Mamba-2.

@@ -1,7 +1,7 @@
-"""The last step of a sum over rows, after each program of another kernel has written a partial sum in fp32.
+"""The last step of a sum over rows. In the step before, each program of another kernel writes a partial sum in fp32.
 
-One launch adds the partial sums in a fixed order, and rounds the result to its dtype. A launch can compute two results,
-the gradients of a weight and of a bias.
+One launch adds the partial sums in a fixed order, and rounds the result to the result's dtype. A launch can compute two
+results: the gradient of a weight and the gradient of a bias.
 """
 
 from torch import Tensor
@@ -10,8 +10,8 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.tiles import cdiv
 
 ROWS, COLUMNS = 256, 16
-"""Number of partial sums and of columns that a program loads at a time. There are few columns per program, so that
-there are many programs."""
+"""Number of partial sums and number of columns that a program loads at a time. A program has only a few columns, so
+that there are many programs."""
 
 
 @triton.jit
@@ -35,7 +35,8 @@ def _sum_partials_kernel(
 def sum_partials(partial: Tensor, *outs: Tensor) -> None:
     """Sum ``partial`` [programs, ...] over the programs, and write the sum to one or two contiguous tensors.
 
-    With two tensors, the first elements of the sum go to the first tensor, and the rest goes to the second.
+    With two tensors, the first elements of the sum go to the first tensor, and the other elements go to the second
+    tensor.
     """
     width = sum(out.numel() for out in outs)
     with on_device_of(partial):

@@ -1,16 +1,16 @@
 """Kernels and ops of RMSNorm and LayerNorm, which normalize each row of width C.
 
 The formulas are in `rms_norm.py` and `layer_norm.py`. Both norms run the same kernels. With CENTERED (LayerNorm), the
-mean of the row is subtracted first, and a bias may be added. A pointer that a launch does not need is None, and the
-kernel is then compiled without it.
+mean of the row is subtracted first, and a bias may be added. If a launch does not need a pointer, the pointer is None,
+and the kernel is compiled without it.
 
 Two tensors are saved: h, the input of the norm, in its own dtype, and the statistics of each row in fp32, which are r
 for RMSNorm and [μ, r] for LayerNorm. The gradients of weight and bias are summed in fp32: each program writes a partial
 sum of each gradient, and `sum_partials` adds the partial sums.
 
-A norm is described by its weight [C], its bias [C] or None, and the constants ``kind, eps, weight_offset,
-scale_in_fp32``. All functions take these six arguments in this order, which is the order of `FusedNorm`'s fields.
-LayerNorm ignores the last two.
+A norm is described by its weight [C], its bias [C] or None, and the constants
+``kind, eps, weight_offset, scale_in_fp32``. All functions take these six arguments in this order, which is the order of
+`FusedNorm`'s fields. LayerNorm ignores ``weight_offset`` and ``scale_in_fp32``.
 """
 
 from typing import Any
@@ -31,10 +31,10 @@ MAX_WIDTH = 65536
 """Width of the widest row of a LayerNorm, whose programs always hold the whole row in registers."""
 
 LEAST_TILE = 128
-"""Width of the narrowest tile of the forward, with at least two elements for each thread of a warp. If each thread had
+"""Minimum width of a tile of the forward, so that each thread of a warp has at least two elements. If each thread had
 one element, compilers would fuse the square of this element with the first addition of another thread's square. The
-fused sums of two threads differ in rounding, so the threads would normalize by different r. Only one r is saved, so
-that the rows could not be recomputed exactly."""
+fused sums of two threads differ in rounding, so the threads would normalize by different r. Because only one r is
+saved, the rows could not be recomputed exactly."""
 
 STAGES = 3
 """Number of tiles of rows that a program of the backward has in flight if shared memory can hold them."""
@@ -55,7 +55,8 @@ is the width of a 7B model, and gives 16 elements per thread."""
 def scale_rows(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexpr):
     """Perform the last step of RMSNorm: multiply n by the weight.
 
-    With SCALE_IN_FP32 the product is in fp32. Otherwise n is first rounded to ``dtype``, and the weight to its dtype.
+    With SCALE_IN_FP32 the product is in fp32. Otherwise, n is first rounded to ``dtype``, and the sum of weight and
+    offset to the weight's dtype.
     """
     if SCALE_IN_FP32:
         return (w.to(tl.float32) + weight_offset) * n
@@ -102,7 +103,7 @@ def _norm_kernel(
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row of x [N, C] per program. x_n is the distance of the rows of x."""
+    """Normalize one row of x [N, C] per program. x_n is the distance between rows of x."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     x_ptr += tl.program_id(0).to(tl.int64) * x_n
@@ -208,7 +209,7 @@ def _norm_backward_kernel(
             rstd = tl.load(statistics_ptr + rows, mask=rows < N, other=0.0)[:, None]
             n = h.to(tl.float32) * rstd
 
-        # dx = r · (g − mean(g) − n · mean(g · n)) + dh; RMSNorm has no mean(g).
+        # Compute dx = r · (g − mean(g) − n · mean(g · n)) + dh. For RMSNorm, the term mean(g) is left out.
         if CENTERED:
             g = dy * w.to(tl.float32)
             dx = rstd * (g - (tl.sum(g, 1) / C)[:, None] - n * (tl.sum(g * n, 1) / C)[:, None])
@@ -228,7 +229,7 @@ def _norm_backward_kernel(
             y = _scale(n, w, b, weight_offset, CENTERED, SCALE_IN_FP32, h.dtype)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
-    # Every program writes its own row of partial sums: dw and then db, as far as they are requested. There are no
+    # Every program writes its own row of partial sums: dw if it is requested, then db if it is requested. There are no
     # atomic additions, so the sum is bitwise identical in every run.
     if STORE_DW or STORE_DB:
         partial_ptr += tl.program_id(0).to(tl.int64) * (C * (STORE_DW + STORE_DB)) + columns
@@ -298,7 +299,7 @@ def is_centered(kind: str) -> bool:
 
 
 def _tile(kind: str, width: int) -> tuple[int, int]:
-    """Return the number of elements of a row that a program holds in registers, and the number of its warps."""
+    """Return the number of elements of a row that a program holds in registers, and the number of warps per program."""
     widest, most_warps = (MAX_WIDTH, 32) if is_centered(kind) else (MAX_TILE, 16)
     block = min(next_power_of_2(width), widest)
     return block, num_warps(block, most_warps)
@@ -309,7 +310,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x [..., C] and the distance of its rows, which are consecutive elements at equal distances.
+    """Return x [..., C] and the distance between its rows. Rows are contiguous and have equal distances.
 
     Other tensors are made contiguous. A column slice of contiguous rows, such as a part of the output of a packed
     projection, is not copied.
@@ -317,7 +318,7 @@ def _spaced_rows(x: Tensor) -> tuple[Tensor, int]:
     shape, strides = x.shape, x.stride()
     if x.is_contiguous():
         return x, shape[-1]
-    spaced = x.dim() > 1 and strides[-1] == 1 and shape[-1] <= MAX_TILE  # the kernels of wider rows take no distance
+    spaced = x.dim() > 1 and strides[-1] == 1 and shape[-1] <= MAX_TILE  # kernels for wider rows take no distance
     if spaced and all(strides[i] == shape[i + 1] * strides[i + 1] for i in range(x.dim() - 2)):
         return x, strides[-2]
     return x.contiguous(), shape[-1]
@@ -329,7 +330,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalize ``h = residual + x``, and return ``(y, h, statistics)``.
 
-    If the residual is None, h is x. It is a contiguous copy of x only if `_spaced_rows` makes one.
+    If the residual is None, h is x. h is a contiguous copy of x only if `_spaced_rows` makes one.
     """
     weight = weight.contiguous()
     x, x_n = _spaced_rows(x)
@@ -359,7 +360,7 @@ def normed_rows(
 ) -> Tensor:  # fmt: skip
     """Recompute the normalized rows from the saved statistics, and cast them to ``dtype``.
 
-    Before the cast, the rows are bitwise identical to those of the forward.
+    Before the cast, the rows are bitwise identical to the rows of the forward.
     """
     weight = weight.contiguous()
     h, h_n = _spaced_rows(h)
@@ -388,7 +389,7 @@ def norm_backward(
     Args:
         dy: gradient of the normalized rows.
         dh: gradient that reaches h by other paths, which is added to dx; None if there is no such gradient.
-        bias: the bias, on which only y depends.
+        bias: the bias, which affects only y.
         need_dw, need_db, need_y: whether this result is needed.
         sum_dtype: dtype of dw and db; None for the dtype of the weight.
         y_dtype: dtype of y; None for the dtype of h.
@@ -410,10 +411,10 @@ def norm_backward(
         in_flight = rows * block * sum(tensor.element_size() for tensor in (h, dy, dh) if tensor is not None)
         programs = min(cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
     else:
-        # Rows are too wide for registers. One kernel computes dx, a row per program. Another kernel computes dw, where
-        # each program sums some columns over a part of the rows.
+        # Rows are too wide for registers. One kernel computes dx, with one row per program. Another kernel computes dw,
+        # and each of its programs sums some columns over a part of the rows.
         programs = min(N, WIDE_ROW_SPLITS)
-    # The programs' fp32 partial sums of dw and db, side by side: [programs, C] or [programs, 2 · C].
+    # Allocate the programs' fp32 partial sums of dw and db, side by side: [programs, C] or [programs, 2 · C].
     partial = torch.empty(programs, len(sums) * C, dtype=torch.float32, device=h.device) if sums else None
 
     with on_device_of(h):

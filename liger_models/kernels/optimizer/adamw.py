@@ -1,7 +1,7 @@
 """AdamW for many tensors at once, in place. One launch updates all tensors that have the same dtypes and device.
 
-Let g be the gradient, or −g to maximize, t the step number, m the moving average of g, and v that of g². The update is
-computed in fp32::
+Let g be the gradient (or the negative gradient to maximize), t the step number, m the moving average of g, and v the
+moving average of g². The update is computed in fp32::
 
     m = β₁ · m + (1 − β₁) · g
     v = β₂ · v + (1 − β₂) · g²
@@ -35,12 +35,12 @@ from liger_models.kernels.optimizer.moments import WIDTH, decode, decoded, encod
 
 BLOCK = 1024
 NUM_WARPS = 4
-"""Number of elements per block, and number of warps. Each thread has one 16-byte vector of each bfloat16 tensor in
-flight."""
+"""Number of elements per block, and number of warps per program. Each thread has one 16-byte vector of each bfloat16
+tensor in flight."""
 
 BLOCKS = 2
-"""Number of blocks that a program processes in turn, after it has searched for their tensor once. On an H200, the
-kernel reaches 0.93 of copy bandwidth, or 0.91 with stochastic rounding. With one block per program, it would reach
+"""Number of blocks that a program processes one after the other. It searches for their tensor only once. On an H200,
+the kernel reaches 0.93 of copy bandwidth, or 0.91 with stochastic rounding. With one block per program, it would reach
 0.84."""
 
 
@@ -56,7 +56,7 @@ class Hyper(NamedTuple):
     step: int
 
     def factors(self) -> tuple[float, ...]:
-        """Compute the coefficients of the update's formulas, in fp64. Only m depends on the sign of the gradient."""
+        """Compute the coefficients of the update's formulas, in fp64. The sign of the gradient affects only m."""
         return (
             self.beta1,
             (self.beta1 - 1 if self.maximize else 1 - self.beta1),
@@ -92,7 +92,7 @@ class Update(NamedTuple):
 def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
     """Compute `adamw_` of one tensor in plain PyTorch, with fp64 tensors in fp64.
 
-    Stochastic rounding uses other random numbers than the kernel.
+    Its stochastic rounding does not use the same random numbers as the kernel.
     """
     param, grad, exp_avg, exp_avg_sq, hyper, stream, scales = update
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
@@ -105,7 +105,8 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
     v = v.mul(beta2).addcmul(g, g, value=grad_to_v)
     p = param.to(wide)
     p = p.sub(p, alpha=decay).addcdiv(m, v.sqrt().div_(root).add_(eps), value=-step_size)
-    # Write the results. Codes are always rounded stochastically, other tensors only on request.
+    # Write the results. Codes are always rounded stochastically. Other tensors are rounded stochastically only on
+    # request.
     generator = torch.Generator(param.device).manual_seed(hash((seed, hyper.step, stream)) & (2**63 - 1))
     rounded = [(param, p), (exp_avg, m), (exp_avg_sq, v)]
     if scales is not None:
@@ -142,7 +143,7 @@ def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
-    """Return random integers from 0 to 65535 for the BLOCK elements from index ``start`` on."""
+    """Return random integers from 0 to 65535 for BLOCK elements, beginning with the element ``start``."""
     # One call generates 16 bits for each of 8 adjacent elements, which belong to one thread.
     eight = start // 8 + tl.arange(0, BLOCK // 8)
     low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
@@ -164,7 +165,7 @@ def _round(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.con
 
 @triton.jit
 def _step(p, g, m, v, factors):
-    """Return parameter and moments after a step, in fp32."""
+    """Return the parameter and the moments after a step, in fp32."""
     m = tl.load(factors) * m + tl.load(factors + 1) * g
     v = tl.load(factors + 2) * v + tl.load(factors + 3) * g * g
     p -= tl.load(factors + 4) * p
@@ -178,7 +179,7 @@ def _update(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update up to BLOCK of the ``remaining`` elements of a tensor, from index ``start`` on."""
+    """Update up to BLOCK elements of a tensor from index ``start`` on, where ``remaining`` elements are left."""
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
     g_ptr = _tensor_at(row + 5, G_DTYPE, ALIGNED) + at
@@ -186,7 +187,7 @@ def _update(
     v_ptr = _tensor_at(row + 7, STATE_DTYPE, ALIGNED) + at
     inside = tl.arange(0, BLOCK) < remaining
 
-    # These loads bypass the L1 cache, so that the table stays in the cache.
+    # These loads bypass the L1 cache, so that the table stays in the L1 cache.
     g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -252,11 +253,12 @@ def _adamw_kernel(
     """Update BLOCKS blocks of one tensor.
 
     The table has a row of 12 integers and 8 floats for each tensor. The integers are: the index of the tensor's first
-    program, the number of elements, stream and step (0 to 3), the addresses of parameter, gradient and both moments (4
-    to 7), the addresses of both scales and the number of columns for 8-bit moments (8 to 10), and one unused integer.
-    The floats are `Hyper.factors`.
+    program, the number of elements, the stream and the step (0 to 3); the addresses of the parameter, the gradient and
+    both moments (4 to 7); for 8-bit moments, the addresses of both scales and the number of columns (8 to 10); and one
+    unused integer. The floats are `Hyper.factors`.
     """
-    # Programs are numbered across all tensors. Search for the last tensor whose first program is at or before this one.
+    # Programs are numbered across all tensors. Search for the last tensor whose first program is this program or an
+    # earlier one.
     SPAN: tl.constexpr = BLOCK * BLOCKS
     program = tl.program_id(0)
     low = 0
@@ -342,7 +344,7 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
 
     # Fill the rows of the table, which `_adamw_kernel` describes.
     programs = 0
-    integers, floats = array("q"), array("f")  # which, unlike lists, torch reads without a loop over their numbers
+    integers, floats = array("q"), array("f")  # torch reads arrays without a loop over their numbers, unlike lists
     for (param, _, exp_avg, exp_avg_sq, hyper, stream, scales), grad in zip(updates, grads, strict=True):
         count, code_entries = param.numel(), (0, 0, 0)
         if scales is not None:

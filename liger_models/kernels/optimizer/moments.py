@@ -1,15 +1,15 @@
-"""8-bit moments of AdamW: a code c per element, and an fp32 scale s per block of 128 elements of the last dimension.
+"""8-bit moments of AdamW: one code c per element, and one fp32 scale s per block of 128 elements of the last dimension.
 
 The scale is the largest magnitude in its block. The moments are::
 
     m = sign(c) · (c / 127)² · s    c from −127 to 127, int8
     v = (c / 255)⁴ · s              c from 0 to 255, uint8
 
-The powers give small values more codes: the square root of a second moment may be 65,025 times smaller than the largest
-root in its block. In one step, a moment usually changes by less than the distance between two codes. Moments are
-therefore rounded up or down at random, such that the mean is preserved. With rounding to nearest, 0.999 · v would
-always become v again. A positive second moment never gets the code 0, because the update would then be m / eps. If a
-block contains infinity or NaN, its scale is that value.
+The powers give small values more codes: the square root of a nonzero second moment can be as small as 1 / 65,025 of the
+largest root in its block. In one step, a moment usually changes by less than the distance between two codes. Moments
+are therefore rounded up or down at random, such that the mean is preserved. If moments were rounded to nearest, 0.999 ·
+v would always become v again. A positive second moment never gets the code 0, because the update would then be m / eps.
+If a block contains infinity or NaN, the block's scale is this value.
 """
 
 import math
@@ -22,11 +22,12 @@ from torch import Tensor
 from liger_models.kernels.dispatch import tl, triton
 
 WIDTH = 128
-"""Number of elements in a block, which share a scale."""
+"""Number of elements in a block. The elements of a block share a scale."""
 LEVELS = {torch.int8: 127, torch.uint8: 255}
 POWERS = {torch.int8: 2, torch.uint8: 4}
 SMALLEST = 2.0**-126
-"""Smallest scale of a block that is not rounded to 0. The inverse of a smaller scale could be infinite."""
+"""Minimum scale: blocks with a smaller scale are rounded to 0, because the inverse of such a scale could be
+infinite."""
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
@@ -43,7 +44,7 @@ def scale_shape(shape: Sequence[int]) -> list[int]:
 
 
 def moment_bytes(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Return the size in bytes of each tensor that a parameter's two moments consist of.
+    """Return the sizes in bytes of the tensors that store a parameter's two moments.
 
     Args:
         shape: shape of the parameter.
@@ -58,7 +59,7 @@ def moment_bytes(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """Decode codes [..., N] in int8 or uint8 with scales [..., ceil(N / 128)] to values [..., N].
 
-    The values have the dtype of the scales.
+    The returned values have the dtype of the scales.
     """
     root = codes.to(scales.dtype) / LEVELS[codes.dtype]
     value = root * root.abs() if codes.dtype == torch.int8 else root.square().square()
@@ -81,7 +82,7 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
     x = values.abs() / scales.where(scales >= SMALLEST, math.inf).repeat_interleave(WIDTH, -1)[..., : values.shape[-1]]
     x = x.where(x < 1, 1)  # NaN becomes 1, too
 
-    # Find the nearest code below x and the next code. A random number decides between them.
+    # Find the nearest code below x and the code after it. A random number decides between them.
     low = (x ** (1 / power) * levels).floor().clamp(max=levels - 1)
     below, above = (low / levels) ** power, ((low + 1) / levels) ** power
     draw = 0.5 if generator is None else torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
@@ -121,7 +122,7 @@ def encoded(value, draw, LEVELS: tl.constexpr):
     if LEVELS == 255:
         root = tl.sqrt(root)
 
-    # Find the nearest code below x and the next code. A random number decides between them.
+    # Find the nearest code below x and the code after it. A random number decides between them.
     low = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1.0)
     below = low * (1.0 / LEVELS)
     above = (low + 1) * (1.0 / LEVELS)

@@ -2,7 +2,7 @@
 
 The steps move the singular values σ of a matrix close to 1, and keep its singular vectors::
 
-    X = X / max(‖X‖, 1e-7)                          the Frobenius norm, so that σ <= 1
+    X = X / max(‖X‖, 1e-7)                          with the Frobenius norm, so that σ <= 1
     five times:  A = X Xᵀ,   X = a X + (b A + c A²) X          a, b, c = 3.4445, -4.7750, 2.0315
 
 The coefficients are chosen for a steep slope at σ = 0 instead of a fixed point at σ = 1. A σ above 0.002 ends between
@@ -29,11 +29,11 @@ EPS = 1e-7
 BLOCK = 16 if INTERPRET else 128
 BLOCK_K = 16 if INTERPRET else 64
 STAGES, NUM_WARPS = 3, 8
-"""Number of rows and columns of a tile (BLOCK), number of columns of X per step of the sum (BLOCK_K), number of steps
-in flight, and number of warps."""
+"""Number of rows and number of columns of a tile (both BLOCK), number of columns of X per step of the sum (BLOCK_K),
+number of steps in flight, and number of warps."""
 SPAN = 2 * BLOCK_K
 """Number of columns over which an fp32 X is summed before the sum is added to the total. A single long sum would have
-larger rounding errors than the products of libraries."""
+larger rounding errors than library products."""
 
 
 def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
@@ -43,7 +43,7 @@ def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0
 
 @triton.jit
 def _sum_of_products(left, right, K, left_exists, right_exists, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Compute the product [BLOCK, BLOCK] of the rows at ``left`` and ``right``, summed over K columns.
+    """Compute the product [BLOCK, BLOCK] of the rows at ``left`` and the rows at ``right``, summed over K columns.
 
     Rows beyond the matrix count as 0.
     """
@@ -104,7 +104,7 @@ def _symmetric_product_kernel(
 
 
 def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """Compute alpha · X Xᵀ + beta · X of each matrix X. The function is not differentiable.
+    """Compute alpha · X Xᵀ + beta · X for each matrix X. The function is not differentiable.
 
     The Triton kernel's result is exactly symmetric.
 
@@ -144,13 +144,13 @@ def newton_schulz_reference(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def newton_schulz(x: Tensor) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each matrix. The function is not differentiable.
+    """Approximate the orthogonal matrix that is nearest to each matrix. The function is not differentiable.
 
     Args:
         x: [B, N, K], floating-point. The products are computed in the dtype of x.
 
     Returns:
-        [B, N, K] in the dtype of ``x``, matrices with singular values of about 1. A zero matrix stays zero.
+        [B, N, K] in the dtype of ``x``: matrices whose singular values are about 1. A zero matrix stays zero.
 
     Raises:
         ValueError: ``x`` does not have three dimensions.

@@ -1,4 +1,4 @@
-"""RMSNorm of heads that are held as pairs x1, x2 [ROWS, BLOCK], for `qk_norm_rope` and `qkv_norm_rope`.
+"""RMSNorm of heads whose elements are held as pairs x1, x2 [ROWS, BLOCK], for `qk_norm_rope` and `qkv_norm_rope`.
 
 The norm is over one head, which is one row, or, if the flag WHOLE is set, over all heads that the program holds. In the
 backward, let s be the weight multiplied by the gradient of the normalized head::
@@ -13,10 +13,10 @@ from liger_models.kernels.rope.rope import store_heads
 
 HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
 WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
-"""For the backward with weight gradients, which each program sums over its tokens: number of warps per multiprocessor,
-and number of tokens that a program has in flight if shared memory can hold them. HEAD is for norms over one head, and
-WHOLE for norms over all heads. On an H200, with heads of 128, the backward reaches 0.81 of copy bandwidth for 32 + 8
-heads and 0.99 for 32 + 32 heads. With one token in flight, it would reach 0.73 and 0.87."""
+"""For a backward in which each program sums weight gradients over its tokens: number of warps per multiprocessor, and
+number of tokens that a program has in flight if shared memory can hold them. HEAD is for norms over one head, and WHOLE
+for norms over all heads. On an H200, with heads of 128, the backward reaches 0.81 of copy bandwidth for 32 + 8 heads
+and 0.99 for 32 + 32 heads. With one token in flight, it would reach 0.73 and 0.87."""
 
 
 @triton.jit
@@ -66,9 +66,9 @@ def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, wh
 
     Args:
         packed: [B, T, W], the packed projection.
-        constants: constants of the launch, of which CHUNKS, ROWS, BLOCK and num_warps are used.
-        need_dw: whether programs sum a weight gradient. If not, there is one program per token.
-        whole: whether the norm is over all heads.
+        constants: constants of the launch. Only CHUNKS, ROWS, BLOCK and num_warps are used.
+        need_dw: whether programs sum a weight gradient. If not, each program has one token.
+        whole: whether the norm is over all heads of a token.
     """
     tokens = packed.shape[0] * packed.shape[1]
     warps, stages = (WHOLE_WARPS_PER_SM, WHOLE_STAGES) if whole else (HEAD_WARPS_PER_SM, HEAD_STAGES)

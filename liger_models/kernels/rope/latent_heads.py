@@ -1,7 +1,7 @@
 """Queries, keys and values of latent attention, from the outputs of its projections.
 
-Each of the H heads has a part without position, N elements of q and k, and a rotated part, R elements. The rotated part
-of the key is the same for all heads. The projections return, for each token::
+The queries and keys of each of the H heads have two parts: N elements that are not rotated, and R elements that are
+rotated. The rotated part of the key is the same for all heads. The projections return, for each token::
 
     q       [H, N + R]    the query of each head
     kv      [H, N + V]    the first part of the key, and the value, of each head
@@ -12,7 +12,8 @@ The op rotates the second parts, as in `kernels.rope.rope`, in fp32, and copies 
     q'_h = [q_h[:N], rotate(q_h[N:])],   k_h = [kv_h[:N], rotate(k_rope)],   v_h = kv_h[N:]
 
 The results are the tensors that attention saves for its backward, so neither q nor kv stays in memory. The backward
-rotates by the opposite angle, and sums the gradient of ``k_rope`` over the heads, in fp32. Only the tables are saved.
+rotates by the opposite angle, and sums the gradient of ``k_rope`` over the heads, in fp32. Only the tables of cos and
+sin are saved.
 
 Source: https://arxiv.org/abs/2405.04434.
 """
@@ -37,7 +38,7 @@ from liger_models.kernels.rope.rope import (
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 ELEMENTS = 2048
-"""Number of elements of a tile of heads that a program of four warps loads at a time."""
+"""Number of elements in the tile of heads that a program of four warps loads at a time."""
 
 
 def latent_heads_reference(
@@ -65,7 +66,7 @@ def latent_heads_reference(
 
 @triton.jit
 def _copy(source, target, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy WIDTH elements of each of the heads at the pointers ``source`` to ``target``, [ROWS, 1] each."""
+    """Copy WIDTH elements per head from the pointers ``source`` [ROWS, 1] to the pointers ``target`` [ROWS, 1]."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = mask & (column < WIDTH)
     x = tl.load(source + column, mask=inside, other=0.0)
@@ -90,7 +91,7 @@ def _latent_heads_kernel(
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
     row = token * H + head  # [ROWS, 1]
 
-    # Queries: copy the first part, and rotate the second part [ROWS, BLOCK] x 2.
+    # Queries: copy the first part, and rotate the second part, which is two tensors [ROWS, BLOCK].
     q = q_ptr + batch * q_b + position * q_t + head * (N + R)
     q_out = q_out_ptr + row * (N + R)
     _copy(q, q_out, inside, N, BLOCK_N)
@@ -98,7 +99,8 @@ def _latent_heads_kernel(
     y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, inside, HALF, BLOCK)
     store_heads(q_out + N, inside, y1, y2, R, HALF, BLOCK, INTERLEAVED)
 
-    # Keys and values: copy the parts of each head, and store the rotated part that all heads share, [1, BLOCK] x 2.
+    # Keys and values: copy the parts of each head, and store the rotated part that all heads share, two tensors
+    # [1, BLOCK].
     kv = kv_ptr + batch * kv_b + position * kv_t + head * (N + V)
     k = k_ptr + row * (N + R)
     _copy(kv, k, inside, N, BLOCK_N)
@@ -155,7 +157,7 @@ def _latent_heads_backward_kernel(
 
 
 def _constants(num_heads: int, N: int, R: int, V: int, cos: Tensor | None) -> dict[str, int]:
-    """Return the constants of a launch, in which a program has ROWS heads at a time."""
+    """Return the constants of a launch in which a program processes ROWS heads at a time."""
     block_n, block_v = next_power_of_2(N), next_power_of_2(V)
     return {
         "H": num_heads,

@@ -6,17 +6,17 @@ The forward is computed in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x ·
     z = cast((weight_offset + w) · n)          with scale_in_fp32=True (Gemma 3, OLMo 2)
     q, k = cast(rotated(z))                    rotated as in `rope`; v is copied
 
-cast rounds to the dtype of the projection. The mean is over one head, and there is one weight [D] for all query heads
-and one for all key heads. If the weights are as wide as the projections ([H · D] and [G · D], as in OLMo 2), one mean
-is over all query heads of a token, and another over all its key heads.
+cast rounds to the dtype of the projection. The mean is over one head. One weight [D] is for all query heads, and
+another for all key heads. If the weights are as wide as the projections ([H · D] and [G · D], as in OLMo 2), one mean
+is over all query heads of a token, and another mean is over all key heads of the token.
 
-In the backward, let dz be dq rotated back, and let s = dz · (weight_offset + w). The same holds for k::
+In the backward of q, let dz be dq rotated back, and let s = dz · (weight_offset + w). The backward of k is the same::
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-The packed projection is saved, from which the backward recomputes r. Saving only the outputs, which attention saves in
-any case, would not suffice, because the outputs do not determine n where a weight is 0. The weight gradients are summed
-in fp32: each program writes a partial sum, and `sum_partials` adds the partial sums.
+The packed projection is saved, and the backward recomputes r from it. Attention saves the outputs in any case, but
+these would not suffice, because they do not determine n where a weight is 0. The weight gradients are summed in fp32:
+each program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
@@ -81,12 +81,12 @@ def qk_norm_rope_reference(
 def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     """Return three tensors [ROWS, 1] that describe a program's heads.
 
-    The first is the index of the head, where key heads follow the query heads. The second is True if the head exists.
-    The third is the index of the head in the packed row. With WHOLE, the first chunk has all query heads, and the
-    second chunk has all key heads.
+    The first tensor is the index of the head, where key heads follow the query heads. The second is True if the head
+    exists. The third is the index of the head in the packed row. With WHOLE, the first chunk has all query heads, and
+    the second chunk has all key heads.
     """
     H: tl.constexpr = G * GROUP
-    # In the packed row, each group has its query heads, then its key, then its value.
+    # In the packed row, each group consists of its query heads, then its key, then its value.
     PER_CHUNK: tl.constexpr = H if WHOLE else ROWS
     row = tl.arange(0, ROWS)[:, None]
     head = chunk * PER_CHUNK + row
@@ -121,7 +121,7 @@ def _qk_norm_rope_kernel(
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     row = token.to(tl.int64)
 
-    # Load all inputs: heads and their weights, as two halves [ROWS, BLOCK] each, values, and angles [1, BLOCK].
+    # Load all inputs: heads and their weights (two halves [ROWS, BLOCK] each), values, and angles [1, BLOCK].
     packed = packed_ptr + batch * packed_b + position * packed_t
     head, inside, packed_head = _heads(chunk, G, GROUP, ROWS, WHOLE)
     x1, x2 = load_heads(packed + packed_head * D, inside, D, HALF, BLOCK, INTERLEAVED)
@@ -187,7 +187,7 @@ def _qk_norm_rope_backward_kernel(
         dv = dv_ptr + batch * v_b + position * v_t + value.to(tl.int64) * v_h
         values = tl.load(dv + column, mask=inside_values & HAS_V, other=0.0)
 
-        # Compute dz, which is g rotated back, s = dz · w, and dx, [ROWS, BLOCK] x 2 each.
+        # Compute dz, which is g rotated back, s = dz · w, and dx. Each consists of two tensors [ROWS, BLOCK].
         g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, True, HALF, BLOCK)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * (w1.to(tl.float32) + weight_offset), g2 * (w2.to(tl.float32) + weight_offset)
@@ -265,13 +265,13 @@ def _qk_norm_rope_backward(
     B, T, _ = qkv.shape
     shares, stages = backward_launch(qkv, constants, need_dw, whole)
 
-    # A program has a partial sum of the weight gradient for each head, or one for query heads and one for key heads.
+    # A program has one partial sum of the weight gradient for each head, or one for query heads and one for key heads.
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     rows, q_rows = (num_heads + num_kv_heads, num_heads) if whole else (2, 1)
     partials = (shares if whole else shares * chunks) if need_dw else 0
     partial = torch.empty(partials, rows, head_dim, dtype=torch.float32, device=qkv.device)
 
-    # In place of an absent gradient, which the kernel does not read, a tensor with strides must be passed.
+    # The kernel does not read an absent gradient, but a tensor with strides must be passed instead.
     parts = [qkv.unsqueeze(2) if grad is None else grad for grad in grads]
     if qkv.numel():
         with on_device_of(qkv):

@@ -1,11 +1,11 @@
 """RMSNorm of queries, keys and values, and rotary embedding of queries and keys, fused with the split of packed QKV.
 
-The packed projection is grouped by KV head. Each group has its H / G query heads, then its key and its value. If the
-projection has no values, the key is also the value. If it has neither keys nor values, the layer uses the keys and
-values of another layer. Every head is normalized separately. The forward is computed in fp32, with
-r = 1 / sqrt(mean(x²) + eps) and n = x · r::
+The packed projection is grouped by KV head. Each group consists of its H / G query heads, then its key, then its value.
+If the projection has no values, the key is also the value. If it has neither keys nor values, the layer uses the keys
+and values of another layer. Every head is normalized separately. The forward is computed in fp32, with r = 1 /
+sqrt(mean(x²) + eps) and n = x · r::
 
-    q, k = cast(rotated(cast(n · w)))     w [D] is the weight of queries or of keys; rotated as in `rope`
+    q, k = cast(rotated(cast(n · w)))     w [D] is the weight of queries or keys; rotated as in `rope`
     v = cast(n)
 
 In the backward, let g be dq or dk rotated back::
@@ -15,7 +15,7 @@ In the backward, let g be dq or dk rotated back::
     s = dv                                for values
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ g · n
 
-The packed projection is saved, from which the backward recomputes r. The weight gradients are summed in fp32: each
+The packed projection is saved, and the backward recomputes r from it. The weight gradients are summed in fp32: each
 program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: transformers ``models/gemma4``; https://arxiv.org/abs/2010.04245.
@@ -80,8 +80,8 @@ def qkv_norm_rope_reference(
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return four tensors [ROWS, 1] that describe a program's heads.
 
-    These are the index in the packed row, the KV head, the index in the group of this KV head, and whether the head
-    exists.
+    The tensors are the head's index in the packed row, its KV head, its index in the group of this KV head, and whether
+    the head exists.
     """
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
@@ -94,7 +94,7 @@ def _weights(
 ):  # fmt: skip
     """Load the norm's weight for each head in fp32, in the layout of `load_heads`. The weight of a value is 1."""
     weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
-    # For values, the weight of keys is loaded and not used.
+    # For values, the weight of keys is loaded but not used.
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
     scaled = member <= GROUP
     return tl.where(scaled, w1.to(tl.float32), 1.0), tl.where(scaled, w2.to(tl.float32), 1.0)
@@ -114,7 +114,7 @@ def _qkv_norm_rope_kernel(
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     row = token.to(tl.int64)
 
-    # Load heads and their weights [ROWS, BLOCK] x 2, and angles [1, BLOCK].
+    # Load heads and their weights, as two tensors [ROWS, BLOCK] each, and angles [1, BLOCK].
     slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
     x1, x2 = load_heads(packed_ptr + batch * packed_b + position * packed_t + slot * D, inside, D, HALF, BLOCK, False)
     w1, w2 = _weights(slot, member, inside, wq_ptr, wk_ptr, GROUP, D, HALF, BLOCK)
@@ -128,7 +128,7 @@ def _qkv_norm_rope_kernel(
     z1, z2 = (n1 * w1).to(dtype).to(tl.float32), (n2 * w2).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, member <= GROUP, HALF, BLOCK)
 
-    # A key that is also the value is stored twice: rotated as the key, and as n as the value.
+    # A key that is also the value is stored twice: the rotated key is stored as the key, and n is stored as the value.
     q = q_ptr + row * (H * D) + (group * GROUP + member) * D
     value = v_ptr + row * (G * D) + group * D
     if PARTS == 0:
@@ -169,7 +169,7 @@ def _qkv_norm_rope_backward_kernel(
         x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, False)
         cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
 
-        # Compute s and dx, [ROWS, BLOCK] x 2 each. A key that is also the value has a second gradient, from dv.
+        # Compute s and dx, as two tensors [ROWS, BLOCK] each. A key that is also the value has a second gradient, dv.
         g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * w1, g2 * w2
@@ -197,7 +197,7 @@ def _qkv_norm_rope_backward_kernel(
 def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
     """Return the constants of both kernels.
 
-    ``PARTS`` is the number of keys and values per group, 0 to 2, and ``CHUNKS`` is the number of programs per token.
+    ``PARTS`` is the number of keys and values per group, from 0 to 2. ``CHUNKS`` is the number of programs per token.
     """
     slots = packed.shape[-1] // head_dim
     constants = tiles(slots, head_dim, cos)
@@ -293,7 +293,7 @@ def qkv_norm_rope(
     """Split the packed projection, normalize every head, and rotate q and k, in one kernel. The packed tensor is saved.
 
     Args:
-        packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value;
+        packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value; or
             [B, T, (H + G) · D] without values, where the unnormalized keys are also the values; or [B, T, H · D]
             without keys and values.
         cos, sin: [B or 1, T, R / 2], as in `rope`.

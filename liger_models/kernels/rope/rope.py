@@ -6,16 +6,16 @@ width. The other elements, and the values v, are copied::
     y1 = x1 · cos − x2 · sin
     y2 = x2 · cos + x1 · sin
 
-A pair consists of the elements i and i + R/2, in the half-split order of most Hugging Face checkpoints, or of the
-elements 2i and 2i + 1 if ``interleaved`` (GLM). Layers without rotation have no tables of cos and sin, and only split
-the packed projection.
+In the half-split order of most Hugging Face checkpoints, a pair consists of the elements i and i + R/2. If
+``interleaved`` (GLM), a pair consists of the elements 2i and 2i + 1. Layers without rotation have no tables of cos and
+sin, and only split the packed projection.
 
-The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``. No activation is saved, only the
-tables, which get no gradient. A table has one entry per pair, so its width is R / 2. The result is rounded once, to the
-dtype of the input.
+The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``. No activation is saved. Only the
+tables are saved, and they get no gradient. A table has one entry per pair, so its width is R / 2. The result is rounded
+once, to the dtype of the input.
 
-The packed projection is grouped by KV head. Each group has its H / G query heads, then k, then v. In the kernels, GROUP
-is H / G, and x_b, x_t and x_h are the strides of x along batch, tokens and heads.
+The packed projection is grouped by KV head. Each group consists of its H / G query heads, then k, then v. In the
+kernels, GROUP is H / G, and x_b, x_t and x_h are the strides of x along batch, tokens and heads.
 
 Source: https://arxiv.org/abs/2104.09864.
 """
@@ -31,11 +31,11 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
-"""Number of elements of one token's heads that a warp processes. A program then has 16 heads of 128, so that 32 + 2 · 8
-heads fill all lanes. In bf16, a thread loads 16 bytes of each half into 32 registers."""
+"""Number of elements of one token's heads that a warp processes. A program then has 16 heads of 128 elements, so that
+32 + 2 · 8 heads fill all lanes. In bf16, a thread loads 16 bytes of each half into 32 registers."""
 
 PAIRS_PER_WARP = 16
-"""Largest number of a head's pairs per warp. If a program had fewer threads than a token has angles, Triton would pass
+"""Maximum number of a head's pairs per warp. If a program had fewer threads than a token has angles, Triton would pass
 the angles through shared memory."""
 
 
@@ -80,11 +80,11 @@ def rope_qkv_reference(
 
 @triton.jit
 def choose(condition, a, b):
-    """Return the pointers ``a`` where ``condition`` holds and ``b`` elsewhere, selected as integer addresses.
+    """Return the pointers ``a`` where ``condition`` holds, and ``b`` elsewhere. The pointers are selected as integers.
 
     AMD's compiler rejects ``tl.where`` of pointers into two tensors. An offset from one tensor to the other is not
-    possible either, because offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, addresses
-    compile to the same instructions as pointers.
+    possible either, because offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, integer
+    addresses compile to the same instructions as pointers.
     """
     return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
 
@@ -108,7 +108,7 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     All results are [1, BLOCK].
     """
     pair = tl.arange(0, BLOCK)[None, :]
-    rotated = pair < HALF  # the other pairs consist of elements after the rotary width, one from each half of these
+    rotated = pair < HALF  # other pairs have one element from each half of the elements after the rotary width
     return pair + tl.where(rotated, 0, HALF), pair + tl.where(rotated, HALF, D // 2), pair < D // 2
 
 
@@ -118,7 +118,7 @@ def load_heads(
 ):  # fmt: skip
     """Load all pairs of heads as x1 and x2 [ROWS, BLOCK].
 
-    ``source`` [ROWS, 1] has a pointer to each head. Heads whose ``mask`` is False are loaded as 0.
+    ``source`` [ROWS, 1] holds a pointer to each head. Heads whose ``mask`` is False are loaded as 0.
     """
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -175,7 +175,7 @@ def _rope_kernel(
     inside = head < H
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, INVERSE)
 
-    # Load and store [ROWS, BLOCK] x 2. x may have any strides, and y is contiguous.
+    # Load and store two tensors [ROWS, BLOCK]. x may have any strides, and y is contiguous.
     x = x_ptr + batch * x_b + position * x_t + head.to(tl.int64) * x_h
     y = y_ptr + token.to(tl.int64) * (H * D) + head * D
     x1, x2 = load_heads(x, inside, D, HALF, BLOCK, INTERLEAVED)
@@ -221,7 +221,7 @@ def _rope_qkv_kernel(
         present = present & (member != GROUP)
     if not HAS_V:
         present = present & (member <= GROUP)
-    # Rotate [ROWS, BLOCK] x 2 in fp32. Values are copied.
+    # Rotate two tensors [ROWS, BLOCK] in fp32. Values are copied.
     x1, x2 = load_heads(split if BACKWARD else packed, present, D, HALF, BLOCK, INTERLEAVED)
     y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= GROUP, HALF, BLOCK)
     store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
@@ -230,8 +230,8 @@ def _rope_qkv_kernel(
 def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Return ``(cos, sin, batch stride, position stride)``. The strides are the same for both tables.
 
-    The batch stride is 0 if the tables have one row for the whole batch. Without tables, ``stand_in`` is returned in
-    their place. The kernel does not read it, because there are no pairs to rotate.
+    The batch stride is 0 if the tables have one row for the whole batch. Without tables, ``stand_in`` is returned
+    instead of each table. The kernel does not read it, because there are no pairs to rotate.
     """
     if cos is None or sin is None:
         return stand_in, stand_in, 0, 0
@@ -281,7 +281,7 @@ def _launch_qkv(
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
 
-    # In place of an absent gradient, which the kernel does not read, a tensor with strides must be passed.
+    # The kernel does not read an absent gradient, but a tensor with strides must be passed instead.
     parts = [packed.unsqueeze(2) if part is None else part for part in (q, k, v)]
     if packed.numel():
         with on_device_of(packed):
@@ -403,8 +403,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
 
     Args:
         x: [B, T, H, D], float32, float16 or bfloat16, with any strides. A transposed [B, H, T, D] need not be copied.
-        cos, sin: [B or 1, T, R / 2], cos and sin of the angles at each token's position, preferably in float32. The
-            elements of a head from R on are copied. The tables get no gradient.
+        cos, sin: [B or 1, T, R / 2], cos and sin of the angles at each token's position, preferably in float32.
+            Elements of a head beyond the first R are copied. The tables get no gradient.
         interleaved: whether pairs are (2i, 2i + 1) instead of (i, i + R/2).
 
     Returns:
@@ -471,12 +471,12 @@ def liger_rotary_pos_emb(
     Args:
         q: [B, H, T, D], or [B, T, H, D] if ``unsqueeze_dim`` is 2.
         k: [B, G, T, D], or [B, T, G, D] if ``unsqueeze_dim`` is 2.
-        cos, sin: [B or 1, T, R] or [T, R], as transformers' rotary embeddings return them. Their two halves are equal,
-            and only the first half is read.
+        cos, sin: [B or 1, T, R] or [T, R], as transformers' rotary embeddings return them. Both halves of a table are
+            equal, and only the first half is read.
         position_ids: ignored, as in transformers, because the tables already belong to the positions.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
-        rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables.
-            It is needed only if the tables consist of the first half alone (GPT-OSS).
+        rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables. R is
+            needed only if the tables consist of the first half alone (GPT-OSS).
 
     Returns:
         The rotated q and k, as new tensors of the same shapes and dtypes.
