@@ -242,7 +242,7 @@ def score_gradients_kernel(
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles of p and ds to two workspaces, in the layout in which the forward writes the weights."""
+    """Write tiles of p and ds to two workspaces, in the same layout as the forward's weights."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
@@ -354,7 +354,7 @@ def gradients_kernel(
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     ACROSS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     index, rank = tl.program_id(0), tl.program_id(1)
-    # The programs of dv come first, then those of dk, then those of dq.
+    # The programs for dv come first, then the programs for dk, then the programs for dq.
     before_k = kv_heads * ACROSS_V
     before_q = before_k + kv_heads * ACROSS_K
     # The three branches are not nested, because Triton reuses shared memory only among tiles of consecutive

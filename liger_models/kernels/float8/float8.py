@@ -22,7 +22,7 @@ gated product, or the gradient of gate and up. Such a matrix exists only in floa
 
 Devices without float8 products multiply the rounded matrices in fp32.
 
-Source: https://arxiv.org/abs/2209.05433 (formats). The recipes are those of torchao.float8.
+Source: https://arxiv.org/abs/2209.05433 (formats). The recipes are the same as in torchao.float8.
 """
 
 from typing import NamedTuple

@@ -253,5 +253,5 @@ def float8_norm_linear(
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, gathered: Float8 | None = None
 ) -> Tensor:
-    """Compute ``x @ weightᵀ + bias`` [..., O] in float8. Arguments and errors are those of `float8_norm_linear`."""
+    """Compute ``x @ weightᵀ + bias`` [..., O] in float8. For arguments and errors, see `float8_norm_linear`."""
     return float8_norm_linear(None, x, FusedNorm(None), weight, bias, recipe, gathered)[0]

@@ -35,7 +35,7 @@ from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
-"""The largest number of float8 e4m3."""
+"""The largest number that float8 e4m3 represents."""
 
 SMALLEST_SCALE = 1e-12
 """Minimum scale of a row. It prevents a division by zero in rows of zeros."""

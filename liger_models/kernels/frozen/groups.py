@@ -1,4 +1,4 @@
-"""The common kernels of frozen weights with four-bit codes, in which each group of columns of a row shares a scale.
+"""The common kernels of frozen weights with four-bit codes. Each group of columns of a row shares a scale.
 
     W = rounded(number(code) · scale)
 

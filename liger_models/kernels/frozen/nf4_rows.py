@@ -4,7 +4,7 @@ The kernels multiply x by the table's numbers for the codes, and the sum over ea
 
     y_n = Σ_blocks scale_n · (Σ_block table[code] · x) + b_n
 
-`nf4_dense` rounds table · scale, but here no such product is rounded, so y is closer to the exact result.
+`nf4_dense` rounds the products table · scale. These kernels do not round them, so y is closer to the exact result.
 
 For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions, in
 the order in which the matrix units take them: one instruction turns the byte into an address, and the other reads the
@@ -337,7 +337,7 @@ def nf4_rows(
     constants = {"SCALES_PER_FACTOR": per_factor, "HAS_BIAS": bias is not None, "ACT": act}
     bias = x if bias is None else bias.contiguous()
     (low, B, R), options = low_rank_arguments(x, low_rank)
-    # Kernels that start early are slower here, because their programs are distributed unevenly over the
+    # These kernels would be slower if they started early, because their programs would be distributed unevenly over the
     # multiprocessors.
     constants |= {name: options[name] for name in ("RANKS", "OVERLAPS")}
     looks_up = ptx and M <= MOST_LOOKUPS and codes_per_scale == LOOKUP_BLOCK and packed[0].data_ptr() % 16 == 0

@@ -131,7 +131,7 @@ class NormLinearOutputs(NamedTuple):
 
     Attributes:
         y: [..., O].
-        h: [..., C], the residual stream. Without x, h is None, because an op may not return one of its inputs.
+        h: [..., C], the residual stream. Without x, h is None, because an op must not return one of its inputs.
         statistics: statistics of each row, from which the norm can be recomputed.
     """
 

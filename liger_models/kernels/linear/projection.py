@@ -162,7 +162,7 @@ class Product:
         return (self.forward(rows), None) if both is None else both
 
     def gated(self, gate_up: Tensor, act: str) -> Any:
-        """Compute `gated_act` of gates and ups [N, 2 F], in the form in which `forward` takes rows."""
+        """Compute `gated_act` of gates and ups [N, 2 F], in the form that `forward` takes."""
         return gated_act_forward(gate_up, act)
 
     def gated_again(self, gate_up: Tensor, act: str) -> Any:

@@ -320,8 +320,8 @@ def key_gradients_kernel(
 ):  # fmt: skip
     """Compute dk, dβ and dg of one chunk and key head.
 
-    The states' contribution is computed here and added to the contributions that previous kernels have computed. S ∘ dS
-    is summed in a separate loop, because with another accumulator in the same loop, registers would spill.
+    This kernel computes the states' contribution, and adds it to the contributions that previous kernels have computed.
+    S ∘ dS is summed in a separate loop, because with another accumulator in the same loop, registers would spill.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

@@ -368,7 +368,7 @@ def _store_gradient(
     ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to ``norm`` multiplied by the gradient of x · norm.
     ``along`` is the dot product of each of its rows with the same row of x · norm.
     """
-    tl.debug_barrier()  # other threads have stored what is read here
+    tl.debug_barrier()  # wait, because other threads have stored what is read below
     index = tl.arange(0, C)
     for first in tl.range(0, DK, BLOCK, num_stages=1):
         dx = load_rows(raw_ptr + first, index, DK, count, DK - first, BLOCK)

@@ -512,7 +512,8 @@ def ssd_scan_packed(
     """Compute `ssd_scan` of x, B and C in one tensor, whose gradient is also written as one tensor.
 
     Args:
-        packed: [B, T, H · P + 2 · G · N], where the columns of x come first, then those of B, then those of C.
+        packed: [B, T, H · P + 2 · G · N], where the columns of x come first, then the columns of B, then the columns of
+            C.
         delta, g, D: as in `ssd_scan`.
         head_dim: P.
         groups: G.

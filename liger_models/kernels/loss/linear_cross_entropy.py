@@ -2,7 +2,7 @@
 
 The rows of x are processed in chunks whose logits fit into a workspace. For each chunk, a matrix product writes the
 logits into a reused buffer, one kernel computes the loss and overwrites the logits with their gradient, and two matrix
-products compute the chunk's dx and its part of dweight. The formulas of a row are those of `cross_entropy`.
+products compute the chunk's dx and its part of dweight. The formulas for a row are the same as in `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which the forward does not know. The forward
   computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. In
@@ -17,8 +17,8 @@ In fp16, the factor of each token's loss (1 / number of tokens for a mean) is di
 the gradient of the logits is rounded, and the results are multiplied by the power at the end. This is exact, and
 prevents the gradients of a mean over many tokens from underflowing.
 
-The host never waits for the device. Gradients that are not needed, such as those of frozen inputs, are not computed.
-The loop over chunks is in `row_chunks.py`.
+The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
+computed. The loop over chunks is in `row_chunks.py`.
 
 If the vocabulary is sharded over ranks (`VocabShard`), the logits are never gathered. For each token of a chunk, each
 rank sends four numbers about its shard: the maximum of the logits z, log Σ exp(z − maximum), the logit of the target if

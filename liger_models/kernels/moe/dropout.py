@@ -2,9 +2,9 @@
 
     out_j = rows_j · m_j / (1 − p)      each element of m_j is 1 with probability 1 − p, otherwise 0
 
-The random numbers depend only on the seed and on the token of which a row is a copy, so the same elements are dropped
-in all copies of a token. Only the seed is saved. The backward generates the same m_j from the seed, and multiplies the
-gradient by m_j / (1 − p).
+A row is a copy of a token. The random numbers depend only on the seed and on this token, so the same elements are
+dropped in all copies of a token. Only the seed is saved. The backward generates the same m_j from the seed, and
+multiplies the gradient by m_j / (1 − p).
 """
 
 import torch

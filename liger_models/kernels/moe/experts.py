@@ -467,7 +467,7 @@ def _forward(inputs: MoEInputs) -> MoEOutputs:
     del rows
     product = _act(u, gate_up.bias, ends, inputs.act, inputs.limit)  # [S, F]
     kept = None if inputs.recompute else u
-    del u  # unless it is saved, u is freed here before the next product
+    del u  # unless u is saved, this frees u before the next product
     rows = _product(product, down.weight, down.low_rank, ends, library, drop_out)  # [S, C]
     del product
     y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, down.bias, experts, inputs.addend)

@@ -29,10 +29,10 @@ PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}
 PRODUCT_STAGES = 3
 SUM_BLOCK = (32, 128)
-"""`TILES` maps the size of an element in bytes to the tile shape (both dimensions of the result, then the dimension
-that is summed), the number of warps and the number of pipeline stages of the Triton kernels. 16-bit dtypes take 96 KB
-of shared memory, which Ampere, Ada and Hopper GPUs all have. `SUM_BLOCK` is the number of rows and the number of
-columns that a program of `grouped_sum` reads at a time."""
+"""Options of the Triton kernels. `PRODUCT_BLOCKS` and `PRODUCT_WARPS` map the size of an element in bytes to the tile
+shape (both dimensions of the result, then the dimension that is summed) and to the number of warps. `PRODUCT_STAGES` is
+the number of pipeline stages. 16-bit dtypes take 96 KB of shared memory, which Ampere, Ada and Hopper GPUs all have.
+`SUM_BLOCK` is the number of rows and the number of columns that a program of `grouped_sum` reads at a time."""
 
 
 def _row_counts(ends: Tensor) -> list[int]:
