@@ -1,4 +1,4 @@
-"""The lookup of rows of a table, and the sum of the gradients of equal rows.
+"""The lookup of rows of a table, and its backward, which sums the gradients for equal ids.
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
 order of n, and 0 for rows that no id names. The ids are sorted first, so that equal ids are neighbors. A first

@@ -1,7 +1,7 @@
 """Causal attention with sinks. A sink is an additional score of a head, which has no key but takes part in the softmax.
 
 Let s_ij = scale · q_i · k_j be the scores of the keys to which token i attends, and let z be the sink of the head. A
-flash-attention kernel computes l and o, the log-sum-exp and the output without the sink. The result is y::
+flash-attention kernel computes the log-sum-exp l and the output o, both without the sink. The result is y::
 
     l_i = log Σ_j exp(s_ij),   o_i = Σ_j exp(s_ij − l_i) · v_j
     l'_i = log(exp(l_i) + exp(z))

@@ -75,8 +75,8 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
     If several tokens have the same slot, only one of them is written, and which one is undefined.
 
     Args:
-        keys, values: [pages, P, G, D] and [pages, P, G, V], contiguous; the pages. V may be 0.
-        k, v: [N, G, D] and [N, G, V] in the dtype of the pages; the new tokens.
+        keys, values: the pages, [pages, P, G, D] and [pages, P, G, V], contiguous. V may be 0.
+        k, v: the keys and values of the new tokens, [N, G, D] and [N, G, V] in the dtype of the pages.
         slots: [N] int64, the slot of each token, less than pages · P. A token with a negative slot is not written.
 
     Raises:

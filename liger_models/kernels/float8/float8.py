@@ -486,8 +486,8 @@ def round_matrix(
         gradient: whether the matrix is a gradient, which some recipes round to e5m2.
         rows: whether to round by rows, [N, C].
         columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
-        amax: [1] fp32, the largest absolute value of previous matrices, or 0; None for 0. amax is raised in place to
-            the largest absolute value of this matrix. It is used only with one scale per operand.
+        amax: [1] fp32, the largest absolute value of previous matrices, or 0. None stands for 0. amax is raised in
+            place to the largest absolute value of this matrix. It is used only with one scale per operand.
         known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)

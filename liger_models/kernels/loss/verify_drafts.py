@@ -1,7 +1,7 @@
 """Speculative sampling: which drafts the model accepts, and the tokens that it draws instead.
 
 Let p be the model's distribution for a token, and let q be the distribution from which the draft d of the token was
-drawn. E and u are the random numbers of `seeded_scores`, where u belongs to no token::
+drawn. E and u are the random numbers of `seeded_scores`, where u is drawn for the index V, which is not a token::
 
     p = softmax(z)                           of the scores z, which by default are the logits x
     d is accepted if u · q_d < p_d

@@ -1,4 +1,4 @@
-"""A linear layer for few rows, as in a decoding step, which takes about as long as reading the weight.
+"""A linear layer for few rows, as in a decoding step. The layer takes about as long as reading the weight.
 
 ::
 

@@ -153,7 +153,7 @@ def unpermute(
     Args:
         rows: [S, C], the rows of the copies.
         slot: [N · K], the row of each copy; None if the rows are in the order of the copies.
-        weights: [N, K], by which the rows are multiplied; None for a plain sum.
+        weights: [N, K], the factors by which the rows are multiplied; None for a sum without weights.
         N: number of tokens.
         dtype: dtype of the result.
         bias: [X, C], a bias of each expert, which is added to the rows before they are multiplied; None for no bias.

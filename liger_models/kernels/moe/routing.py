@@ -428,7 +428,7 @@ def route(
 
     Raises:
         ValueError: ``logits`` is not [N, X], ``routing`` does not fit X experts, ``bias`` is not [X], or ``given`` is
-            not [N, K] or has invalid experts. On GPUs, invalid experts raise as described in `check_values`.
+            not [N, K] or has invalid experts. On GPUs, invalid experts raise an error as described in `check_values`.
         TypeError: ``logits`` is not floating-point.
     """
     check_floating("route", logits=logits)
