@@ -1,9 +1,10 @@
 """Attention layers: `BaseAttention`, and `LigerAttention` on the packed QKV projection.
 
-`BaseAttention` has everything that does not depend on how queries, keys and values are computed. Its code has three
-parts: its constants; the path of a batch from `add_norm` to `_mix`; and the interface of `Layer`. `LigerAttention` has
-grouped-query attention. `qk_norm_attention.py` has variants of it with norms of queries and keys, and with gated
-outputs, and `latent_attention.py` has attention whose keys and values are computed from latents.
+`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. Its code has
+three parts: its constants; the path of a batch from `add_norm` to `_mix`; and the interface of `Layer`.
+`LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of `LigerAttention` that
+normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and values are computed
+from latents.
 """
 
 from dataclasses import replace
@@ -66,14 +67,14 @@ class BaseAttention(Layer):
         rope_kernel: bool = True,
     ) -> None:
         super().__init__()
-        # Tensor and context parallelism divide the numbers of heads by the number of ranks.
+        # Tensor and context parallelism divide ``num_heads`` by the number of ranks.
         self.num_heads, self.layer, self.scale = num_heads, layer, scale
         self.window, self.softcap, self.dropout = window, softcap, dropout
         self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
         self.recompute = False
         """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
 
-    # The path of a batch: `add_norm` or `forward`, then `_attend`, then `_mix`.
+    # The path of a batch: `add_norm` or `forward`, then `_attend`, which calls `_mix`.
 
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
@@ -81,7 +82,7 @@ class BaseAttention(Layer):
         """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
 
         Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
-        ``recompute`` is True, it recomputes everything except the output projection.
+        ``recompute`` is True, the backward recomputes everything except the output projection.
         """
         if norm is None:
             # Only the sum is saved, and neither of its terms.
@@ -101,14 +102,16 @@ class BaseAttention(Layer):
 
     def _attend(self, projected: Any, layout: BatchLayout) -> Tensor:
         """Compute the output of the layer, [B, T, C], from the projections of this rank's tokens."""
-        # With context parallelism the rank exchanges T / R tokens of all heads for all T tokens of its heads, and back.
+        # With context parallelism, each rank trades its T / R tokens of all heads for all T tokens of its heads, and
+        # back.
         context = self.groups.context
         out = self._mix(projected if context is None else self._to_heads(projected, context), layout)  # [B, T, H · V]
         out = out if context is None else to_tokens(out, context)
         return call_linear(self.o_proj, out)
 
     def _to_heads(self, projected: Any, context: Group) -> Any:
-        """Exchange all heads' projections of this rank's tokens for those of all T tokens for this rank's heads."""
+        """Exchange projections: this rank gives its T / R tokens of all heads, and gets all T tokens of its own heads.
+        """
         raise NotImplementedError
 
     def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:
@@ -119,13 +122,13 @@ class BaseAttention(Layer):
         """Store the new tokens in the cache, if there is one, and return queries, keys and values.
 
         Returns:
-            q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all tokens, or all pages of the
-            layer.
+            q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all tokens. On a paged cache, k
+            and v are all pages of the layer.
         """
         raise NotImplementedError
 
     def _weigh(self, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute attention, [B, T, H, V]; the mask or the bounds of documents are in the layout."""
+        """Compute the output of attention, [B, T, H, V]. The layout has the mask or the bounds of the documents."""
         return attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
@@ -146,11 +149,11 @@ class BaseAttention(Layer):
         self.dropout = probability
 
     def set_policy(self, policy: str) -> None:
-        """Recompute in the backward if the policy is "full"."""
+        """Recompute the layer in the backward if the policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
+        """Return the fraction of the layer that the backward recomputes: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
@@ -175,8 +178,8 @@ class BaseAttention(Layer):
 class LigerAttention(BaseAttention):
     """Causal grouped-query attention with rotary embedding and one packed projection for q, k and v.
 
-    The rows of ``qkv_proj`` are grouped by KV head. A group has the rows of the KV head's H / G query heads, then those
-    of its key, then those of its value.
+    The rows of ``qkv_proj`` are grouped by KV head. Each group has the rows of the KV head's H / G query heads, then
+    the rows of its key, then the rows of its value.
 
     Args:
         hidden_size: C.
@@ -225,7 +228,7 @@ class LigerAttention(BaseAttention):
             dropout=dropout, rotary=rotary, interleaved=interleaved, rope_kernel=rope_kernel,
         )  # fmt: skip
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        # One projection, whose rows are grouped by KV head: its queries, its key, its value.
+        # One projection, whose rows are grouped by KV head: each group has the head's queries, its key and its value.
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
@@ -234,11 +237,11 @@ class LigerAttention(BaseAttention):
         """Build the attention of a layer with the sizes and the dropout of a config.
 
         Args:
-            config: sizes and constants. If it has ``attention_bias``, this is the default of ``qkv_bias`` and
+            config: sizes and constants. If it has ``attention_bias``, this field is the default of ``qkv_bias`` and
                 ``o_bias``.
             layer: index of the layer, which is also its slot in the decode cache.
             kernels: which parts run on fused kernels.
-            options: further arguments of the class.
+            options: further arguments of the class's constructor.
         """
         bias = getattr(config, "attention_bias", False)
         sizes = config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size
@@ -263,7 +266,7 @@ class LigerAttention(BaseAttention):
     def _qkv(self, projected: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._split(projected, layout)
         if layout.cache is not None:
-            # All keys and values so far, [B, S, G, D], or all pages of the layer.
+            # k and v now hold all keys and values so far, [B, S, G, D], or all pages of the layer.
             k, v = layout.cache.extend(self.layer, k, v)
         return q, k, v
 
@@ -275,7 +278,7 @@ class LigerAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and the layer's cost."""
+        """What the layer requires from the model, and what the layer costs."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,
@@ -286,7 +289,7 @@ class LigerAttention(BaseAttention):
         return self.num_kv_heads % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the KV heads and their query heads; see `liger_models.parallel.apply_tp`.
+        """Keep 1 / R of the KV heads and their query heads on each of R ranks; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
@@ -297,13 +300,13 @@ class LigerAttention(BaseAttention):
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
     def _share_heads(self, group: Group) -> None:
-        """Set the numbers of heads to this rank's numbers."""
+        """Set the numbers of query heads and KV heads to the numbers that this rank has."""
         check_heads("LigerAttention", self.num_kv_heads, group)
         self.num_heads //= group.size
         self.num_kv_heads //= group.size
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens. Inside attention, a rank has all T tokens and 1 / R of the heads.
+        """Give each of R ranks T / R tokens. Inside attention, each rank has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.

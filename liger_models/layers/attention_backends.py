@@ -25,7 +25,7 @@ from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Mask, Segm
 from liger_models.layers.recompute import repeats
 
 CAUSAL_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash on an H200, head dimension 128, S 8192
+    SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash attention on an H200, D 128, S 8192
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
@@ -34,28 +34,31 @@ MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """SDPA's backends for attention with a mask, except cuDNN, whose gradient of q may be NaN (pytorch#196678)."""
 
 CUDNN_STEP = 128
-"""cuDNN is used only for lengths that are multiples of this. It builds a plan for every new length, which takes 0.13 s
-on an H200, so a job with many different lengths would wait for plans all the time."""
+"""cuDNN is used only for lengths that are multiples of this. For every new length, cuDNN builds a plan, which takes
+0.13 s on an H200, so a job with many different lengths would wait for plans all the time."""
 
 LEAST_CALL = 1024
-"""Mean number of tokens per call from which on separate cuDNN calls are faster than one kernel for all segments."""
+"""If a cuDNN call covers at least this many tokens on average, separate cuDNN calls are faster than one kernel for all
+segments."""
 
 MOST_SCORES = 2**28
-"""Maximum size of the scores, in bytes, for unfused attention in fp32, which is used within segments and if query heads
-share keys and values. Unfused attention is PyTorch's most accurate implementation: gradients of queries from the fused
-kernel have five times the error. (On GPUs, only flash attention and cuDNN, which need half precision, support shared
-keys and values.) Above this size, shared keys and values are repeated for each head, and a fused kernel runs."""
+"""Maximum size of the scores, in bytes, up to which attention in fp32 is unfused. Unfused attention is used within
+segments, and if query heads share keys and values. It is PyTorch's most accurate implementation: query gradients from
+the fused kernel have five times the error. (On GPUs, only flash attention and cuDNN support shared keys and values, and
+both need half precision.) Above this size, shared keys and values are repeated for each head, and a fused kernel runs.
+"""
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
-"""Numbers of elements of the queries above which attention is computed for a part of the heads at a time: the first in
-general, and the second in a block that is recomputed. The backward of a fused kernel allocates up to four times as many
-bytes as the queries have: sums of dq in fp32 and, if query heads share keys, dk and dv of every query head. The first
-limit is higher, because blocks that are not recomputed would save the results of the heads twice."""
+"""If the queries have more elements than this, attention is computed for a part of the heads at a time. The first limit
+applies in general, and the second one in a block that is recomputed. The backward of a fused kernel allocates up to
+four times as many bytes as the queries take up: for sums of dq in fp32 and, if query heads share keys, for dk and dv of
+every query head. The first limit is higher, because blocks that are not recomputed would save the results of the heads
+twice."""
 
 
 NO_MASK = Mask()
-"""The mask of an `AttentionCall` that has no mask yet. It is not the default of the field, because PyTorch 2.11 can't
-compile calls of a class with such a default."""
+"""The mask of an `AttentionCall` that has no mask yet. It is not the default value of the field ``mask``, because
+PyTorch 2.11 can't compile calls of a class with such a default."""
 
 
 @dataclass(eq=False)
@@ -64,7 +67,7 @@ class AttentionCall:
 
     Attributes:
         q: [B, T, H, D].
-        k, v: [B, S, G, D] and [B, S, G, V], or the pages [pages, P, G, D] and [pages, P, G, V] of ``layout.pages``.
+        k, v: [B, S, G, D] and [B, S, G, V]; with ``layout.pages``, the pages [pages, P, G, D] and [pages, P, G, V].
         layout, scale, window, softcap, dropout, sinks: as in `attention`.
         mask: the mask for this window, in a form that suits the call. It is empty for backends of `WITHOUT_MASK`.
     """
@@ -82,7 +85,8 @@ class AttentionCall:
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors with the heads before the tokens: q [B, H, T, D], and k and v [B, G, S, D]."""
+        """q, k and v with the dimension of heads before the dimension of tokens: q [B, H, T, D], and k and v [B, G, S,
+        D]."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     @property
@@ -117,21 +121,22 @@ def attention(
 
     Args:
         q: [B, T, H, D].
-        k, v: [B, S, G, D] and [B, S, G, V], S = cached + T; H is a multiple of G. With ``layout.pages`` they are pages
-            [pages, P, G, D] and [pages, P, G, V]. v may be a view of the first V columns of k.
+        k, v: [B, S, G, D] and [B, S, G, V], where S is the number of cached tokens plus T, and H is a multiple of G.
+            With ``layout.pages``, k and v are pages [pages, P, G, D] and [pages, P, G, V]. v may be a view of the first
+            V columns of k.
         layout: the layout of the batch, with a mask for ``window``.
         scale: multiplier of q·k.
         window: number of tokens that a token attends to, including itself; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight.
-        sinks: [H], one extra score per head, which takes part in the softmax but has no key; None for no sinks.
+        sinks: [H], one extra score per head, which enters the softmax but has no key; None for no sinks.
 
     Returns:
         [B, T, H, V].
 
     Raises:
-        ValueError: ``dropout`` is positive, but the kernel for this batch does not support it; or attention is not
-            causal within `batch_invariant`.
+        ValueError: ``dropout`` is positive, but the kernel for this batch does not support dropout; or attention within
+            `batch_invariant` is not causal.
     """
     call = AttentionCall(q, k, v, layout, scale, window, softcap, dropout, sinks, NO_MASK)
     for takes, compute in WITHOUT_MASK:
@@ -148,7 +153,7 @@ def attention(
         )
     reach = layout.chunk or window
     if q.shape[1] == 1 and reach is not None and mask.segments is None:
-        # A single query sees the end of the cache, up to its window or within its chunk.
+        # A single query attends to the end of the cache: to the tokens in its window, or in its chunk.
         call.k, call.v = k[:, -reach:], v[:, -reach:]
         if mask.dense is not None:
             call.mask = replace(mask, dense=mask.dense[..., -reach:])
@@ -201,7 +206,7 @@ class _InvariantAttention(torch.autograd.Function):
             for x, needs_grad in zip(ctx.saved_tensors, needed, strict=True)
         ]
         q, k, v, sinks = inputs
-        # Detached inputs make this a graph of its own, whose gradients are returned as those of the op.
+        # The detached inputs start a separate graph. The op returns this graph's gradients as its own.
         with batch_invariant(False), torch.enable_grad():
             y = attention(q, k, v, ctx.layout, sinks=sinks, **ctx.options)
         leaves = [x for x in inputs if x is not None and x.requires_grad]
@@ -232,8 +237,8 @@ def _counted(call: AttentionCall) -> Tensor:
 def _pads_values(call: AttentionCall) -> bool:
     """Whether attention pads values to the width of the keys.
 
-    In half precision, only cuDNN takes narrower values; see `_takes_narrow_values`. cuDNN is used only for plainly
-    causal attention of certain lengths.
+    In half precision, only cuDNN supports values that are narrower than the keys; see `_takes_narrow_values`. cuDNN is
+    used only for plainly causal attention of certain lengths.
     """
     q = call.q
     if q.shape[3] == call.v.shape[3]:
@@ -258,7 +263,7 @@ class _CountedAttention(torch.autograd.Function):
 
 
 def _has_wide_heads(call: AttentionCall) -> bool:
-    """Whether `causal_attention`, whose heads may be wider than those of flash attention, supports the call."""
+    """Whether `causal_attention`, which supports wider heads than flash attention, supports the call."""
     q = call.q
     if not MOST_FLASH_DIM < q.shape[3] <= MOST_HEAD_DIM:
         return False
@@ -297,9 +302,10 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Compute attention within segments: by one kernel for all segments, by calls for runs of equal lengths, or masked.
+    """Compute attention within segments: by one kernel for all, by a call per run of equal lengths, or with a mask.
 
-    A compiled graph must serve all lengths, so it does not read them. Where no kernel takes segments, it has a mask.
+    A compiled graph must serve all lengths, so it does not read them. If no kernel supports segments, the graph uses a
+    mask.
     """
     segments = call.mask.segments
     assert segments is not None
@@ -307,13 +313,14 @@ def _segments(call: AttentionCall) -> Tensor:
     # [queries, H, D], [keys, G, D] and [keys, G, V]
     q, k, v = _sorted(call.q, segments), _sorted(call.k, key_segments), _sorted(call.v, key_segments)
 
-    # Runs of segments with equal numbers of queries and keys. There are none if the lengths are unknown.
+    # Consecutive segments with equal numbers of queries and keys form a run. If the lengths are unknown, there are
+    # none.
     takes_varlen = takes_segments(q.device, q.dtype, q.shape[2])
     compiling = torch.compiler.is_compiling()
     lengths = [] if compiling else [*zip(segments.lengths or [], key_segments.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
 
-    # Long runs are faster on cuDNN, with one call for each.
+    # Long runs are faster on cuDNN, with one call per run.
     if takes_varlen and not 0 < len(runs) * LEAST_CALL <= len(q):
         y = _varlen(call, q, k, v, segments, key_segments)
     elif compiling:
@@ -326,7 +333,7 @@ def _segments(call: AttentionCall) -> Tensor:
 
 
 def _sorted(x: Tensor, segments: Segments) -> Tensor:
-    """Sort the tokens of heads [B, T, heads, D] by segment: [tokens, heads, D]."""
+    """Sort the tokens of x [B, T, heads, D] by segment; the result is [tokens, heads, D]."""
     x = x.flatten(0, 1)
     return x if segments.at is None else x.index_select(0, segments.at)
 
@@ -342,7 +349,7 @@ def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segm
     if "enable_gqa" in VARLEN_OPTIONS:  # versions without the option always allow it
         options["enable_gqa"] = call.q.shape[2] != call.k.shape[2]
     bounds = segments.cu_seqlens, key_segments.cu_seqlens, segments.max_seqlen, key_segments.max_seqlen
-    # Flash attention takes queries, keys and values of one width, which is a multiple of 8.
+    # Flash attention needs queries, keys and values of one width, which must be a multiple of 8.
     q, k, v = _of_one_width(q, k, v, step=8)
     y: Any = varlen_attn(q, k, v, *bounds, **options)
     narrow: Tensor = y[..., : call.v.shape[3]]
@@ -357,8 +364,10 @@ def _by_run(
     Args:
         call: the call.
         q, k, v: [queries, H, D], [keys, G, D] and [keys, G, V], sorted by segment.
-        runs: for each run, the numbers of queries and keys of a segment, and the number of segments.
-        recurring: as in `Segments`. cuDNN then runs for any length, because it reuses the plan of a length.
+        runs: for each run, ``((queries, keys), segments)``: the numbers of queries and keys in each segment of the run,
+            and the number of segments.
+        recurring: as in `Segments`. If it is True, cuDNN runs for any length, because the plan of each length is
+            reused.
     """
     run_queries = [queries * count for (queries, _), count in runs]
     run_keys = [keys * count for (_, keys), count in runs]
@@ -372,7 +381,7 @@ def _by_run(
         if q.dtype == torch.float32 and q.device.type in ACCELERATORS and _few_scores(run_q, run_k):
             y = attention_reference(run_q, run_k, run_v, None, call.scale, None, 0.0)
         else:
-            with _unmasked(q, 0 if recurring else math.gcd(queries, keys)):  # cuDNN's step must divide both
+            with _unmasked(q, 0 if recurring else math.gcd(queries, keys)):  # `CUDNN_STEP` must divide both
                 y = _sdpa(run_q, run_k, run_v, scale=call.scale, is_causal=call.layout.causal)
         results.append(y.transpose(1, 2).flatten(0, 1))  # [run's queries, H, V]
     return torch.cat(results)
@@ -381,9 +390,9 @@ def _by_run(
 def _by_mask(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segments, key_segments: Segments
 ) -> Tensor:
-    """Call SDPA once, with a mask of all queries and keys; the arguments are those of `_by_run`."""
+    """Call SDPA once, with a mask over all queries and keys; q, k and v are as in `_by_run`."""
     query, key = (torch.arange(len(x), device=x.device, dtype=torch.int32) for x in (q, k))
-    # Not `number_documents`, whose graph for a single segment serves no other number of segments.
+    # `number_documents` is not used: its graph for a single segment does not work for other numbers of segments.
     of_query = torch.searchsorted(segments.cu_seqlens, query, right=True)
     of_key = torch.searchsorted(key_segments.cu_seqlens, key, right=True)
     visible = of_query[:, None] == of_key
@@ -400,7 +409,8 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor, step: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad heads [..., D] and [..., V] with zeros to their largest width, rounded up to a multiple of ``step``."""
+    """Pad q, k [..., D] and v [..., V] with zeros to the larger width, rounded up to a multiple of ``step``.
+    """
     width = max(q.shape[-1], v.shape[-1])
     width += -width % step
     return _padded(q, width), _padded(k, width), _padded(v, width)
@@ -448,33 +458,33 @@ def _plain(call: AttentionCall) -> Tensor:
 Backend = tuple[Callable[[AttentionCall], bool], Callable[[AttentionCall], Tensor]]
 
 WITHOUT_MASK: tuple[Backend, ...] = (
-    # First of all: no other kernel sums in an order that is independent of the batch.
+    # This entry is first, because no other kernel sums in an order that is independent of the batch.
     (lambda call: is_batch_invariant(), _invariant),
     # Keys and values are pages, which no backend below can read.
     (lambda call: call.layout.pages is not None, _paged),
-    # A memory estimate runs on tensors without values, from which the backends below cannot build a mask.
+    # A memory estimate runs on tensors without values. From these, the backends below cannot build a mask.
     (lambda call: call.layout.masks[call.window].counted, _counted),
-    # Flash attention does not support such wide heads. Below, flex_attention would compute them, which is slower.
+    # Flash attention does not support such wide heads. Without this entry, flex_attention would run, which is slower.
     (_has_wide_heads, _wide),
 )
-"""Backends that need no mask. The first function of a pair returns whether the backend supports a call, and the second
-one computes the call."""
+"""Backends that need no mask. The first function of each pair returns whether the backend supports a call, and the
+second one computes the call."""
 
 WITH_MASK: tuple[Backend, ...] = (
-    # Backends with sinks come before the backends for the same masks that would ignore sinks.
+    # Backends that support sinks come first, because the other backends for the same masks would ignore the sinks.
     (lambda call: call.sinks is not None and call.mask.segments is not None, _sinks_in_segments),
     (_has_causal_sinks, _causal_sinks),
-    # The form of the mask decides: segments for variable lengths, blocks for flex_attention, else dense or none.
+    # The form of the mask decides: segments for variable-length attention, blocks for flex_attention, dense, or none.
     (lambda call: call.mask.segments is not None, _segments),
     (lambda call: call.mask.block is not None, _flex),
-    # One query per head: the query heads of a group become rows that share the group's keys, so no key is repeated.
+    # With one query per head, the query heads of a group become rows that share the group's keys. No key is repeated.
     (lambda call: call.sinks is not None and call.q.shape[1] == 1, _single_query_with_sinks),
     # SDPA supports neither softcaps nor sinks. This entry comes before `_single_query`, which is also SDPA.
     (lambda call: call.softcap is not None or call.sinks is not None, _unfused),
     (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single_query),
 )
-"""Backends that read the mask, as pairs like those of `WITHOUT_MASK`. `_plain`, which is SDPA, computes all calls that
-no backend of the two tables supports."""
+"""Backends that read the mask, in pairs like the pairs of `WITHOUT_MASK`. `_plain`, which calls SDPA, computes all
+calls that no backend of the two tables supports."""
 
 
 # SDPA and the unfused form
@@ -493,13 +503,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     V = v.shape[3]
     if q.shape[3] != V and not _takes_narrow_values(q, k, v, options):
         q, k, v = _of_one_width(q, k, v)
-    # For shared keys and values without flash attention, SDPA materializes the scores; see `MOST_SCORES`.
+    # If keys and values are shared and flash attention can't run, SDPA materializes the scores; see `MOST_SCORES`.
     shared = q.shape[1] != k.shape[1]
     unfused = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
     if unfused and not _few_scores(q, k):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         shared = False
-    if shared:  # not enable_gqa=shared: in a graph with symbolic numbers of heads that is no bool
+    if shared:  # not enable_gqa=shared, which is no bool in a graph with symbolic numbers of heads
         options["enable_gqa"] = True
     y: Tensor = F.scaled_dot_product_attention(q, k, v, **options)
     return y if y.shape[3] == V else y[..., :V]
@@ -508,9 +518,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> bool:
     """Whether SDPA's fastest kernel for q and k supports values of a different width.
 
-    Of the fused kernels in half precision, only cuDNN's kernel does, for some widths and versions. The kernel that
-    takes all widths is slower than flash attention on padded values. On the CPU, only the unfused form supports other
-    widths.
+    Of the fused kernels in half precision, only cuDNN's kernel supports such values, for some widths and versions. The
+    kernel that supports all widths is slower than flash attention on padded values. On the CPU, only the unfused form
+    supports other widths.
     """
     if q.device.type not in ACCELERATORS:
         return False
@@ -524,7 +534,8 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
 
 
 def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run `_sdpa` on [B, T, heads, D]. If the queries are large, run it for a part of the heads at a time."""
+    """Run `_sdpa` on q, k, v [B, T, heads, D]. If the queries are large, run it for a part of the heads at a time.
+    """
     most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
@@ -579,7 +590,7 @@ class SDPAOrder:
     """A faster form of the context manager ``sdpa_kernel(backends, set_priority=True)``.
 
     On the host, ``sdpa_kernel`` takes more time than SDPA itself. Unlike ``sdpa_kernel``, this context manager may be
-    entered several times, and can't be traced by a compiler.
+    entered several times, but can't be traced by a compiler.
     """
 
     def __init__(self, backends: list[SDPBackend]) -> None:

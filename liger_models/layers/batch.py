@@ -30,24 +30,25 @@ class BatchLayout:
             where R is the number of rotated dimensions of a head.
         documents: [B, S] int64, the document number of each cached and each new token (S = cached + T), −1 for padding.
             A token attends to earlier tokens of its own document. None means that each row is one document.
-        past: number of cached tokens.
+        past: number of tokens in the cache before this forward.
         cache: the decode cache; None in training.
         masks: maps each window of the attention layers to a mask; the key None stands for no window.
         causal: whether tokens attend only to themselves and earlier tokens.
-        attention_mask: [B, S], the argument of the forward.
+        attention_mask: [B, S], the argument of the model's forward.
         bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last
             one. Each row starts a document, and documents may be empty. None if rows are not packed, or if no layer
             reads ``bounds``.
         experts: for each layer with routed experts, a tensor [B, T, K] of experts that replace the router's choice; see
             ``routed_experts`` of `Decoder.forward`. A block gets only the entries of its own layers. If the tuple is
             empty, the routers choose.
-        pages: the location of each row's tokens if this is a decoding step on a paged cache, in which case there are no
-            masks; otherwise None.
+        pages: the location of each row's tokens if this is a decoding step on a paged cache; otherwise None. Such a
+            step has no masks.
         spans: within `batch_invariant`, two tensors [B · T] int32: the first and the last key that each token attends
-            to if there is no window, numbered as in `invariant_attention`. Otherwise None.
+            to if there is no window. Keys are numbered as in `invariant_attention`. Outside of `batch_invariant`, None.
         chunk: in the layout of chunked attention, the number of tokens per chunk; otherwise None.
-        chunks: maps each chunk size of the attention layers to the layout for these layers. In this layout, every chunk
-            of a document is a document: tokens of a document attend to earlier tokens of their own chunk.
+        chunks: maps each chunk size of the attention layers to the layout for the layers with this size. In this
+            layout, every chunk of a document counts as a document: tokens attend only to earlier tokens of their own
+            chunk.
     """
 
     images_need_window: ClassVar[bool] = False
@@ -80,8 +81,9 @@ class BatchLayout:
         Args:
             position_ids: [..., 1, N] int64.
             rotary: maps a name to a function from positions to (cos, sin).
-            segments: [N] int64, ascending, the number of the image, frame or window of each patch. None means that each
-                row of ``position_ids`` is one segment; ``position_ids`` may have several rows only in this case.
+            segments: [N] int64, ascending, the number of the image, frame or window that each patch belongs to. None
+                means that each row of ``position_ids`` is one segment; ``position_ids`` may have several rows only in
+                this case.
         """
         tables = {name: table(position_ids) for name, table in rotary.items()}
         mask = Mask()
@@ -118,9 +120,9 @@ class BatchLayout:
             rotary: maps a name to a function from positions to (cos, sin). If the function has an attribute
                 ``needs_lengths`` that is True, its second argument is the length of each token's document, as for
                 `RotaryEmbedding`.
-            windows: maps each window of the attention layers to whether a layer with this window needs a mask even for
-                plainly causal attention. The key None stands for no window. The default is {None: False}; for {} no
-                masks are built.
+            windows: maps each window of the attention layers to a bool: whether a layer with this window needs a mask
+                even for plainly causal attention. The key None stands for no window. The default is {None: False}. If
+                ``windows`` is {}, no masks are built.
             position_ids: [T], [1, T], [B, T] or [3, 1 or B, T]. By default, positions are counted from the start of
                 each document, or from the cached length if there are cached tokens. Padding is counted like any token,
                 as in the forward of transformers. If there are neither ``cu_seqlens`` nor cached tokens, the positions
@@ -128,18 +130,18 @@ class BatchLayout:
                 separate documents.
             attention_mask: [B, S] integers or bool, nonzero for tokens and 0 for padding. Tokens and padding do not
                 attend to each other.
-            cu_seqlens: [n + 1] integers, the boundaries of packed documents in the B · T flattened tokens. The first is
-                0, and none is below the previous one. Tokens after the last boundary form another document. A document
-                that would span several rows of the batch is split at the row ends.
+            cu_seqlens: [n + 1] integers, the boundaries of packed documents in the B · T flattened tokens. The first
+                boundary is 0, and the boundaries never decrease. Tokens after the last boundary form another document.
+                A document that would span several rows of the batch is split at the row ends.
             cache: the decode cache that holds the preceding tokens.
-            visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to,
-                which may be a later token of the same image. By default, it is the token itself.
-            prefix: [B, T] bool, the tokens whose attention has no window, such as those of a prefix whose tokens attend
-                to each other in both directions (by ``visible_until``). By default, there are none.
+            visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to. This
+                may be a later token of the same image. By default, it is the token itself.
+            prefix: [B, T] bool, whether the window does not apply to a token, as for the tokens of a prefix that attend
+                to each other in both directions (by ``visible_until``). By default, the window applies to all tokens.
             dtype: dtype of the activations. If it is given, masks may have forms that only the kernels for this dtype
-                support; otherwise they have forms that every kernel supports.
+                support. Otherwise, masks have forms that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
-            chunks: the chunk sizes of the attention layers, which need the mask for no window.
+            chunks: the chunk sizes of the attention layers. If there are any, ``windows`` must have the key None.
             causal: False lets each token attend to all tokens of its document. There must be no windows, chunks or
                 cached tokens.
             extra: further fields of a derived class.
@@ -172,8 +174,8 @@ class BatchLayout:
         if positions is None:
             positions = torch.arange(past, past + T, device=device)[None]
 
-        # Variable-length attention takes packed rows that are whole, without padding or cached tokens, and that are not
-        # too many. It takes no images, so layers to which `visible_until` applies do not use it.
+        # Variable-length attention supports whole packed rows without padding or cached tokens, if there are not too
+        # many documents. It does not support images, so layers to which `visible_until` applies do not use it.
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         alone = cache is None or cu_seqlens is not None  # no cached tokens
         text = visible_until is None or cls.images_need_window
@@ -187,7 +189,7 @@ class BatchLayout:
 
         # Build a mask for each window.
         if is_batch_invariant() and not torch.is_grad_enabled():
-            windows = {}  # only the backward, which is that of ordinary attention, needs masks
+            windows = {}  # only the backward, which runs ordinary attention, needs masks
         masks = {}
         for window, needed in ({None: False} if windows is None else windows).items():
             if not causal:
@@ -286,7 +288,7 @@ class BatchLayout:
         segments = mask.segments
         if segments is None or takes_segments(q.device, q.dtype, q.shape[3]):
             return mask
-        # The segments of image patches stay, because their ``lengths`` divide them among calls of other kernels.
+        # The segments of image patches are kept, because other kernels can run one call per run of equal ``lengths``.
         if self.causal or segments.of_text:
             B, T = q.shape[:2]
             if self.causal:
@@ -303,11 +305,11 @@ class BatchLayout:
         return self.documents[:, -T:] < 0
 
     def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """Compute the target of each token, which is the label of the next token of its document.
+        """Compute the target of each token, which is the label of the next token in the same document.
 
         Args:
             labels: [B, T] int64, unshifted.
-            ignore_index: target of padding and of the last token of each row and document.
+            ignore_index: the target for padding and for the last token of each row and document.
 
         Returns:
             [B, T] int64.
@@ -346,8 +348,8 @@ def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device
             f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {dtype}. Pass "
             "mask.bool(), or mask == 0 for a mask that is added to attention scores (0 and -inf)."
         )
-    # Reading the mask synchronizes once, which costs far less than attention with a needless mask. Single tokens and
-    # compiled graphs skip the check.
+    # Reading the mask synchronizes the host with the device once. This costs far less than attention with a needless
+    # mask. The check is skipped for single tokens and in compiled graphs.
     padded = T == 1 or is_traced() or not bool(attention_mask.all())
     return mark_padding(attention_mask, device) if padded else None
 
@@ -369,9 +371,9 @@ def _check_positions(position_ids: Tensor, B: int, T: int) -> Tensor:
 
 
 def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise ValueError if positions [1 or B, T] restart within a row, except next to padding.
+    """Raise ValueError if positions [1 or B, T] do not rise within a row, except next to padding.
 
-    Positions that restart do not separate documents.
+    Restarting the positions does not separate documents.
     """
     rising = positions.diff(dim=1) > 0
     if attention_mask is not None:
@@ -385,7 +387,7 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:
-    """Return [B, T] int64, the length of each token's document up to its last new token; None if rows are documents.
+    """Return the length of each token's document up to its last new token, [B, T] int64; None if rows are documents.
 
     Args:
         positions: [1 or B, T] or [3, 1 or B, T].
@@ -417,8 +419,8 @@ def _spans(
             "forward: attention_mask must have no holes with deterministic_forward, got padding between tokens. Pack "
             "the tokens.",
         )
-    # Find the last start of a document at or before each token. Cached tokens are only keys, so their spans are
-    # dropped.
+    # For each token, find the last start of a document at or before the token. Cached tokens are only keys, so their
+    # spans are dropped.
     first = key.where(begins, 0).cummax(1).values
     return first[:, past:].flatten(), key[:, past:].flatten()
 
@@ -431,7 +433,7 @@ def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
 def number_chunks(
     documents: Tensor | None, index: Tensor | None, size: int, B: int, S: int, device: torch.device
 ) -> Tensor:
-    """Return numbers [B, S] int64 that differ between the chunks of ``size`` tokens of all documents, −1 for padding.
+    """Number the chunks of ``size`` tokens of all documents. Returns each token's number, [B, S] int64, −1 for padding.
 
     Args:
         documents: [B, S] as in `BatchLayout`, or None.
@@ -463,7 +465,7 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
     )
     bounds = cu_seqlens.to(device, torch.int64)
     flat = torch.arange(B * T, device=device)
-    # torch.bucketize is not used, because Inductor 2.11 fuses it with a maximum over positions, with wrong results.
+    # torch.bucketize is not used, because Inductor 2.11 fuses it with a maximum over positions and gets wrong results.
     ends = bounds[1:].clamp(max=B * T)
     # A token's document number is the number of documents that end at or before the token.
     number = torch.zeros(B * T + 1, dtype=torch.int64, device=device).index_add(0, ends, torch.ones_like(ends))

@@ -16,9 +16,9 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 class Block(nn.Module):
-    """The methods that create the layers of a block. The layers are those of Llama.
+    """The methods that create the layers of a block. By default, these are the layers of Llama.
 
-    A derived class overrides the methods, or the constants, for the layers in which it differs.
+    A derived class overrides the methods or the constants for layers that differ from Llama's.
     """
 
     attention_class: ClassVar[Any] = LigerAttention

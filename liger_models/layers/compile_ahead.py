@@ -1,17 +1,18 @@
 """Compilation of a training step's Triton kernels in parallel, before the first step launches them.
 
 Triton compiles a kernel at its first launch, so the kernels of a first step would be compiled one after the other.
-`compile_ahead` first runs the step on tensors without values, which takes milliseconds per block and no memory on the
-GPU, and records the kernels that the step launches. Threads then compile and load these kernels in parallel, while the
-real step begins. A launch waits if its kernel is still being compiled. Threads suffice, because Triton's compiler
-releases Python's lock.
+`compile_ahead` first runs the step on tensors without values, and records the kernels that the step launches. This
+takes milliseconds per block and no memory on the GPU. Threads then compile and load these kernels in parallel, while
+the real step begins. A launch waits if its kernel is still being compiled. Threads suffice, because Triton's compiler
+releases Python's global lock.
 
-If the step cannot run on tensors without values, Triton compiles the kernels at their launch. The results are the same.
+If the step cannot run on tensors without values, Triton compiles each kernel at its first launch. The results are the
+same.
 
 `compile_early` does the same before the model has weights, for a caller who knows the shape of the batches.
 
-Triton keeps compiled kernels on the disk. A marker file beside the kernels says that all kernels of such a model are
-compiled, so that later processes do not record the step again.
+Triton keeps compiled kernels on the disk. A marker file beside the kernels says that all kernels of a model with these
+settings are compiled, so that later processes do not record the step again.
 """
 
 import copy
@@ -44,10 +45,10 @@ from liger_models.layers.recompute import is_compiled, is_hooked
 LOG = logging.getLogger(__name__)
 
 _done: WeakSet[nn.Module] = WeakSet()
-"""The models whose kernels were compiled ahead, or never will be."""
+"""The models whose kernels were compiled ahead, or will never be compiled ahead."""
 
 _optimizers: WeakSet[Any] = WeakSet()
-"""The optimizers whose kernels are compiled with those of a step."""
+"""The optimizers whose kernels are compiled together with the kernels of a step."""
 
 _early: WeakKeyDictionary[nn.Module, threading.Thread] = WeakKeyDictionary()
 """The threads that record the first steps of models that are being loaded."""
@@ -68,14 +69,14 @@ class Launch(NamedTuple):
 
 
 Kernels = dict[tuple[Any, int, str], Launch]
-"""Maps a kernel, a device and the key of a specialization to a launch. Launches with equal keys share a compilation."""
+"""Maps (kernel, device, key of the specialization) to a launch. Launches with equal keys share one compilation."""
 
 
 def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mapping[str, Any]) -> None:
     """Start to compile the kernels of ``model.run(embeds, layout, **options)`` and its backward.
 
-    Only the first call for a model on an NVIDIA GPU with gradients and without a cache has an effect, and only if the
-    model is not distributed, has plain parameters, and has no hooks.
+    Only the first call for a model has an effect. It must be on an NVIDIA GPU, with gradients and without a cache, and
+    the model must have plain parameters, must have no hooks, and must not be distributed.
 
     Args:
         model: the `Decoder`.
@@ -108,8 +109,8 @@ def compile_with_steps(optimizer: Any) -> None:
     """Let `compile_ahead` also compile the kernels of an optimizer of the model's parameters.
 
     Args:
-        optimizer: has a method ``launch``, which takes parameters, and launches the kernels that update them on tensors
-            that it creates.
+        optimizer: has a method ``launch``, which takes parameters, and launches the kernels that would update them, on
+            tensors that the method creates.
     """
     _optimizers.add(optimizer)
 
@@ -117,8 +118,8 @@ def compile_with_steps(optimizer: Any) -> None:
 def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> None:
     """Start to compile the kernels of a training step on packed text, while the weights of the model are being read.
 
-    A thread records the step. If that fails, `compile_ahead` records the first step. The function has no effect if a
-    layer has dropout, because a thread must not set the states of random number generators.
+    A thread records the step. If recording fails, `compile_ahead` records the first step later. The function has no
+    effect if a layer has dropout, because a thread must not set the states of random number generators.
 
     Args:
         model: the `Decoder` on the meta device, with the dtypes, adapters and policies of the training.
@@ -163,9 +164,9 @@ def _step_of_text(model: Any, shape: tuple[int, int], device: torch.device) -> t
 
 
 def marker_of(model: Any, dtype: torch.dtype, device: torch.device) -> Path:
-    """Return the path of the file that says that the kernels of such a model are in Triton's cache on the disk.
+    """Return the path of the marker file, which says that Triton's disk cache has all kernels of such a model.
 
-    The number of tokens does not count, because it changes few kernels.
+    The path does not depend on the number of tokens, because this number affects few kernels.
 
     Args:
         model: the `Decoder`.
@@ -181,7 +182,7 @@ def marker_of(model: Any, dtype: torch.dtype, device: torch.device) -> Path:
 
 
 def never_ahead(model: nn.Module) -> None:
-    """Let `compile_ahead` ignore the modules of ``model``, because their kernels are compiled in another way."""
+    """Make `compile_ahead` ignore the modules of ``model``, because their kernels are compiled in another way."""
     _done.update(model.modules())
 
 
@@ -191,7 +192,7 @@ def _has_kernels() -> bool:
 
 
 def _runs_on_fakes(model: Any, embeds: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether the step can run on fake tensors without effects on anything else."""
+    """Whether the step can run on fake tensors without side effects."""
     if hasattr(embeds, "fake_mode") or options.get("loss_function") is not None or any(vars(model.groups).values()):
         return False
     tensors = [*model.parameters(), *model.buffers()]
@@ -238,7 +239,7 @@ def record_step(
     # The caller's hooks of saved tensors must not see tensors without values. Autograd calls only the innermost hooks.
     no_hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with mode, _Implementations(), recording(kernels), torch.enable_grad(), no_hooks:
-        # A parameter with several names becomes one tensor.
+        # A parameter that has several names becomes one fake tensor.
         weights = {parameter: fake(parameter) for parameter in model.parameters()}
         named = {name: weights[tensor] for name, tensor in model.named_parameters(remove_duplicate=False)}
         x = fake(embeds)
@@ -251,12 +252,12 @@ def record_step(
         names = ("loss", "log_probs", "logits", "hidden_states")
         result = next(results[name] for name in names if results[name] is not None)
         total = (result[-1] if isinstance(result, tuple) else result).sum()
-        # The lookup of tokens comes before `run`.
+        # The embedding lookup is not part of `run`, so its backward is added.
         table = weights.get(getattr(model.embed_tokens, "weight", None))
         if table is not None and table.requires_grad and x.requires_grad:
             ids = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
             total = total + embedding(table, ids, model.embed_tokens.padding_idx).sum()
-        # Unlike `backward`, `grad` sets the gradient of no tensor.
+        # Unlike `backward`, `grad` does not set ``.grad`` of any tensor.
         inputs = [tensor for tensor in (x, *weights.values()) if tensor.requires_grad]
         torch.autograd.grad(total, inputs, allow_unused=True)
         for optimizer in [*_optimizers]:
@@ -264,7 +265,8 @@ def record_step(
 
 
 class _Implementations(TorchDispatchMode):
-    """A context manager in which fake tensors run the implementations of this package's ops, which launch kernels."""
+    """A context manager in which this package's ops run their implementations on fake tensors and launch kernels.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -309,10 +311,11 @@ def recording(kernels: Kernels) -> Iterator[None]:
         kernel, device = about["fn"].jit_function, about["compile"]["device"]
         launch = Launch(kernel, device, about["compile"]["specialization_data"])
         kernels[kernel, device, about["compile"]["key"]] = launch
-        return True  # tells Triton not to compile it
+        return True  # tells Triton not to compile the kernel
 
     def address(x: Tensor) -> int:
-        # Kernels depend on the alignment of addresses. The storages of real tensors start at multiples of 512 bytes.
+        # A kernel's specialization depends on the alignment of addresses. Real storages start at multiples of 512
+        # bytes.
         return 512 + int(x.storage_offset()) * x.element_size()
 
     JITFunction.run, knobs.runtime.jit_cache_hook, FakeTensor.data_ptr = run_or_record, record, address
@@ -347,7 +350,7 @@ def start_compilation(kernels: Kernels, marker: Path | None = None) -> threading
 
     thread = threading.Thread(target=compile_in_thread, name="compile_ahead")
     thread.start()
-    submitted.wait()  # a launch before would compile the kernel a second time
+    submitted.wait()  # a launch before this would compile its kernel a second time
     return thread
 
 
@@ -357,7 +360,7 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
     Args:
         kernels: the kernels, on any number of devices.
         submitted: event that is set when the kernels of the first device have been submitted.
-        ignore_errors: whether the error of a compilation is raised only by the launch of the kernel.
+        ignore_errors: whether to leave the error of a failed compilation to the launch of the kernel, which raises it.
     """
     from triton import AsyncCompileMode
 
@@ -367,23 +370,25 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
             for (kernel, _, key), launch in slowest_first:
                 if launch.device == device:
                     future = kernel.preload(launch.specialization)
-                    # Before version 3.7, Triton keeps a kernel only when it is compiled. A launch would not wait.
+                    # Before version 3.7, Triton keeps a kernel only once it is compiled, so a launch would not wait for
+                    # it.
                     kernel.device_caches[device][0].setdefault(key, future)
             if submitted is not None:
                 submitted.set()
 
     slowest_first = sorted(kernels.items(), key=lambda item: -num_products(item[0][0]))
     with _parsing_in_turn(), ThreadPoolExecutor(compile_threads()) as pool:
-        # Each device has its own mode, because a mode loads a kernel only on the first device that needs it. Each mode
-        # has its own context, because an interrupted mode stays active in its context.
+        # Each device has its own `AsyncCompileMode`, because a mode loads a kernel only on the first device that needs
+        # it. Each mode has its own context, because an interrupted mode stays active in its context.
         for device in sorted({launch.device for launch in kernels.values()}):
             copy_context().run(compile_for, device)
 
 
 def num_products(function: Any, *callers: Any) -> int:
-    """Return how often a `triton.JITFunction` computes ``tl.dot``, itself or in the functions that it calls.
+    """Return how often a `triton.JITFunction` computes ``tl.dot``, including the functions that it calls.
 
-    Compilation takes longer the more products there are: 0.1 to 0.8 s without products, and 6 s with 14 products.
+    The more matrix products a kernel has, the longer its compilation takes: 0.1 to 0.8 s without products, and 6 s with
+    14.
     """
     path, names = (*callers, function), function.fn.__globals__
     called = [names.get(name) for name in re.findall(r"(\w+)\(", function.src)]
@@ -392,10 +397,10 @@ def num_products(function: Any, *callers: Any) -> int:
 
 
 class _Threads(NamedTuple):
-    """An executor for `triton.AsyncCompileMode`, whose threads compile kernels and also load them.
+    """An executor for `triton.AsyncCompileMode`. Its threads compile kernels and also load them.
 
-    Triton itself loads a kernel at its first launch. Before version 3.7, it then also compiles a C function that
-    launches the kernel, which takes about 0.1 s, so that a step with 30 kernels would wait for seconds.
+    Triton itself loads a kernel at its first launch. Before version 3.7, Triton then also compiles a C function that
+    launches the kernel. This takes about 0.1 s, so that a step with 30 kernels would wait for seconds.
 
     Attributes:
         pool: the threads.
@@ -410,7 +415,7 @@ class _Threads(NamedTuple):
 
     def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
-        # What fails here fails again at the launch, which raises the error.
+        # If loading fails here, it fails again at the launch, which raises the error.
         with suppress(Exception), torch.cuda.device(self.device):
             _ = kernel.run
         return kernel
@@ -420,7 +425,7 @@ class _Threads(NamedTuple):
 def _parsing_in_turn() -> Iterator[None]:
     """Return a context manager in which only one thread at a time parses a kernel.
 
-    In two threads, Python's parser may raise "AST constructor recursion depth mismatch" (cpython#106905).
+    If two threads parse at the same time, Python may raise "AST constructor recursion depth mismatch" (cpython#106905).
     """
     from triton.runtime.jit import JITFunction
 
@@ -439,7 +444,8 @@ def _parsing_in_turn() -> Iterator[None]:
 
 
 def compile_threads() -> int:
-    """Return the number of threads that compile: the cores of this process, divided by the ranks on this host."""
+    """Return the number of threads that compile: this process's number of cores, divided by the ranks on this host.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(cores // max(int(ranks) if ranks.isdigit() else 1, 1), 1)

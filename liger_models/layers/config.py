@@ -75,7 +75,7 @@ def check_numbers(where: str, values: Mapping[str, Any]) -> None:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            # An int may be too large for a float, so it is compared without conversion.
+            # An int may be too large for a float, so ints are compared without conversion.
             least = "positive" if low == math.ulp(0.0) else f"at least {low}"
             if not isinstance(number, int) and not math.isfinite(number):
                 raise ValueError(f"{where}: {name} must be finite, got {number}. {_TODO}")
@@ -90,7 +90,7 @@ _TODO = "Check config.json."
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """Base class of the configs of all decoders. It checks the numbers of all fields.
+    """Base class of the configs of all decoders. It checks the numbers in all fields.
 
     Raises:
         ValueError: a number is out of range.
@@ -103,10 +103,10 @@ class BaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(BaseConfig):
-    """Sizes and constants of a decoder, with the names of Hugging Face's config.json.
+    """Sizes and constants of a decoder, under the names that they have in Hugging Face's config.json.
 
-    The config of each architecture derives from this class and adds its own fields. Its defaults equal those of the
-    config class in transformers, because they apply to keys that are missing in a config.json.
+    The config of each architecture derives from this class and adds its own fields. Its defaults equal the defaults in
+    transformers, because they apply to keys that are missing in a config.json.
 
     Raises:
         ValueError: a number is out of range, the sizes are inconsistent, or the architecture does not support the
@@ -117,13 +117,14 @@ class DecoderConfig(BaseConfig):
     """Values of ``hidden_act`` that the architecture supports."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {}
-    """Maps rope types in config.json files of this architecture to the types that they stand for."""
+    """Maps the rope types that config.json files of this architecture use to the types that they stand for."""
 
     layer_kinds: ClassVar[tuple[str, ...]] = LAYER_TYPES
     """Values that ``layer_types`` may hold, if the config has this field."""
 
     original_length: ClassVar[int | None] = None
-    """Default of ``original_max_position_embeddings`` at config.json's top level; None if the key is not read there."""
+    """Default of the top-level key ``original_max_position_embeddings`` of config.json; None if the key is not read
+    there."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -194,7 +195,8 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LateWindowDecoderConfig(RMSNormDecoderConfig):
-    """`RMSNormDecoderConfig` of a decoder whose layers from ``max_window_layers`` on may have an attention window."""
+    """`RMSNormDecoderConfig` of a decoder whose layers may have an attention window from ``max_window_layers`` on.
+    """
 
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
@@ -208,7 +210,7 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
 
 
 class GroupedExperts:
-    """Methods of a config whose experts are chosen from the best groups, after some dense layers."""
+    """Methods of a config whose first layers are dense, and whose other layers choose experts from the best groups."""
 
     @property
     def routing(self: Any) -> Routing:
@@ -227,7 +229,7 @@ class GroupedExperts:
 class LatentDecoderConfig(RMSNormDecoderConfig):
     """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
 
-    ``head_dim`` is not read, but computed as transformers computes it: it is the number of rotated dimensions.
+    ``head_dim`` is not read. It is computed as in transformers: it is the number of rotated dimensions.
     """
 
     q_lora_rank: int | None = 1536
@@ -257,7 +259,8 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of q·k for all dimensions of a head. With YaRN, ``mscale_all_dim`` increases the multiplier."""
+        """Multiplier of q·k over all dimensions of a head. With YaRN, ``mscale_all_dim`` increases the multiplier.
+        """
         scale: float = self.head_size**-0.5
         if not isinstance(self.rope_scaling, YarnScaling):
             return scale
@@ -266,7 +269,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
 
 def _let_use_cache_be_set(cls: Any) -> None:
-    """Make the frozen config ignore assignments to ``use_cache``, because the Trainer of transformers assigns it."""
+    """Make the frozen config ignore assignments to ``use_cache``, because transformers' Trainer makes one."""
     frozen = cls.__setattr__
     if getattr(frozen, "drops_use_cache", False):
         return
@@ -315,5 +318,5 @@ def check_layer_types(
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Return whether a layer has an attention window: by ``layer_types`` if given, and otherwise ``default``."""
+    """Return whether a layer has an attention window, according to ``layer_types``, or ``default`` if that is None."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

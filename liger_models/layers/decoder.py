@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuantizedCheckpoint:
-    """The parts of a quantized checkpoint that are saved with the weights of a model.
+    """The parts of a quantized checkpoint that are saved again together with the weights of a model.
 
     They are empty unless the model was loaded with ``keep_quantized``.
 
     Attributes:
         config: the ``quantization_config`` of the checkpoint.
-        encodings: how the quantized tensors of the checkpoint are stored, by name.
-        extras: tensors that do not change a weight, such as scales of activations. Rank 0 has them.
-        kept: maps those of `Decoder.kept_tensors` that are quantized in the checkpoint to their tensors in the files,
-            by name. Rank 0 has them.
+        encodings: maps the name of each quantized tensor of the checkpoint to the way in which it is stored.
+        extras: tensors that do not change a weight, such as scales of activations. Only rank 0 has them.
+        kept: for each of `Decoder.kept_tensors` that is quantized in the checkpoint, its tensors in the files, by name.
+            Only rank 0 has them.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -71,8 +71,8 @@ class CausalLMOutput(NamedTuple):
         logits: [B, T, V] in the dtype of the weights.
         aux_loss: [], the part of ``loss`` that comes from mixture-of-experts layers; None if a decode cache was given.
         log_probs: [B, T] fp32, the log-probability of each token's target, or 0 for a token without a target.
-        hidden_states: tensors [B, T, C]. The last one is the input of the head. It is preceded by the inputs of all
-            blocks if they were requested.
+        hidden_states: tensors [B, T, C]. The last one is the input of the head. If ``output_hidden_states`` was
+            requested, the inputs of all blocks come before it.
         router_logits: a tensor [B, T, X] for each layer with X routed experts; empty if there are no such layers.
     """
 
@@ -102,7 +102,7 @@ class CausalLMConfig(Protocol):
 
 
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """Return ``cu_seqlens``, which may be in ``options`` under the names that the collator of transformers uses.
+    """Return ``cu_seqlens``, which ``options`` may hold under the names that the collator of transformers uses.
 
     Raises:
         ValueError: ``cu_seqlens`` is given under both names, some of the collator's names are missing, or a value is
@@ -129,8 +129,8 @@ class Decoder(nn.Module):
     """A decoder with a language-model head.
 
     If a subclass sets ``block_class``, the ``build_`` methods build its parts, and the subclass overrides the methods
-    for parts that differ. A subclass without ``block_class`` calls this constructor first, then sets the parts, and
-    calls `post_init` last.
+    for parts that differ. A subclass without ``block_class`` calls this constructor first, then sets the parts itself,
+    and calls `post_init` last.
 
     Args:
         config: sizes and constants.
@@ -152,8 +152,8 @@ class Decoder(nn.Module):
     layers: nn.ModuleList
     """Blocks, called as ``(x | None, residual, layout) -> (x | None, residual)``.
 
-    x is still to be added to the residual stream. A block may return further tensors for `carry`, such as router
-    logits.
+    ``x`` is still to be added to the residual stream, ``residual``. A block may return further tensors for `carry`,
+    such as router logits.
     """
     norm: Norm
     lm_head: LigerLMHead
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config: Any = config
         self.kernels = kernels or KernelOptions()
-        # What the backward recomputes, and what is offloaded to host memory until then.
+        # What the backward recomputes, and what is offloaded to host memory until the backward.
         self.checkpointing: str | list[str] = "none"
         self.recomputed: frozenset[int] = frozenset()
         """Blocks that are recomputed as a whole."""
@@ -175,7 +175,8 @@ class Decoder(nn.Module):
         self.groups = ParallelGroups()
         """The process groups that the model is distributed over."""
         self.has_head = True
-        """False for a model of embeddings, which is saved without a head. `lm_head` then has the embedding's weight."""
+        """False for a model of text embeddings, which is saved without a head. `lm_head` then has the embedding's
+        weight."""
         self.bidirectional = False
         """Whether each token attends to all tokens of its document; see `set_bidirectional`."""
         # What the layers need from the layout of every batch.
@@ -193,12 +194,14 @@ class Decoder(nn.Module):
         self.assets: dict[str, bytes] = {}
         """Maps file names to contents that are saved unchanged, such as generation_config.json and tokenizer files."""
         self.kept_tensors: dict[str, Tensor] = {}
-        """Checkpoint tensors, by name, that belong to no parameter and are saved unchanged. Rank 0 has them on the CPU.
+        """Checkpoint tensors, by name, that belong to no parameter and are saved unchanged. Only rank 0 has them (on
+        the CPU).
         """
         self.trained_tensors: Callable[[], dict[str, Tensor]] = dict
         """Function that returns the current values of those `kept_tensors` that a separate module trains."""
         self.read_dtypes: dict[str, torch.dtype] = {}
-        """The dtypes that the parameters of `Layer.wide` have in the checkpoint that the model was loaded from."""
+        """The dtypes, in the checkpoint that the model was loaded from, of the parameters named in `Layer.wide`.
+        """
         self.quantized = QuantizedCheckpoint()
         if self.block_class is not None:
             self.build(config)
@@ -296,7 +299,8 @@ class Decoder(nn.Module):
         Raises:
             ValueError: a parameter is not initialized.
         """
-        # Write a NaN into the first element of each parameter. An initialized parameter does not have it afterwards.
+        # Write NaN into the first element of each parameter. A parameter that still has it afterwards was not
+        # initialized.
         first_elements = {
             name: weight.data[(0,) * weight.dim()]
             for name, weight in self.named_parameters()
@@ -307,7 +311,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
         for name, weight in self.named_parameters():
             first = first_elements.get(name)
-            # A parameter that has new memory has been replaced by one with values.
+            # A parameter with new memory has been replaced by an initialized one.
             if first is None or first.data_ptr() != weight.data_ptr() or not first.float().isnan():
                 continue
             owner = type(self.get_submodule(name.rpartition(".")[0])).__name__
@@ -328,7 +332,7 @@ class Decoder(nn.Module):
             )
 
     def tie_weights(self) -> None:
-        """Let the head share the weight of the embedding if the config requires it."""
+        """Make the head share the weight of the embedding if the config requires it."""
         if self.config.tie_word_embeddings and self.lm_head.weight is not self.embed_tokens.weight:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -336,15 +340,15 @@ class Decoder(nn.Module):
         """Initialize all weights.
 
         The weights of linear layers and embeddings are drawn from a normal distribution with ``initializer_range``;
-        biases and the embedding of the padding token are set to 0. Other layers initialize their parameters by
-        `Layer.draw`, and all other modules by ``reset_parameters``, submodules first. The ``reset_parameters`` of
-        subclasses of linear layers, embeddings and layers is called as well.
+        biases and the embedding of the padding token are set to 0. Other layers initialize their parameters in
+        `Layer.draw`. All other modules initialize them in ``reset_parameters``, submodules first. The
+        ``reset_parameters`` of subclasses of linear layers, embeddings and layers is called as well.
 
         Raises:
             ValueError: a module has parameters but no method ``reset_parameters``.
         """
         std = self.config.initializer_range
-        # First initialize linear layers, embeddings and layers with `draw`. Results for a seed depend on this order.
+        # First initialize linear layers, embeddings and layers with `draw`. The values for a seed depend on this order.
         drawn: set[nn.Module] = set()
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -385,12 +389,12 @@ class Decoder(nn.Module):
                 aliases[name] = first
         yield
         for name, first in aliases.items():
-            # The first name may now have a new parameter, which is set under the other names.
+            # The parameter under the first name may be new, so it is set under the other names as well.
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
-        with self._sharing():  # moving from the meta device creates a new parameter for each name
+        with self._sharing():  # moving from the meta device creates one new parameter per name
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -427,7 +431,7 @@ class Decoder(nn.Module):
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of parameters, or only of trainable ones, with or without the embedding.
+        """Return the number of all parameters or of the trainable ones, with or without the embedding.
 
         Tied parameters count once.
         """
@@ -443,8 +447,8 @@ class Decoder(nn.Module):
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """Return the weights of all linear layers except the head, and the stacked weights of experts, by name."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
-        # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`, and neither is the
-        # matrix [X, C] of some routers.
+        # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`. Neither is the matrix
+        # [X, C] of some routers.
         routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
         routers = {id(weight) for layer in self.routers if layer.router for weight in layer.router.parameters()}
         return {
@@ -461,7 +465,7 @@ class Decoder(nn.Module):
         print(f"{trainable:,} of {total:,} parameters are trainable ({trainable / total:.3%})")
 
     def set_attention_dropout(self, probability: float) -> None:
-        """Let the attention of every block drop its weights with this probability in training.
+        """Set the probability with which the attention of every block drops an attention weight in training.
 
         The config keeps its own value, ``attention_dropout``, which is saved.
 
@@ -474,13 +478,13 @@ class Decoder(nn.Module):
             layer.set_attention_dropout(probability)
 
     def set_bidirectional(self, bidirectional: bool = True) -> None:
-        """Let each token attend to all tokens of its document, not only to itself and earlier ones, as in an encoder.
+        """Let each token attend to all tokens of its document, including later ones, as in an encoder.
 
         The model then computes hidden states only; it can't generate.
 
         Raises:
-            ValueError: a layer can't attend to later tokens: attention with a window, chunks or sinks, or a layer that
-                is not attention and reads tokens in order. Or the model takes images.
+            ValueError: a layer can't attend to later tokens, because it is attention with a window, chunks or sinks, or
+                because it is not attention and reads tokens in order; or the model takes images.
         """
         if bidirectional and self.visual is not None:
             raise ValueError(
@@ -508,8 +512,8 @@ class Decoder(nn.Module):
                 fused ops need. "selective" recomputes the gate and up projections of the MLP, whose outputs are the
                 largest activations. "full" saves only the block's input and recomputes everything else, except the last
                 projection, whose output the backward does not need. Under "full", blocks with routed experts also save
-                the input of the experts, so that the backward routes tokens to the same experts, and compiled blocks
-                and models also save the input of the MLP.
+                the input of the experts, so that the backward routes tokens to the same experts. Compiled blocks and
+                models also save the input of the MLP.
             offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap with
                 the compute stream. The blocks are spread evenly and exclude the last two if possible, so that copies
                 can finish while other blocks run. Offloading works with compiled blocks. A model with offloading is not
@@ -533,8 +537,8 @@ class Decoder(nn.Module):
             check_policy("policy", block_policy)
 
         self.checkpointing = policy
-        # A block whose second forward may have different results is not recomputed as a whole. The layers of such a
-        # block recompute instead.
+        # A block whose second forward may have different results is not recomputed as a whole. Its layers recompute
+        # their own activations instead.
         self.recomputed = frozenset(
             index
             for index, (block, block_policy) in enumerate(zip(self.layers, policies, strict=True))
@@ -575,11 +579,11 @@ class Decoder(nn.Module):
                 packed document have no target.
             position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
             inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
-            num_items_in_batch: divisor of the summed loss, by default the number of targets in this batch. With
-                gradient accumulation or several ranks, pass the number of targets in all accumulation steps and on all
-                ranks, as a number or a tensor of one element. It may be 0 only if this batch has no targets. The
-                auxiliary loss is multiplied by the fraction of these targets that are in this batch, so that the
-                weights of all batches of a step add up to 1.
+            num_items_in_batch: number by which the summed loss is divided, by default the number of targets in this
+                batch. With gradient accumulation or several ranks, pass the number of targets in all accumulation steps
+                and on all ranks, as a number or a tensor of one element. It may be 0 only if this batch has no targets.
+                The auxiliary loss is multiplied by the fraction of these targets that are in this batch, so that these
+                factors of all batches of a step add up to 1.
             return_logits: whether to return logits. By default, logits are returned only if there are no ``labels``.
                 True returns logits in addition to the loss. False without ``labels`` skips the head and returns the
                 head's input in ``hidden_states``.
@@ -587,19 +591,19 @@ class Decoder(nn.Module):
                 losses. The targets are ``labels`` shifted by `BatchLayout.shift`.
             loss_function: function that computes the loss from ``(hidden, weight, target)``: the normalized output of
                 the last block [B, T, C], the head's weight [V, C] and the shifted labels [B, T]. It may return any
-                object. It is called inside the head, because FSDP has gathered the weight there. The function itself
-                must apply the model's softcap and logit scale, and ``aux_loss`` is not added to its result.
-            logits_to_keep: number of last tokens whose logits are returned; 0 returns all logits. It can't be combined
-                with ``labels``.
+                object. The function is called inside the head's forward, where FSDP has gathered the weight. It must
+                itself apply the model's softcap and logit scale, and ``aux_loss`` is not added to its result.
+            logits_to_keep: number of tokens at the end of each row whose logits are returned; 0 returns all logits. It
+                can't be combined with ``labels``.
             output_hidden_states: whether to return the hidden states before each block and after the last norm.
             routed_experts: [B, T, L, K] integers, the K experts of each token in each of the L layers with routed
-                experts, as recorded by `rollout`. These experts replace the routers' choice (routing replay), but the
+                experts, as `rollout` records them. These experts replace the routers' choice (routing replay), but the
                 router logits still determine the experts' weights, the gradients of the routers and the auxiliary loss.
                 For a token with negative entries, the routers choose.
             cache: decode cache, to which the tokens are appended.
             cu_seq_lens_q, cu_seq_lens_k: two other names of ``cu_seqlens``, as passed by the
                 ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers.
-            max_length_q, max_length_k: ignored; accepted because this collator passes them.
+            max_length_q, max_length_k: ignored; accepted because the same collator passes them.
 
         Returns:
             `CausalLMOutput`.
@@ -665,7 +669,7 @@ class Decoder(nn.Module):
             )
         rotary: dict[str, Any] = dict(self.rotary.items())
         windows = self._windows
-        # Attention with sinks has a fused kernel only in half precision. Otherwise its layers need a mask.
+        # Attention with sinks has a fused kernel only in half precision. In other dtypes, its layers need a mask.
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
         if self.bidirectional:
@@ -681,7 +685,7 @@ class Decoder(nn.Module):
         )  # fmt: skip
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
-        """Return a layout with which one block can run alone: placeholders replace the tensors that other blocks add.
+        """Return a layout for running one block alone, in which placeholders replace the tensors that other blocks add.
 
         Args:
             layout: a result of `layout`.
@@ -699,7 +703,7 @@ class Decoder(nn.Module):
 
         Args:
             index: index of the block.
-            more: further results of the block, besides x and the residual stream.
+            more: what the block returns in addition to ``x`` and the residual stream.
             layout: the layout that was passed to the block.
         """
         return more, layout
@@ -728,7 +732,7 @@ class Decoder(nn.Module):
 
         # Run the blocks and the norm.
         states: list[Tensor] = []
-        collect = [states] if request.output_hidden_states else []  # overrides without `states` work otherwise
+        collect = [states] if request.output_hidden_states else []  # overrides of `run_blocks` may lack ``states``
         hidden, router_logits = self.run_blocks(embeds, layout, *collect)
         hidden = groups.enter_head(hidden)  # [B, T, C], under context parallelism [B, T / R, C]
         # Results are collected in a dictionary, because torch 2.11 cannot compile `_replace` of a named tuple.
@@ -755,7 +759,7 @@ class Decoder(nn.Module):
         return CausalLMOutput(**output, loss=loss)
 
     def _apply_head(self, hidden: Tensor, request: HeadRequest, targets: LossTargets | None) -> tuple[Any, Any]:
-        """Return the loss (or the log-probabilities of the targets) and the logits of this rank's tokens."""
+        """Return the loss or the log-probabilities of the targets, and the logits, both for this rank's tokens."""
         if targets is None:
             kept = request.logits_to_keep
             return None, self.lm_head(hidden[:, -kept:] if kept else hidden)
@@ -775,7 +779,7 @@ class Decoder(nn.Module):
     def _weighted_auxiliary_loss(
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
-        """Return `auxiliary_loss` times the fraction of the step's targets that are in this batch."""
+        """Return `auxiliary_loss`, multiplied by the fraction of the step's targets that are in this batch."""
         mask = None if layout.attention_mask is None else self.groups.local_along_context(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask)
         if aux_loss is None or targets is None or request.num_items_in_batch is None:
@@ -788,12 +792,12 @@ class Decoder(nn.Module):
         return routed_layers(self.layers)
 
     def choose_experts(self, router_logits: Sequence[Tensor]) -> Tensor:
-        """Return the experts that the routers choose for the router logits of a forward, [B · T, L, K] int16."""
+        """Return the experts that the routers choose for a forward's router logits, [B · T, L, K] int16."""
         chosen = [layer.choose(logits) for layer, logits in zip(self.routers, router_logits, strict=True)]
         return torch.stack(chosen, 1).to(torch.int16)
 
     def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
-        """Return this rank's part of ``routed_experts``: [B, T / R, K] for each layer on one of R ranks."""
+        """Return the part of ``routed_experts`` for this rank, one of R: a tensor [B, T / R, K] for each layer."""
         routers, name = self.routers, type(self).__name__
         if not routers:
             raise ValueError(f"forward: routed_experts need layers with routed experts, got {name} without any.")
@@ -813,7 +817,7 @@ class Decoder(nn.Module):
         return by_layer
 
     def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
-        """Group ``experts``, which has one tensor per layer with routed experts, by the index of the block."""
+        """Group ``experts``, which has one tensor per layer with routed experts, by block index."""
         remaining = iter(experts)
         routers = map(routed_layers, self.layers)
         return {index: tuple(next(remaining) for _ in layers) for index, layers in enumerate(routers) if layers}
@@ -826,7 +830,7 @@ class Decoder(nn.Module):
         If ``states`` is given, the residual stream before each block, [B, T, C], is appended to it.
         """
         offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
-        # The compiler ends its graph here, and runs this method without compiling it. It shows this error only if there
+        # The compiler ends its graph at this error, and runs the method uncompiled. Users see the error only if there
         # must be a single graph.
         if offload is not None and torch.compiler.is_compiling():
             raise ValueError(
@@ -884,7 +888,7 @@ class Decoder(nn.Module):
         return (nn.functional.pad(mask, (0, new), value=1).cumsum(1) - 1).clamp_min(0)
 
     def complete_inputs(self, prompts: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `forward` that belong to prompts [B, T], with the defaults for those not given."""
+        """Return the arguments of `forward` that belong to prompts [B, T], with defaults for missing arguments."""
         return inputs
 
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
@@ -907,6 +911,6 @@ def _resets_itself(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear | nn.Embedding):
         bases = (nn.Linear, nn.Embedding, LigerEmbedding)
         return type(module).reset_parameters not in [base.reset_parameters for base in bases]
-    # The `draw` of a class with this method calls it.
+    # If the class that defines `draw` also has ``reset_parameters``, its `draw` calls it.
     drawer = next(cls for cls in type(module).__mro__ if "draw" in vars(cls))
     return hasattr(module, "reset_parameters") and not hasattr(drawer, "reset_parameters")

@@ -25,14 +25,16 @@ class DerivedTensors:
     """Tensors that layers have derived from their weights since the last `renew`, stored at fixed addresses.
 
     An instance belongs to one call of ``generate``, during which the weights must not change, or to a captured CUDA
-    graph that reads the tensors. Layers hold no reference to the instance, so it has no effect outside of `used`.
+    graph that reads the tensors. Layers hold no reference to an instance, so an instance has no effect outside of
+    `used`.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[Key, tuple[Tensor | None, ...]] = {}
         self._compute: dict[Key, Callable[[], tuple[Tensor | None, ...]]] = {}
         self.current: set[Key] = set()
-        """The keys of the tensors that have been computed since the last `renew`, or by a graph replayed since then."""
+        """The keys of the tensors that have been computed since the last `renew`, either directly or by a replayed
+        graph."""
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -47,7 +49,7 @@ class DerivedTensors:
         self.current.clear()
 
     def refresh(self) -> None:
-        """Recompute all outdated tensors, for a graph that reads them without computing them."""
+        """Recompute all outdated tensors. A graph needs this if it reads the tensors without computing them."""
         if len(self.current) < len(self._tensors):
             for key, compute in self._compute.items():
                 self.find(key, compute)
@@ -75,19 +77,19 @@ class DerivedTensors:
 
 
 def num_derived() -> int:
-    """Return the number of tuples that the `DerivedTensors` in use hold; 0 if there are none in use."""
+    """Return the number of tuples of tensors that the `DerivedTensors` in use holds; 0 if none is in use."""
     used = _USED.get()
     return 0 if used is None else len(used)
 
 
 def derive(layer: nn.Module, purpose: Hashable, compute: Callable[[], Tensors]) -> Tensors:
-    """Return tensors that depend only on a layer's weights, reusing those of an earlier call if possible.
+    """Return tensors that depend only on a layer's weights, reusing the results of an earlier call if possible.
 
     Args:
         layer: the layer with the weights.
         purpose: key that distinguishes the derived tensors of a layer, such as their dtype.
-        compute: function that computes the tuple of tensors. Their shapes must be the same in each call for a purpose.
-            It may be called later, and should not hold activations.
+        compute: function that computes the tuple of tensors. Each call for a purpose must return the same shapes. The
+            function may be called again later, so it should not hold activations.
     """
     used = None if is_traced() else _USED.get()
     return compute() if used is None else used.find((layer, purpose), compute)

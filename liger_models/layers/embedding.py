@@ -14,14 +14,14 @@ from liger_models.layers.linear import is_sharded, local
 
 
 class LigerEmbedding(nn.Embedding, Layer):
-    """`nn.Embedding` with errors that show the invalid token id if the ids are on the CPU.
+    """`nn.Embedding` whose errors show the invalid token id if the ids are on the CPU.
 
     Args:
         num_embeddings, embedding_dim: V and C.
-        padding_idx: token id whose row is 0 in a new model and gets no gradient from the lookup; −1 is the last row. A
-            head that is tied to the embedding still trains this row. None or an id outside the table means that there
-            is no such row.
-        scale: multiplier of the embeddings, which is first rounded to the dtype of the weight (Gemma); None for 1.
+        padding_idx: token id whose row is 0 in a new model and gets no gradient from the lookup; −1 stands for the last
+            row. A head that is tied to the embedding still trains this row. If ``padding_idx`` is None or outside the
+            table, there is no such row.
+        scale: multiplier of the embeddings (Gemma), which is first rounded to the dtype of the weight; None for 1.
 
     Raises:
         ValueError: an id on the CPU is outside the vocabulary. On an accelerator, the lookup itself fails.
@@ -41,12 +41,12 @@ class LigerEmbedding(nn.Embedding, Layer):
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution, but not on the meta device, which would import a compiler."""
+        """Draw the weight from a normal distribution, except on the meta device, where this would import a compiler."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
+        """Keep 1 / R of the vocabulary on each of R ranks; see `liger_models.parallel.apply_tp`."""
         self.vocab_shard = VocabShard(group, self.num_embeddings).check()
         return {"weight": 0}
 
@@ -73,7 +73,7 @@ class LigerEmbedding(nn.Embedding, Layer):
         rows = input_ids - vocab_shard.start
         here = (rows >= 0) & (rows < vocab_shard.count)
         padding = None if self.padding_idx is None else self.padding_idx - vocab_shard.start
-        if padding is not None and not 0 <= padding < vocab_shard.count:  # a row of another rank
+        if padding is not None and not 0 <= padding < vocab_shard.count:  # the row belongs to another rank
             padding = None
         x = embedding(local(self.weight), rows.where(here, 0), padding)
         return reduce_from_region(x * here.unsqueeze(-1), vocab_shard.ranks)

@@ -34,10 +34,10 @@ PyTorch's default is blocks of 64 tokens, which do not fit into the shared memor
 """
 
 RECOMPILE_LIMIT = 256
-"""Maximum number of compilations of flex_attention.
+"""Maximum number of graphs that PyTorch compiles for flex_attention.
 
-It is compiled once per dtype, head dimension and batch shape. Beyond PyTorch's default limit of 8, it would run
-unfused, with all scores in memory.
+flex_attention is compiled once per dtype, head dimension and batch shape. Beyond PyTorch's default limit of 8 graphs,
+it would run unfused, with all scores in memory.
 """
 
 
@@ -71,12 +71,12 @@ def flex_by_blocks(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of q and k [B, heads, T, D] and v [B, heads, T, V]; ``sinks`` is [heads] or None."""
+    """Compute attention with q and k [B, heads, T, D] and v [B, heads, T, V]; ``sinks`` is [heads] or None."""
     D, V = q.shape[-1], v.shape[-1]
     q, k, v = (F.pad(x, (0, max(LEAST_HEAD_DIM - x.shape[-1], 0))) for x in (q, k, v))
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if hasattr(q, "fake_mode") and not torch.compiler.is_compiling():
-        # Without values, only the shape of the result and the graph of autograd matter.
+        # For tensors without values, only the shape of the result and the autograd graph matter.
         return (F.pad(q, (0, v.shape[-1] - q.shape[-1])) + k.sum() + v.sum())[..., :V]
     # The separate kernel for few queries is avoided, because it does not support all head dimensions.
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -93,6 +93,6 @@ def flex_by_blocks(
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True):
             out = _compiled_flex_attention()(q, k, v, None if softcap is None else _cached_score(softcap), **options)
     y: Tensor = out if sinks is None else out[0]
-    if sinks is not None:  # scale by the probability of the keys, see `kernels.sink_attention`
+    if sinks is not None:  # scale by the keys' share of the softmax, see `kernels.sink_attention`
         y = (y * (out[1].lse - sinks[:, None].float()).sigmoid()[..., None]).to(q.dtype)
     return y[..., :V]

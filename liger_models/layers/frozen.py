@@ -1,27 +1,28 @@
 """The parameters of a layer whose weight is frozen and quantized, in any format of ``kernels/frozen/weight.py``.
 
-The parameter of the layer holds the codes, and the submodule ``stored`` holds the other tensors of the format, as
-bytes. FSDP shards, gathers and offloads all of them like other parameters, but without casts. For two of the formats::
+The layer's parameter holds the codes, and the submodule ``stored`` holds the other tensors of the format, as bytes.
+FSDP shards, gathers and offloads all of these tensors like other parameters, but without casts. For two of the
+formats::
 
     layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
     layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
     layer.stored.factors               NF4: factors, mean and table, [numbers, bytes of one]
 
 The matrices of routed experts are stored in the same way, with the experts in the first dimension. ``stored`` then
-holds the tensors of both parameters, under the parameters' names::
+holds the tensors for both parameters, under the parameters' names::
 
     layer.gate_up_weight                     codes     NF4 [X, O, C / 2]    float8 [X, O, C]
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
-If there are too few experts for the ranks of `apply_fsdp`, their codes are sharded along O instead of X.
+If there are too few experts to give each rank of `apply_fsdp` some, their codes are sharded along O instead of X.
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
-weight does not depend on the number of ranks. After `apply_tp` each rank uses its own slice, and after `apply_ep` its
-own experts, without gathering. A slice consists of whole blocks, so it has the same values as in the whole weight.
+weight does not depend on the number of ranks. After `apply_tp`, each rank uses its own slice without gathering, and
+after `apply_ep`, its own experts. A slice consists of whole blocks, so its values are the same as in the whole weight.
 
-When a checkpoint is loaded, each rank reads and quantizes only its part. The scales of NF4 are quantized together for
-the whole weight, so the ranks exchange the largest absolute value of each block of 64 elements.
+When a checkpoint is loaded, each rank reads and quantizes only its part. The scales of NF4 are themselves quantized,
+together for the whole weight, so the ranks exchange the largest absolute value of each block of 64 elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,13 +37,14 @@ from liger_models.layers.linear import is_sharded, local, sharded_as
 
 
 class FrozenParameters(nn.Module):
-    """Format and shape of a frozen weight, and its tensors except the codes, as bytes in parameters.
+    """The format and shape of a frozen weight, and parameters with the bytes of all its tensors except the codes.
 
-    `freeze` adds an instance to a layer. In all methods, the argument ``codes`` is the layer's parameter that holds the
-    codes.
+    `freeze` adds an instance of this class to a layer. In all methods, the argument ``codes`` is the layer's parameter
+    that holds the codes.
 
     Args:
-        weight: the weight, whose memory the parameters share. It is on the meta device if the layer is loaded later.
+        weight: the weight, with which the parameters share memory. It is on the meta device if the layer is loaded
+            later.
         like: a dense weight that `apply_ep` has sharded. If it is given, ``weight`` has only this rank's experts;
             otherwise ``weight`` is the whole weight.
     """
@@ -51,16 +53,17 @@ class FrozenParameters(nn.Module):
         super().__init__()
         self.format, self.layout, self.dtype = weight.format, list(weight.layout), weight.dtype
         self.shape = weight.shape if like is None else like.shape
-        """Shape of the whole weight over all ranks: ``[O, C]``, or ``[X, O, C]`` for experts."""
+        """Global (unsharded) shape of the weight: ``[O, C]``, or ``[X, O, C]`` for experts."""
         self.sharded: tuple[int, int] | None = None
-        """Dimension along which `apply_tp` or `apply_ep` sharded the weight, and number of ranks; otherwise None."""
+        """The dimension along which `apply_tp` or `apply_ep` sharded the weight, and the number of ranks; None if it is
+        whole."""
         # `shard` may change the layout, and `apply_fsdp` the dtype. Quantizing again uses the original layout and
         # dtype.
         self._quantized_dtype, self._quantized_layout = weight.dtype, self.layout
         self._statistics: Tensor | None = None
-        """[n, m], what `Format.quantize_part` returned for this rank, until `finish` has used it."""
+        """[n, m], the result of `Format.quantize_part` for this rank, which is kept until `finish` has used it."""
         self._views: dict[str, tuple[torch.dtype, bool]] = {}
-        """Maps the name of each tensor to its dtype, and to whether it has one dimension."""
+        """Maps the name of each tensor to (its dtype, whether it has one dimension)."""
         for name, parameter in self._as_parameters(self.format.pack(weight)).items():
             # `apply_ep` has sharded the dense weight, so the tensors of the frozen weight are sharded in the same way.
             if is_sharded(like) and name not in self.format.shared:
@@ -80,7 +83,7 @@ class FrozenParameters(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return format, shape and dtype for ``print(model)``."""
+        """Return the format, shape and dtype for ``print(model)``."""
         return f"{self.format.name}, {list(self.shape)}, dtype={self.dtype}"
 
     @property
@@ -97,7 +100,7 @@ class FrozenParameters(nn.Module):
         A weight that FSDP has sharded is gathered from all ranks. After `apply_tp` or `apply_ep`, the result is this
         rank's part.
         """
-        # Parameters that FSDP has sharded as well have a mesh of more dimensions. They are gathered in the forward.
+        # The device mesh has more dimensions if FSDP has also sharded the parameters. They are gathered in the forward.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
             return self.whole(codes)
         return self._weight_of({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
@@ -107,7 +110,7 @@ class FrozenParameters(nn.Module):
         return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
     def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
-        """Return the whole weight in the form that ops take, given all of its `tensors` without sharding."""
+        """Return the whole weight in the form that ops take, given its `tensors` in unsharded form."""
         return self._weight_of(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
@@ -116,7 +119,7 @@ class FrozenParameters(nn.Module):
         return {name: parameters[name] for name in self._views}
 
     def _weight_of(self, parameters: Mapping[str, Tensor], shape: torch.Size) -> FrozenWeight:
-        # Views of the bytes: nothing is copied.
+        # These are views of the bytes; nothing is copied.
         tensors = {name: parameters[name].view(dtype) for name, (dtype, _) in self._views.items()}
         tensors = {name: tensor.flatten() if self._views[name][1] else tensor for name, tensor in tensors.items()}
         return FrozenWeight(
@@ -140,7 +143,7 @@ class FrozenParameters(nn.Module):
             ValueError: a slice would end inside a block that shares a scale.
         """
         path, _, attribute = name.rpartition(".")
-        # The numbers of a block share a scale, so a slice must not end inside a block.
+        # The elements of a block share a scale, so a slice must not end inside a block.
         *_, rows, columns = self.shape
         by_rows, by_columns = dim == len(self.shape) - 2, dim == len(self.shape) - 1
         if by_rows or by_columns:  # a slice of whole experts always has whole blocks
@@ -155,7 +158,7 @@ class FrozenParameters(nn.Module):
                     f"parallelism, {self.format.remedy}, or apply_fsdp alone."
                 )
 
-        # Make new parameters whose equal parts are the slices of the ranks.
+        # Make new parameters. If they are split into equal parts, each part is the slice of one rank.
         tensors = self.format.pack(self.whole(getattr(layer, attribute)))
         tensors, self.layout, dims = self.format.slices(tensors, self.shape, self.layout, dim, ranks)
         parameters = self._as_parameters(tensors)
@@ -175,12 +178,12 @@ class FrozenParameters(nn.Module):
 
         Args:
             codes: the layer's parameter with the codes.
-            read: function ``(first, last)`` that returns the rows (or, for experts, the experts) ``first`` to ``last``
-                − 1 of the dense weight: [n, C], or [n, O, C] for experts.
+            read: function ``(first, last)`` that returns the rows ``first:last`` of the dense weight, [n, C]. For
+                stacked experts, it returns the experts ``first:last``, [n, O, C].
         """
         first, count = offset_of(codes)[0], len(local(codes))
 
-        # Some formats quantize a matrix on all ranks together: each rank computes its codes now, and the rest in
+        # In some formats, the ranks quantize a matrix together: each rank computes its codes now, and the rest in
         # `finish`.
         if self.format.in_common and len(self.shape) == 2:
             numbers = self._numbers(codes, read)
@@ -210,12 +213,12 @@ class FrozenParameters(nn.Module):
             tensors, *_ = self.format.slices(tensors, weight.shape, list(weight.layout), *self.sharded)
         for name, parameter in parameters.items():
             target, source = local(parameter), _bytes_of(tensors[name])
-            # The rows of the whole parameter with which the target and the source begin. The first dimension of tensors
-            # that all experts share does not index experts.
+            # Find the rows of the whole parameter at which the target and the source begin. In tensors that all experts
+            # share, the first dimension does not index experts.
             target_first, *offsets = offset_of(parameter)
             source_first = 0 if name in self.format.shared else first
 
-            # Copy the rows [start, end) that both have, and in the other dimensions what the target has.
+            # Copy the rows [start, end) that both have. In the other dimensions, copy the indices that the target has.
             start, end = max(target_first, source_first), min(target_first + len(target), source_first + len(source))
             if start >= end:
                 continue
@@ -226,19 +229,21 @@ class FrozenParameters(nn.Module):
             target.copy_(source)
 
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
-        """Return the dense elements [n, K] that belong to this rank's rows of ``codes``.
+        """Return the elements of the dense weight that belong to this rank's rows of ``codes``, [n, K].
 
         A row of codes covers contiguous elements of the dense weight, or this rank's columns of these elements. For
-        example, a weight [4, 96] in rows of 64 numbers has 6 rows of codes. Rows 1 and 2 have the numbers 64 to 191, so
-        the rows 0 and 1 of the weight are read, and the first 64 of their 192 numbers are left out.
+        example, a weight [4, 96] has 6 rows of codes if each row covers 64 elements. Rows 1 and 2 of the codes cover
+        the elements 64 to 191, so rows 0 and 1 of the weight are read, and the first 64 of their 192 elements are
+        dropped.
         """
-        # This rank has the rows ``first`` to ``first + count − 1`` of the codes, and ``width`` bytes of each.
+        # This rank has the rows ``first`` to ``first + count − 1`` of the codes, and ``width`` bytes of each row.
         (first, column), (count, width) = offset_of(codes), local(codes).shape
         columns, numbers_per_byte = self.shape[1], self.shape.numel() // codes.numel()
-        # The number of dense numbers in a row of the codes may differ from the length of a row of the weight.
+        # A row of the codes may cover more or fewer elements than a row of the dense weight has.
         row_numbers = codes.shape[1] * numbers_per_byte
 
-        # Read the rows of the weight that have these numbers. The first and the last may belong to other ranks in part.
+        # Read the rows of the weight that have these elements. Parts of the first and last row may belong to other
+        # ranks.
         first_number, num_numbers = first * row_numbers, count * row_numbers
         start, end = first_number // columns, -(-(first_number + num_numbers) // columns)
         numbers = read(start, end).to(self._quantized_dtype).flatten()
@@ -259,7 +264,7 @@ class FrozenParameters(nn.Module):
             shape = torch.Size([len(sharded), sharded.shape[1] * statistics.itemsize])
             statistics = _whole(sharded_as(sharded, own_bytes, shape)).view(statistics.dtype)
 
-        # The codes are already in place, so they need no values here.
+        # The codes are already in the parameter, so a meta tensor stands in for them.
         codes_shape, codes_dtype = self.format.tensors_like(self.shape, self.dtype)["codes"]
         tensors = (
             torch.empty(codes_shape, dtype=codes_dtype, device="meta"),
@@ -319,7 +324,8 @@ def dequantized_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def frozen_format(linear: nn.Linear) -> Format | None:
-    """Return the format of a linear layer's frozen weight, which may be a torchao tensor; None if dense."""
+    """Return the format of a linear layer's frozen weight, which may be a torchao tensor; None for a dense weight.
+    """
     frozen = frozen_parts(linear).get("weight")
     if frozen is not None:
         return frozen.format
@@ -334,7 +340,7 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Map a module's own parameters to their numbers of elements; codes count as the elements of the dense weight."""
+    """Map a module's own parameters to their numbers of elements; for codes, this is the size of the dense weight."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)
@@ -345,7 +351,7 @@ def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def offset_of(parameter: Any) -> tuple[int, ...]:
-    """Return, for each dimension, the index at which this rank's part of a parameter begins."""
+    """Return the index at which this rank's part of a parameter begins, for each dimension."""
     if not is_sharded(parameter):
         return (0,) * int(parameter.dim())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
@@ -355,7 +361,7 @@ def offset_of(parameter: Any) -> tuple[int, ...]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes. A tensor [rows] becomes [rows, bytes per element]; others keep their dimensions."""
+    """View a tensor as bytes. A tensor [rows] becomes [rows, bytes per element]; others keep their dimensions."""
     tensor = tensor.detach()
     return (tensor[:, None] if tensor.dim() == 1 else tensor).contiguous().view(torch.uint8)
 

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from liger_models.layers.linear_attention import LinearAttention
 
 MOST_UNITS = 64
-"""Largest number of units, and so of ranks. Channels of a unit are adjacent in memory."""
+"""Largest number of units, and therefore of ranks. The channels of a unit are adjacent in memory."""
 
 
 class LigerGatedConv(LinearAttention):
     """``out_proj(C · conv(B · x))``, where one packed projection computes B, C and x.
 
-    The channels are divided into units. Each unit has, in ``in_proj``, the rows of its channels of B, then those of C,
-    then those of x. The convolution has no activation, and its rows are in the order of the channels. The state of a
-    layer is the last inputs of the convolution.
+    The channels are divided into units. For each unit, ``in_proj`` has the rows of the unit's channels of B, then of C,
+    then of x. The convolution has no activation, and its rows are in the order of the channels. The state of a layer
+    consists of the last inputs of the convolution.
 
     Args:
         hidden_size: C.

@@ -25,9 +25,9 @@ class _Sizes(NamedTuple):
 class LigerGatedDeltaNet(LinearAttention):
     """Linear attention by the gated delta rule, with one packed input projection.
 
-    The rows of ``in_proj`` are grouped by key head. Each group has the query, the key, the values of the Hv / Hk value
-    heads, the gates of these value heads, their update rates β (one row per head) and their decays (one row per head).
-    The rows of ``conv_weight`` are also grouped by key head, and have only queries, keys and values.
+    The rows of ``in_proj`` are grouped by key head. Each group has rows for the query, the key, the values of the Hv /
+    Hk value heads, the gates of these value heads, their update rates β (one row per head) and their decays (one row
+    per head). The rows of ``conv_weight`` are also grouped by key head, but cover only queries, keys and values.
 
     Args:
         hidden_size: C.
@@ -100,7 +100,7 @@ class LigerGatedDeltaNet(LinearAttention):
         """Initialize the convolution from a normal distribution with ``std``, and the decays as in the paper."""
         nn.init.normal_(self.conv_weight, std=std)
         nn.init.ones_(self.dt_bias)
-        nn.init.uniform_(self.A_log, 0.01, 16)  # the lower bound is not 0, whose logarithm is infinite
+        nn.init.uniform_(self.A_log, 0.01, 16)  # not from 0, because log(0) is infinite
         with torch.no_grad():
             self.A_log.log_()
         return True
@@ -118,14 +118,14 @@ class LigerGatedDeltaNet(LinearAttention):
         sizes = self.sizes[:3]
         qkv, z, b, a = self.split(projected, (sizes, *([size] for size in self.sizes[3:])))
 
-        # Update rates β and logarithms of the decays, [B, T, Hv]. Decays are computed in fp32, because their errors
-        # multiply. Padding neither writes to the state nor lets it decay.
+        # Compute the update rates β and the logarithms of the decays, [B, T, Hv]. Decays are computed in fp32, because
+        # their errors multiply from token to token. Padding neither writes to the state nor makes it decay.
         beta = b.sigmoid()
         _, g = step_sizes(a, self.own(self.A_log), self.own(self.dt_bias))
         if padding is not None:
             beta, g = (x.masked_fill(padding, 0) for x in (beta, g))
 
-        # Convolution and delta rule continue from the states in the cache.
+        # The convolution and the delta rule continue from the states in the cache.
         conv_state, state = (None, None) if states is None else states
         convolved, conv_state = self.convolve(qkv, sizes, conv_state, options)
         q, k, v = convolved.split([self.units * size for size in sizes], -1)

@@ -14,7 +14,7 @@ from liger_models.layers.lm_head import LabeledRows, LossFunction
 
 
 class HeadRequest(NamedTuple):
-    """The arguments of `Decoder.forward` that determine what the head returns, with the same names."""
+    """The arguments of `Decoder.forward` that determine what the head returns, under the same names."""
 
     labels: Tensor | None = None
     num_items_in_batch: Tensor | float | None = None
@@ -27,7 +27,7 @@ class HeadRequest(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "HeadRequest":
-        """Make a request from keyword arguments, under their names in this package or in transformers."""
+        """Make a request from keyword arguments, which may have their names in this package or in transformers."""
         return cls(**translate("forward", options, cls._fields))
 
     @property
@@ -74,7 +74,7 @@ class LossTargets(NamedTuple):
         shifted: [B, T], the target of every token.
         local: [B, T / R], the targets of this rank's tokens, where R is the number of ranks.
         num_items: divisor of this rank's summed loss; None stands for the number of targets in ``local``.
-        rows: the rows of ``local`` that have a target, if the head may skip all others; otherwise None.
+        rows: the rows of ``local`` that have a target, if the head may skip all other rows; otherwise None.
     """
 
     shifted: Tensor
@@ -108,7 +108,7 @@ def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
 
     Raises:
         ValueError: ``num_items`` is a bool, is negative, or is 0 although there are targets. For a tensor on a GPU, the
-            error is that of `check_values`.
+            error is raised as in `check_values`.
     """
     if num_items is None:
         return

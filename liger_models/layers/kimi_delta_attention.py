@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: linear attention whose state forgets each channel of the keys at a rate of its own."""
+"""Kimi Delta Attention: linear attention whose state forgets each key channel at its own rate."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from liger_models.layers.norm import call_linear, is_plain
 
 
 class ForgetGate(Layer):
-    """``-exp(A_log) · softplus(x + dt_bias)``, whose parameters are trained in fp32 beside weights in half precision.
+    """``-exp(A_log) · softplus(x + dt_bias)``, with parameters that stay in fp32 even in a model in half precision.
 
     Args:
         num_heads: H.
@@ -42,11 +42,11 @@ class ForgetGate(Layer):
         return True
 
     def shard_tokens(self, group: Group) -> None:
-        """On each of R ranks, use the parameters of 1 / R of the heads."""
+        """Use the parameters of 1 / R of the heads on each of R ranks."""
         self.groups = replace(self.groups, context=group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, T, H · D] to the logarithms of the decays, [B, T, H, D] fp32, where H is this rank's heads."""
+        """Map x [B, T, H · D] to the logarithms of the decays, [B, T, H, D] fp32, where H counts this rank's heads."""
         context, A_log, dt_bias = self.groups.context, local(self.A_log), local(self.dt_bias)
         if context is not None:
             A_log, dt_bias = (t.chunk(context.size)[context.rank] for t in (A_log, dt_bias))
@@ -68,11 +68,11 @@ class _Sizes(NamedTuple):
 class LigerKimiDeltaAttention(LinearAttention):
     """Linear attention by the Kimi delta rule, with one packed input projection.
 
-    The decays and the output gates of all heads are computed from two latents of D numbers. The heads and the channels
-    of the latents are divided into U units. Each unit has, in ``in_proj``, the queries, the keys and the values of its
-    heads, its share of the channels of both latents (of decays and of gates), and the update rates β of its heads (one
-    row per head). The rows of ``conv_weight`` are also grouped by unit, and have only queries, keys and values. Each of
-    R ranks has some units, and the ranks exchange the latents.
+    The decays and the output gates of all heads are computed from two latents with D elements each. The heads and the
+    channels of the latents are divided into U units. For each unit, ``in_proj`` has rows for the queries, keys and
+    values of the unit's heads, for the unit's share of the channels of both latents (decays and gates), and for the
+    update rates β of its heads (one row per head). The rows of ``conv_weight`` are also grouped by unit, but cover only
+    queries, keys and values. Each of R ranks has some of the units, and the ranks exchange the latents.
 
     Args:
         hidden_size: C.
@@ -121,7 +121,7 @@ class LigerKimiDeltaAttention(LinearAttention):
     def units_of(num_heads: int, head_dim: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        There are as many units as possible, such that each has the same number of heads and of channels of the latents.
+        The number of units is the largest for which all units have equal numbers of heads and of latent channels.
         """
         units = math.gcd(num_heads, head_dim)
         heads, channels = num_heads // units, head_dim // units
@@ -141,7 +141,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         """See `LinearAttention.shard`."""
         shards = super().shard(group)
         self.norm.group = self.tensor_ranks = group
-        # All ranks have the latents of all tokens, also if they share the tokens between layers.
+        # All ranks have the latents of all tokens, even under sequence parallelism, which shards tokens between layers.
         together = replace(group, sequence_parallel=False)
         self.f_b_proj = ColumnParallelLinear.of(self.f_b_proj, together)
         self.g_b_proj = ColumnParallelLinear.of(self.g_b_proj, together)
@@ -169,13 +169,14 @@ class LigerKimiDeltaAttention(LinearAttention):
         sizes = self.sizes[:3]
         qkv, f, z, b = self.split(projected, (sizes, *([size] for size in self.sizes[3:])))
 
-        # Update rates β [B, T, H], and logarithms of the decays [B, T, H, D] in fp32, because their errors multiply.
-        # Padding neither writes to the state nor lets it decay.
+        # Compute the update rates β [B, T, H] and the logarithms of the decays [B, T, H, D]. Decays are computed in
+        # fp32, because their errors multiply from token to token. Padding neither writes to the state nor makes it
+        # decay.
         beta, g = b.sigmoid(), self.decay(self._of_latent(self.f_b_proj, f))
         if padding is not None:
             beta, g = beta.masked_fill(padding, 0), g.masked_fill(padding[..., None], 0)
 
-        # Convolution and delta rule continue from the states in the cache.
+        # The convolution and the delta rule continue from the states in the cache.
         conv_state, state = (None, None) if states is None else states
         convolved, conv_state = self.convolve(qkv, sizes, conv_state, options)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in convolved.chunk(3, -1))  # [B, T, H, D]
@@ -185,7 +186,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         return normed, (conv_state, state)
 
     def _of_latent(self, linear: nn.Linear, latent: Tensor) -> Tensor:
-        """Apply a second projection for this rank's heads to this rank's channels of a latent."""
+        """Apply a second projection, for this rank's heads, to a latent of which this rank has some channels."""
         context, ranks = self.groups.context, self.tensor_ranks
         if context is not None:  # each rank uses all channels for its heads
             latent = gather_channels(latent, context)

@@ -23,9 +23,9 @@ class Pages(NamedTuple):
 
 
 class DecodeCache:
-    """The tensors that layers keep of previous tokens.
+    """The tensors that layers keep from previous tokens.
 
-    Memory grows by a quarter at a time, so that tokens are rarely copied.
+    The memory grows by a quarter at a time, so cached tokens are rarely copied.
 
     Args:
         capacity: maximum number of tokens per sequence; unlimited by default.
@@ -34,30 +34,31 @@ class DecodeCache:
     pages: Pages | None = None
     """The location of each row's tokens if `extend` returns pages; see `PagedCache`. Otherwise None."""
     bounds: Tensor | None = None
-    """`BatchLayout.bounds` of the running forward, if rows are not documents for recurrent layers; see
+    """`BatchLayout.bounds` of the running forward, if recurrent layers must not treat each row as one document; see
     `PagedCache.documents`. Otherwise None."""
     takes_documents = False
-    """Whether packed documents may be cached, each as a row of its own; see `PagePool`."""
+    """Whether packed documents may be cached, each as a separate row; see `PagePool`."""
     width = 1
     """Number of consecutive rows of the batch that are tokens of one sequence; see `PagePool.speculate`."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         self.capacity, self.length = capacity, 0
         self.extra: dict[Hashable, Tensor] = {}
-        """Further tensors [B, ...] that a family keeps for later tokens."""
+        """Further tensors [B, ...] that a model family keeps for later tokens."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[int, tuple[Tensor, ...]] = {}
         self._new_states: dict[int, tuple[Tensor, ...]] = {}
-        """States after the tokens of the running forward, kept separately so that a failed forward changes nothing.
+        """The states after the tokens of the running forward. They are separate, so that a failed forward changes
+        nothing.
         """
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all its keys and all its values.
 
-        The results are [B, length + T, G, D] and [B, length + T, G, V]. V is 0 for latent attention, which caches one
-        row for each token, from which keys and values are computed.
+        The results are [B, length + T, G, D] and [B, length + T, G, V]. V is 0 for latent attention: it caches only one
+        row per token, and computes keys and values from it.
 
-        This does not change ``length``; `advance` changes it after all layers have run.
+        This method does not change ``length``; `advance` changes it after all layers have run.
 
         Raises:
             ValueError: there are more tokens than ``capacity``.
@@ -82,8 +83,8 @@ class DecodeCache:
     def pages_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the pages [pages, P, G, D] of a layer's keys, and the slots of the new tokens [B] int64.
 
-        A layer may write the keys of a step itself instead of calling `extend`. The result is None if it must call
-        `extend`.
+        With this result, a layer may write the keys of a step itself instead of calling `extend`. If the result is
+        None, the layer must call `extend`.
         """
         return None
 
@@ -92,7 +93,7 @@ class DecodeCache:
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Set the states of a layer to those after the new tokens."""
+        """Set a layer's states to the given states, which follow the new tokens."""
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:
@@ -123,7 +124,7 @@ class DecodeCache:
 
 
 def _longer(x: Tensor, tokens: int) -> Tensor:
-    """Allocate memory for ``tokens`` tokens and copy x [B, T, ...] to its beginning."""
+    """Allocate memory for ``tokens`` tokens, and copy x [B, T, ...] to its beginning."""
     longer = x.new_empty(len(x), tokens, *x.shape[2:])
     longer[:, : x.shape[1]] = x
     return longer

@@ -1,15 +1,15 @@
 """Attention whose keys and values are computed from latents (multi-head latent attention, MLA).
 
-A token x has a latent c of L numbers and a key part r of R numbers, which all H heads share. A head has queries and
-keys of N + R columns and values of V columns::
+A token x has a latent c with L elements and a key part r with R elements; all H heads share both. Each head has queries
+and keys with N + R columns and values with V columns::
 
     [a, l, r'] = W_a x                         Q, L and R numbers; without low-rank queries, a is x itself
     q = W_q norm(a),   c = norm(l)             the last R columns of each head of q, and r', are rotated
     k_h = [W_k,h c, rotate(r')],  v_h = W_v,h c
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
 
-Training and prompts use this form. Decoding caches only the row [c, rotate(r')] of each token, and moves W_k and W_v to
-the other side of the products::
+Training and prompts use this form. Decoding caches only the row [c, rotate(r')] of each token, and multiplies queries
+by W_k and weighted sums by W_v, instead of the latents::
 
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 
 class Latents(NamedTuple):
-    """The results of the first projections for each token.
+    """The results of the first projections, for each token.
 
     Attributes:
-        q: [B, T, Q], the latent of the queries, before its norm; without low-rank queries, the queries themselves,
-            [B, T, H · (N + R)].
+        q: [B, T, Q], the latent of the queries before its norm. Without low-rank queries, the queries themselves, [B,
+            T, H · (N + R)].
         c: [B, T, L], the latent of keys and values, before its norm.
         rope: [B, T, R], the part of the key that all heads share, before the rotation.
     """
@@ -77,14 +77,15 @@ class LigerLatentAttention(BaseAttention):
     Args:
         hidden_size: C.
         num_heads: H.
-        nope_dim, rope_dim: N and R, the columns of a head's queries and keys that are not rotated, and those that are.
+        nope_dim, rope_dim: N and R, the numbers of columns of a head's queries and keys that are not rotated (N) and
+            that are rotated (R).
         value_dim: V.
         kv_rank: L, the width of the latent of keys and values.
-        q_rank: Q, the width of the latent of queries; None for queries that are computed from the input.
+        q_rank: Q, the width of the latent of queries; None for queries that are computed directly from the input.
         norm: function that returns an RMSNorm of a given width, for the latents.
         layer: index of the layer, which is also its slot in the decode cache.
         bias: whether the projections from the input and the output projection have biases. If ``q_rank`` is None, the
-            projection of the queries has none.
+            projection to the queries has no bias in any case.
         scale: multiplier of q·k; None for (N + R)^-0.5.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding, whose width is R; None for no rotation.
@@ -117,8 +118,8 @@ class LigerLatentAttention(BaseAttention):
         )  # fmt: skip
         self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rope_dim, value_dim
         self.kv_rank, self.q_rank = kv_rank, q_rank
-        # The projections to latents; without low-rank queries, the queries have a projection of their own, whose rows
-        # tensor parallelism shards.
+        # The projections to latents. Without low-rank queries, the queries have a separate projection, so that tensor
+        # parallelism can shard its rows.
         if q_rank is None:
             self.q_proj = nn.Linear(hidden_size, num_heads * (nope_dim + rope_dim), bias=False)
             self.kv_a_proj = nn.Linear(hidden_size, kv_rank + rope_dim, bias=bias)
@@ -126,7 +127,7 @@ class LigerLatentAttention(BaseAttention):
             self.qkv_a_proj = nn.Linear(hidden_size, q_rank + kv_rank + rope_dim, bias=bias)
             self.q_a_layernorm = norm(q_rank)
             self.q_b_proj = nn.Linear(q_rank, num_heads * (nope_dim + rope_dim), bias=False)
-        # The projection of a latent to the first part of the key and to the value of each head, head by head.
+        # The projection from a latent to each head's first part of the key and its value, head by head.
         self.kv_a_layernorm = norm(kv_rank)
         self.kv_b_proj = nn.Linear(kv_rank, num_heads * (nope_dim + value_dim), bias=False)
         self.o_proj = nn.Linear(num_heads * value_dim, hidden_size, bias=bias)
@@ -192,7 +193,7 @@ class LigerLatentAttention(BaseAttention):
         return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
 
     def _to_heads(self, projected: Latents, context: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for all tokens, q and the projected latents of this rank's heads, and the shared part of the keys.
+        """Return all tokens' q, projected latents (both for this rank's heads) and shared part of the keys.
 
         The ranks exchange latents, which are smaller than keys and values, and each rank projects them to its heads.
         """
@@ -224,14 +225,15 @@ class LigerLatentAttention(BaseAttention):
         latents = latents._replace(q=self._scaled(q, layout))
         if not self._absorbs(layout, q.shape[1]):
             return self._weigh(*self._qkv(latents, layout), layout).flatten(2)
-        # Attention returns weighted sums of latents, [B, T, H, L], which are projected to values here.
+        # Attention returns weighted sums of latents, [B, T, H, L]. They are then projected to weighted sums of values.
         weight = self._up_weight(q)[:, self.nope_dim :]  # [H, V, L]
         out = self._weigh(*self._absorbed_qkv(latents, pages, layout), layout)
         values = head_linear(out, weight) if takes_heads(out, weight) else torch.einsum("bthl,hvl->bthv", out, weight)
         return values.flatten(2)
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by scales of their positions."""
+        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by position-dependent scales.
+        """
         return q
 
     def _heads(self, q: Tensor, kv: Tensor, shared: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,7 +252,8 @@ class LigerLatentAttention(BaseAttention):
         c = self.kv_a_layernorm(latent)
         if is_batch_invariant() or not cache.length:
             q, k, v = self._heads(q, call_linear(self.kv_b_proj, c), shared, layout)
-            # Batch-invariant decoding must add the same numbers as training, so it caches what training computes.
+            # Batch-invariant decoding must compute the same sums as training, so it caches the keys and values of
+            # training.
             if is_batch_invariant():
                 k, v = cache.extend(self.layer, k, v)
             else:
@@ -258,7 +261,7 @@ class LigerLatentAttention(BaseAttention):
                 cache.extend(self.layer, rows, rows[..., :0])
             return q, k, v
 
-        # Many tokens after cached ones: the keys and values of all tokens [B, S, H, ...] are computed again.
+        # For many new tokens after cached tokens, the keys and values of all tokens [B, S, H, ...] are computed again.
         rows, _ = cache.extend(self.layer, self._rows(c, shared, layout), c[:, :, None, :0])
         c, shared = rows.squeeze(2).split([self.kv_rank, self.rope_dim], -1)
         kv = call_linear(self.kv_b_proj, c).unflatten(-1, (self.num_heads, -1))
@@ -271,8 +274,8 @@ class LigerLatentAttention(BaseAttention):
     def _absorbs(self, layout: BatchLayout, T: int) -> bool:
         """Whether T new tokens attend to cached latents instead of keys and values.
 
-        Each cached token then takes T · (2 L + R) multiplications per head. Otherwise it takes L · (N + V) to compute
-        its key and value, and T · (N + R + V) to attend to them.
+        With cached latents, each cached token takes T · (2 L + R) multiplications per head. With keys and values, it
+        takes L · (N + V) multiplications to compute its key and value, and T · (N + R + V) to attend to them.
         """
         cache = layout.cache
         if cache is None or is_batch_invariant() or not (cache.length or cache.pages is not None):
@@ -281,11 +284,11 @@ class LigerLatentAttention(BaseAttention):
         return cache.pages is not None or T * (2 * self.kv_rank - expanded) <= self.kv_rank * expanded
 
     def _write_latents(self, latents: Latents, layout: BatchLayout) -> tuple[Tensor | None, Tensor | None]:
-        """Write the rows of a step's tokens into the pages of the cache, and normalize the latents of their queries.
+        """Write the rows of a step's tokens into the cache's pages, and normalize the latents of the tokens' queries.
 
         Returns:
-            The pages [pages, P, 1, L + R], and the normalized latents [B, T, Q]. The first is None if the rows have not
-            been written, and the second if the latents have not been normalized.
+            The pages [pages, P, 1, L + R], and the normalized latents [B, T, Q]. The pages are None if the rows have
+            not been written, and the latents are None if they have not been normalized.
         """
         cache, fused = layout.cache, self.rope_kernel and not torch.is_grad_enabled() and use_triton(latents.c)
         place = None if cache is None or not fused or is_batch_invariant() else cache.pages_of(self.layer)
@@ -293,7 +296,7 @@ class LigerLatentAttention(BaseAttention):
         if place is None or norm is None or place[0].dtype != latents.c.dtype:
             return None, None
         q = q_weight = None
-        # Other layers than plain ones, for example with adapters, are fused with the norm of their input.
+        # If the layer is not plain, for example if it has adapters, it is fused with the norm of its input later.
         if self.q_rank is not None and type(self.q_b_proj) is nn.Linear and is_plain(self.q_b_proj):
             q_norm = fused_norm(self.q_a_layernorm)
             if q_norm is not None and q_norm[1:] == norm[1:]:
@@ -306,9 +309,10 @@ class LigerLatentAttention(BaseAttention):
     def _absorbed_qkv(
         self, projected: Latents, rows: Tensor | None, layout: BatchLayout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, L + R], and the rows [B, S, 1, L + R] of all tokens with a view of their latents.
+        """Return queries [B, T, H, L + R], the rows [B, S, 1, L + R] of all tokens, and a view of the rows' latents.
 
-        ``rows`` has all tokens if those of the new tokens have been written; otherwise it is None.
+        ``rows`` has the rows of all tokens if the rows of the new tokens have already been written; otherwise it is
+        None.
         """
         assert layout.cache is not None
         q, latent, shared = projected
@@ -325,11 +329,12 @@ class LigerLatentAttention(BaseAttention):
         return folded, rows, rows[..., : self.kv_rank]
 
     def _rows(self, c: Tensor, shared: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the rows [B, T, 1, L + R] that the cache holds of new tokens."""
+        """Return the rows [B, T, 1, L + R] that the cache stores for new tokens."""
         return torch.cat([c[:, :, None], self._rotate(shared[:, :, None], layout)], -1)
 
     def _rotated_queries(self, q: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Split queries [B, T, H · (N + R)] into both parts of each head, [B, T, H, N] and [B, T, H, R] (rotated)."""
+        """Split queries [B, T, H · (N + R)] into the parts of each head, [B, T, H, N] and (rotated) [B, T, H, R].
+        """
         nope, rest = q.unflatten(-1, (self.num_heads, -1)).split([self.nope_dim, self.rope_dim], -1)
         return nope, self._rotate(rest, layout)
 
@@ -343,8 +348,7 @@ class LigerLatentAttention(BaseAttention):
     def _up_weight(self, like: Tensor) -> Tensor:
         """Return the weight of ``kv_b_proj`` as [H, N + V, L]. Each head has rows for its key, then for its value.
 
-        Adapters are included: a layer that is not plain is applied to the identity, once for all tokens of a
-        generation.
+        The weight includes adapters: a layer that is not plain is applied to the identity matrix, once per generation.
         """
         linear = self.kv_b_proj
         if is_plain(linear):
@@ -362,7 +366,7 @@ class LigerLatentAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The requirements of the layer, and its cost in training."""
+        """What the layer requires from the model, and what it costs in training."""
         columns = self.nope_dim + self.rope_dim + self.value_dim
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,
@@ -374,7 +378,7 @@ class LigerLatentAttention(BaseAttention):
         return self.num_heads % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the heads; the projections to latents are replicated.
+        """Keep 1 / R of the heads on each of R ranks; the projections to latents are replicated.
 
         Raises:
             ValueError: the number of heads is not a multiple of the number of ranks.
@@ -396,7 +400,7 @@ class LigerLatentAttention(BaseAttention):
         self.num_heads //= group.size
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens. Inside attention, a rank has all T tokens and 1 / R of the heads.
+        """Give each of R ranks T / R tokens. Inside attention, each rank has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of heads is not a multiple of the number of ranks.
@@ -406,10 +410,10 @@ class LigerLatentAttention(BaseAttention):
 
 
 def _by_heads(weight: Tensor, heads: int) -> Tensor:
-    """Split the rows of a weight [H · O, C] into those of each head, [H, O, C]."""
+    """Split the rows of a weight [H · O, C] by head, into [H, O, C]."""
     return weight.view(heads, -1, weight.shape[1])
 
 
 def _gather(x: Tensor, context: Group) -> Tensor:
-    """All-gather token shards [B, T / R, C] to [B, T, C]. The backward sums the gradients of all ranks."""
+    """All-gather the ranks' tokens [B, T / R, C] into [B, T, C]. The backward sums the gradients of all ranks."""
     return copy_to_region(x, replace(context, sequence_parallel=True))

@@ -1,4 +1,4 @@
-"""The base class of layers. Generic code calls its methods instead of testing for classes."""
+"""The base class of layers. Generic code calls its methods instead of testing the classes of layers."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ CHECKPOINTING_POLICIES = ("none", "selective", "full")
 
 
 class AttentionSpec(NamedTuple):
-    """What an attention layer requires from the model, and its cost.
+    """What an attention layer requires from the model, and what it costs.
 
     Attributes:
         cache_slot: index of the layer's keys and values in the decode cache; None if the layer stores no keys and
@@ -21,10 +21,11 @@ class AttentionSpec(NamedTuple):
         rotary: name of the rotary embedding that rotates queries and keys; None for no rotation.
         window: number of tokens that a token attends to, including itself; None for all.
         needs_mask: whether the kernel needs a mask even for plainly causal attention (softcaps).
-        pair_flops: floating-point operations of the forward per pair of a query and a visible key.
+        pair_flops: number of floating-point operations in the forward for each pair of a query and a visible key.
         needs_flash: whether plainly causal attention on accelerators needs a mask except in half precision (sinks).
         takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step.
-        caches_latents: whether the decode cache has one row for each token, from which keys and values are computed.
+        caches_latents: whether the decode cache has one row per token, and keys and values are computed from these
+            rows.
         chunk: number of tokens per chunk, if a token attends only to its own chunk of its document; otherwise None.
     """
 
@@ -39,8 +40,9 @@ class AttentionSpec(NamedTuple):
     chunk: int | None = None
 
     def pairs(self, lengths: Tensor) -> Tensor:
-        """Return the number of pairs of a query and a visible key in documents of these lengths, [n] floats."""
-        # Pairs grow with the square of the length up to the window or the chunk, and linearly past it.
+        """Return the number of pairs of a query and a visible key for documents of the given lengths, [n] floats."""
+        # The number of pairs grows with the square of the length up to the window or chunk size, and linearly beyond
+        # it.
         if self.chunk is not None:
             rest = lengths % self.chunk
             return ((lengths - rest) * self.chunk + rest * rest) / 2
@@ -52,8 +54,8 @@ class Layer(nn.Module):
     """A module that defines its recomputation, its sharding and the initialization of its weights.
 
     The defaults suit a layer that has no parameters and recomputes nothing. They also apply to modules that are not a
-    `Layer`, except where the results would silently be wrong: `apply_tp` rejects parameters whose gradients would not
-    be summed.
+    `Layer`, except where the results would silently be wrong. For example, `apply_tp` rejects modules with parameters
+    whose gradients would not be summed.
     """
 
     replayable: bool = True
@@ -62,24 +64,27 @@ class Layer(nn.Module):
     It is False for routed experts. Blocks with such a layer are not recomputed as a whole.
     """
     recurrent: bool = False
-    """Whether decoding keeps a state that sums up all earlier tokens, so that padding after a prompt would enter it."""
+    """Whether decoding keeps a state that summarizes all earlier tokens. Padding after a prompt would enter such a
+    state."""
     needs_bounds: bool = False
     """Whether the layer reads `BatchLayout.bounds`, the boundaries of packed documents."""
     batch_invariant: bool = True
     """Whether, within `batch_invariant`, the result for a token is independent of other rows of the batch.
     """
     needs_images: bool = False
-    """Whether text without images skips the layer."""
+    """Whether the layer is skipped for text without images."""
     active_share: float = 1.0
-    """Fraction of the layer's own parameters that are active for a token: top_k / experts for routed experts.
+    """Fraction of the layer's own parameters that are active for a token. For routed experts, this is top_k /
+    num_experts.
     """
     token_flops: int = 0
-    """Floating-point operations of the forward per token, not counting products with weights and `attention`."""
+    """Floating-point operations per token in the forward, not counting products with weights and `attention`.
+    """
     adapted: tuple[str, ...] = ()
-    """Names of the layer's own parameters that have adapters, which are in the submodule ``lora``.
+    """Names of the layer's own parameters that have adapters. The adapters are in the submodule ``lora``.
     """
     linears: tuple[str, ...] = ()
-    """Names of the linear layers whose products may be computed in another dtype (float8)."""
+    """Names of the layer's linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Module | None = None
     """The module that routes tokens to experts, or None. It may be just a linear layer."""
     top_k: int = 0
@@ -92,15 +97,15 @@ class Layer(nn.Module):
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
     wide: tuple[str, ...] = ()
-    """Names of the layer's own parameters that stay in fp32 in a model in half precision. The layer has no other
-    parameters, and reads them only in its forward, because FSDP2 gathers them as a group of their own."""
+    """Names of the layer's own parameters that stay in fp32 in a model in half precision. If there are any, the layer
+    has no other parameters, and reads these only in its forward, because FSDP2 gathers them as a separate group."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if not self.wide:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
         def moved(tensor: Tensor) -> Tensor:
-            """Apply ``fn``, which may move the tensor, but does not round it to half precision."""
+            """Apply ``fn`` so that it may move the tensor, but does not round it to half precision."""
             like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if like.dtype not in (torch.float16, torch.bfloat16):
                 return fn(tensor)  # type: ignore[no-any-return]
@@ -117,13 +122,14 @@ class Layer(nn.Module):
         """Choose what the layer recomputes in the backward; ``policy`` is one of `CHECKPOINTING_POLICIES`."""
 
     def set_attention_dropout(self, probability: float) -> None:
-        """Set the probability of dropping an attention weight in training; other layers ignore it."""
+        """Set the probability of dropping an attention weight in training; layers without attention ignore it."""
 
     def recomputed_share(self, policy: str) -> float | None:
         """Return the fraction of the forward's operations that the backward repeats under a policy.
 
         The fraction refers to the layer and its submodules, except submodules that return a fraction themselves. None
-        means that the layer itself repeats nothing; if its whole block is recomputed, everything is repeated.
+        means that the layer does not recompute anything by itself. If its whole block is recomputed, everything is
+        repeated.
         """
         return None
 
@@ -132,7 +138,7 @@ class Layer(nn.Module):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Turn the layer into the shard of this rank (tensor parallelism).
+        """Turn the layer into this rank's shard of it (tensor parallelism).
 
         Args:
             group: the process group to shard over.
@@ -147,11 +153,11 @@ class Layer(nn.Module):
         return {}
 
     def shard_experts(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the experts on each of R ranks (expert parallelism). The result is that of `shard`."""
+        """Keep 1 / R of the experts on each of R ranks (expert parallelism). The result is as in `shard`."""
         return {}
 
     def shard_tokens(self, group: Group) -> None:
-        """Prepare the layer for 1 / R of the tokens of every sequence on each of R ranks (context parallelism).
+        """Prepare the layer for context parallelism, where each of R ranks has 1 / R of the tokens of every sequence.
 
         Args:
             group: the process group whose ranks have different tokens.
@@ -185,9 +191,9 @@ class Layer(nn.Module):
         raise AttributeError(f"{type(self).__name__} has no router")
 
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
-        """Return the parameter ``name`` of `adapted` as in a layer without adapters.
+        """Return one of the parameters in `adapted` in the form that a layer without adapters has.
 
-        If ``merge`` is True, the adapters are merged into it.
+        If ``merge`` is True, the adapters are merged into the result.
         """
         raise AttributeError(f"{type(self).__name__} has no adapters")
 
@@ -196,7 +202,7 @@ class Layer(nn.Module):
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return ``list(module.modules())`` in a fraction of its time, for calls that decoding makes for every prompt."""
+    """Return ``list(module.modules())`` in a fraction of the time, because decoding needs the list for every prompt."""
     found: dict[nn.Module, None] = {}
 
     def add(current: nn.Module) -> None:
@@ -210,7 +216,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def layers_of(module: nn.Module) -> Iterator[Layer]:
-    """Iterate over every `Layer` in a module, including the module itself, in the order of ``modules()``."""
+    """Iterate over all `Layer` objects in a module, including the module itself, in the order of ``modules()``."""
     return (layer for layer in modules_of(module) if isinstance(layer, Layer))
 
 

@@ -1,9 +1,9 @@
 """Linear layers for tensor parallelism, and access to the local shards of weights.
 
-A layer that can be sharded implements `Layer.shard`, which turns it into one rank's shard and returns the dimension
-along which each of its parameters is sharded. `liger_models.parallel.apply_tp` then shards these parameters and
-replicates all others; both become DTensors. Code that reads a parameter directly calls `local`, or calls `replicated`
-if each rank computes the parameter's gradient from only its own tokens.
+A layer that can be sharded implements `Layer.shard`, which turns the layer into one rank's shard and returns the
+dimension along which each parameter is sharded. `liger_models.parallel.apply_tp` then shards these parameters and
+replicates all others; both become DTensors. Code that reads a parameter directly calls `local`. If each rank computes
+the parameter's gradient from only its own tokens, the code calls `replicated` instead.
 
 Source: https://arxiv.org/abs/1909.08053.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(weight: Any) -> bool:
-    """Whether a weight is a DTensor, of which `local` returns the local shard."""
+    """Whether a weight is a DTensor, whose local shard `local` returns."""
     if type(weight) in (nn.Parameter, Tensor):
         return False
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build of PyTorch
@@ -31,20 +31,20 @@ def is_sharded(weight: Any) -> bool:
 
 
 def local(weight: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or any other weight unchanged."""
+    """Return this rank's shard of a DTensor; return any other tensor unchanged."""
     part: Tensor = weight.to_local() if is_sharded(weight) else weight  # type: ignore[attr-defined]
     return part
 
 
 def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """Make a tensor from this rank's part, with the device mesh and placements of ``like``.
+    """Make a tensor from this rank's shard, with the device mesh and placements of ``like``.
 
-    If ``like`` is not a DTensor, the result is the part itself.
+    If ``like`` is not a DTensor, the result is ``part`` itself.
 
     Args:
         like: any tensor.
         part: this rank's shard.
-        shape: shape of the whole tensor; by default the shape of ``like``.
+        shape: global (unsharded) shape of the result; by default the shape of ``like``.
     """
     if not is_sharded(like):
         return part
@@ -72,12 +72,12 @@ def local_or_none(weight: Tensor | None) -> Tensor | None:
 
 
 def replicated(weight: Tensor, group: Group | None) -> Tensor:
-    """Return a replicated weight. Its gradient is summed over the ranks if they have different tokens."""
+    """Return a replicated weight. If the ranks have different tokens, its gradient is summed over them."""
     return sum_gradient(local(weight), group) if group is not None and group.sequence_parallel else local(weight)
 
 
 def check_divisible(where: str, name: str, count: int, group: Group, more: str = ".") -> None:
-    """Raise ValueError unless ``count`` is a multiple of the number of ranks. The message ends with ``more``."""
+    """Raise ValueError unless ``count`` is a multiple of the number of ranks. The message then ends with ``more``."""
     if count % group.size != 0:
         raise ValueError(f"{where}: {name} ({count}) must be a multiple of {group.size} ranks{more}")
 
@@ -148,7 +148,7 @@ class ReplicatedLinear(PartialLinear):
     """A replicated linear layer in a model with sharded layers: [..., C] -> [..., O]."""
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ Wᵀ + bias``, where the gradient of W is summed over ranks that have different tokens."""
+        """``x @ Wᵀ + bias``; the gradient of W is summed over ranks that have different tokens."""
         return F.linear(x, replicated(self.weight, self.group), bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,5 +162,5 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
-    """Return the layer if its inputs are sharded, or else None. A fused op must call the layer's ``sum``."""
+    """Return the layer if its inputs are sharded, and otherwise None. A fused op must call the result's ``sum``."""
     return linear if isinstance(linear, RowParallelLinear) else None

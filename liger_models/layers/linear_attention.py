@@ -35,7 +35,7 @@ class LigerGatedRMSNorm(Layer):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.act, self.kernel = eps, act, kernel
         self.group: Group | None = None
-        """Process group that all-reduces the gradient of the weight, because its ranks have different heads.
+        """Process group over which the weight's gradient is summed, because its ranks have different heads; or None.
         """
 
     def draw(self, std: float) -> bool:
@@ -58,7 +58,7 @@ class LigerGatedRMSNorm(Layer):
 class LinearAttention(Layer):
     """Base class of layers with one packed input projection, a short convolution and a recurrence over a state.
 
-    The rows of ``in_proj`` and of the convolution are grouped in ``units``, each of which has the rows of some heads.
+    The rows of ``in_proj`` and of the convolution are grouped into ``units``. Each unit has the rows of some heads.
     Tensor and context parallelism give each rank the same number of units. A derived class implements `mix`, sets
     ``out_proj``, and lists its own sharded parameters in `own_shards`.
 
@@ -77,7 +77,7 @@ class LinearAttention(Layer):
         ValueError: K is below 2, or above the limit of the kernel.
     """
 
-    batch_invariant = False  # chunks of a sequence are summed in another order than single tokens
+    batch_invariant = False  # for chunks of a sequence, the order of sums differs from that for single tokens
     linears: tuple[str, ...] = ("in_proj", "out_proj")
     needs_bounds = True
     recurrent = True
@@ -86,7 +86,7 @@ class LinearAttention(Layer):
     unit_name = "units"
     """The name of ``units`` in config.json, for errors."""
     state_elements = 0
-    """Number of elements of a sequence's state of the recurrence, on this rank; 0 without a recurrence."""
+    """Number of elements in the recurrent state of one sequence on this rank; 0 without a recurrence."""
     out_proj: nn.Linear
 
     def __init__(
@@ -124,27 +124,27 @@ class LinearAttention(Layer):
         """Compute the input of ``out_proj`` from the output of ``in_proj`` for all tokens.
 
         Args:
-            projected: [B, T, rows], the rows of this rank's units, 0 for padding.
+            projected: [B, T, rows], the outputs for this rank's units, 0 for padding.
             states: the states before the first token; None for 0.
-            padding: [B, T, 1] bool, whether a token is padding; None if none is.
+            padding: [B, T, 1] bool, whether each token is padding; None if there is no padding.
             options: arguments of `run`.
 
         Returns:
-            [B, T, ...], whose last dimensions are joined, and the states after the last token, which may be None if
-            there is no cache.
+            The input of ``out_proj``, [B, T, ...], whose last dimensions the caller flattens; and the states after the
+            last token, which may be None if there is no cache.
         """
         raise NotImplementedError
 
     def own_shards(self) -> dict[str, int]:
-        """Return the derived class's entries of the result of `shard`."""
+        """Return the entries that the derived class adds to the result of `shard`."""
         return {}
 
     def set_policy(self, policy: str) -> None:
-        """Recompute in the backward if the policy is "full"."""
+        """Recompute the layer in the backward if the policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
+        """Return the fraction of the layer that the backward recomputes: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
@@ -152,7 +152,7 @@ class LinearAttention(Layer):
         return self.units % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the units; see `liger_models.parallel.apply_tp`.
+        """Keep 1 / R of the units on each of R ranks; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the units cannot be divided equally among the ranks.
@@ -164,7 +164,7 @@ class LinearAttention(Layer):
         return {name: dim for name, dim in shards.items() if _has(self, name)} | self.own_shards()
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens. Between the projections, a rank has all T tokens and 1 / R of the units.
+        """Give each of R ranks T / R tokens. Between the projections, it has all T tokens and 1 / R of the units.
 
         Raises:
             ValueError: the units cannot be divided equally among the ranks.
@@ -187,8 +187,8 @@ class LinearAttention(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Add ``x`` to ``residual`` and apply the layer to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
 
-        The backward recomputes the normalized activations. If ``recompute`` is True, it recomputes everything except
-        the output projection.
+        The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes everything
+        except the output projection.
         """
         if recomputes(self) and layout.cache is None:
             random = draws(self, 0.0)
@@ -215,7 +215,7 @@ class LinearAttention(Layer):
         return local(parameter) if context is None else local(parameter).chunk(context.size)[context.rank]
 
     def _mix_all(self, projected: Tensor, layout: BatchLayout) -> Tensor:
-        """Apply `mix` to all tokens, after masking padding and joining packed rows, with the states of the cache."""
+        """Apply `mix` to all tokens with the states in the cache, after masking padding and joining packed rows."""
         B, T, _ = projected.shape
         padding, bounds, cache = layout.padding(T), layout.bounds, layout.cache
         if cache is not None and cache.width > 1:
@@ -234,7 +234,8 @@ class LinearAttention(Layer):
         return out.reshape(B, T, math.prod(out.shape[2:]))
 
     def _mix_drafts(self, projected: Tensor, cache: Any) -> Tensor:
-        """Apply `mix` to the tokens [rows · n, 1, ...] of `PagePool.speculate`, and keep the states after each."""
+        """Apply `mix` to tokens [rows · n, 1, ...] of `PagePool.speculate`, and keep the states after each token.
+        """
         tokens = projected.unflatten(0, (-1, cache.width)).squeeze(2)  # [rows, n, ...]
         states = cache.states(self.layer)
         options: dict[str, Any] = {"cu_seqlens": None, "kernel": self.kernel, "stateful": True}
@@ -246,9 +247,9 @@ class LinearAttention(Layer):
         return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
     def by_part(self, parameter: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Reorder the rows of this rank's part of a parameter from units to parts.
+        """Reorder the rows of this rank's shard of a parameter from grouped by unit to grouped by part.
 
-        ``sizes`` has the number of rows of each part in a unit.
+        ``sizes`` lists how many rows each part has in a unit.
         """
         rows = self.own(parameter).unflatten(0, (self.units, -1))
         return torch.cat([part.flatten(0, 1) for part in rows.split([*sizes], 1)])
@@ -256,14 +257,14 @@ class LinearAttention(Layer):
     def split(
         self, projected: Tensor, outputs: Sequence[Sequence[int]], scales: Sequence[float] | None = None
     ) -> tuple[Tensor, ...]:
-        """Split the output of ``in_proj`` [B, T, rows] from units to parts; see `unit_parts`."""
+        """Split the output of ``in_proj`` [B, T, rows], which is grouped by unit, into parts; see `unit_parts`."""
         return (unit_parts if self.kernel else unit_parts_reference)(projected, self.units, outputs, scales)
 
     def convolve(
         self, inputs: Tensor, sizes: Sequence[int], state: Tensor | None, options: dict[str, Any],
         activation: str | None = "silu",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Convolve the parts of all units [B, T, sum of U · size], one after the other. Returns ``(result, state)``."""
+        """Convolve ``inputs`` [B, T, U · sum(sizes)], the parts of all units joined. Returns ``(result, state)``."""
 
         def compute() -> tuple[Tensor, Tensor | None]:
             bias = None if self.conv_bias is None else self.by_part(self.conv_bias, sizes)

@@ -22,11 +22,11 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 ROW_MULTIPLE = 256
-"""If the head skips rows, the number of rows left is a multiple of this, which gives few, efficient shapes."""
+"""If the head skips rows, the number of remaining rows is a multiple of this, so that there are few shapes."""
 
 BIAS_COLUMNS = 8
-"""Number of columns that a loss gets for the bias. With a multiple of 8, the rows of a matrix stay aligned to 16 bytes,
-which matrix products need to be fast."""
+"""Number of columns that are appended to the operands of a loss for the bias. Because it is a multiple of 8, the rows
+of a matrix stay aligned to 16 bytes, which fast matrix products need."""
 
 
 class _Rows(torch.autograd.Function):
@@ -53,8 +53,8 @@ class LabeledRows:
     """The rows of a batch whose targets [...] are not −100. Only these rows need logits.
 
     The number of these rows is copied to the host asynchronously. If the object is created before the blocks run, the
-    copy has finished when the head needs the number, so the head never waits for the device. The copy has its own
-    stream, so that it does not queue behind optimizer moments that are being offloaded.
+    copy has finished by the time the head needs the number, so the head never waits for the device. The copy runs on
+    its own stream, so that it does not queue behind optimizer moments that are being offloaded.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -80,7 +80,7 @@ class LabeledRows:
         """
         if self.copied is not None:
             self.copied.synchronize()
-        # Round up, so that there are few different shapes.
+        # Round the number up, so that there are few different shapes.
         count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
         if count >= len(self.ignored):
             return x, self.target
@@ -89,7 +89,8 @@ class LabeledRows:
         return selected, self.target.flatten()[self.rows]
 
     def spread(self, results: Tensor) -> Tensor:
-        """Return results of the rows that `select` returned in the shape of the targets, with zeros for other rows."""
+        """Return results for the rows that `select` returned in the targets' shape, with zeros for all other rows.
+        """
         if self.rows is None:
             return results
         whole = results.new_zeros(self.target.numel()).index_copy(0, self.rows, results)
@@ -97,7 +98,7 @@ class LabeledRows:
 
 
 class LigerLMHead(nn.Linear, Layer):
-    """Projection to the vocabulary. If targets are given, it returns their loss without materializing the logits.
+    """Projection to the vocabulary. If targets are given, it returns the loss without materializing the logits.
 
     The loss is computed inside the forward of this module, because FSDP has gathered the weight there.
 
@@ -127,7 +128,7 @@ class LigerLMHead(nn.Linear, Layer):
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
+        """Keep 1 / R of the vocabulary on each of R ranks; see `liger_models.parallel.apply_tp`."""
         self.vocab_shard = VocabShard(group, self.out_features).check()
         return {"weight": 0} if self.bias is None else {"weight": 0, "bias": 0}
 
@@ -136,18 +137,19 @@ class LigerLMHead(nn.Linear, Layer):
         return inference_linear(x, local(self.weight), bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return input and weight, whose product is the logits before scale and cap.
+        """Return an input and a weight whose product is the logits before scale and cap.
 
         A bias and adapters add columns to both, so that every loss is a function of two matrices.
         """
         return self.with_bias(x, local(self.weight))
 
     def with_bias(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Append columns to x [..., C] and to the weight [V, C], whose product is the bias, if the head has one."""
+        """Append columns to x [..., C] and the weight [V, C] so that their product includes the bias, if any.
+        """
         bias = local_or_none(self.bias)
         if bias is None:
             return x, weight
-        # The bias is multiplied by 1, and the columns after it are 0.
+        # The new columns of x are 1. The first new column of the weight is the bias, and the others are 0.
         columns = F.pad(bias.to(weight.dtype)[:, None], (0, BIAS_COLUMNS - 1))
         return F.pad(x, (0, BIAS_COLUMNS), value=1.0), torch.cat([weight, columns], 1)
 
@@ -161,11 +163,11 @@ class LigerLMHead(nn.Linear, Layer):
         log_probs: bool = False,
         loss_function: LossFunction | None = None,
     ) -> Any:
-        """Return the logits, or, if targets are given, ``(loss, logits)`` with logits None unless requested.
+        """Return the logits, or, if targets are given, ``(loss, logits)``, where logits are None unless requested.
 
-        If the vocabulary is sharded, each rank computes only a part of the gradient of x, so x must have all tokens and
-        be a result of `collectives.copy_to_region`. Every rank returns the loss and the logits over the whole
-        vocabulary.
+        If the vocabulary is sharded, each rank computes only a part of the gradient of x. Therefore x must have all
+        tokens and must come from `collectives.copy_to_region`. Every rank returns the loss and the logits over the
+        whole vocabulary.
 
         Args:
             x: [..., C].
@@ -174,8 +176,8 @@ class LigerLMHead(nn.Linear, Layer):
             return_logits: whether to return the logits [..., V] in addition to the loss.
             log_probs: whether to return the log-probability of each target [...] instead of the loss. It is 0 for
                 ignored targets.
-            loss_function: function of x, the weight and the targets, where x and the weight are those of `operands`.
-                Its result is returned instead of the loss.
+            loss_function: function of the input and the weight that `operands` returns, and of the targets. Its result
+                is returned instead of the loss.
 
         Raises:
             ValueError: ``loss_function`` is given although the vocabulary is sharded.
@@ -184,7 +186,7 @@ class LigerLMHead(nn.Linear, Layer):
         # A sharded vocabulary always uses the fused loss, because otherwise the logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
 
-        # Compute logits before scale and cap, if all logits are needed in memory.
+        # If all logits are needed in memory, compute them before scale and cap.
         raw = logits = None
         if target is None and not torch.is_grad_enabled():
             raw = self.product(x, local_or_none(self.bias))
@@ -203,7 +205,7 @@ class LigerLMHead(nn.Linear, Layer):
         if target is None:
             return logits
 
-        # Compute the requested loss, which is one of three.
+        # Compute the requested kind of loss.
         if loss_function is not None:
             if vocab_shard is not None:
                 raise ValueError("LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")

@@ -19,7 +19,7 @@ from liger_models.layers.linear_attention import LinearAttention, run
 
 
 class GroupedGatedNorm(Layer):
-    """RMSNorm over each of G groups of channels, and a gate that multiplies the channels before or after the norm.
+    """RMSNorm over each of G groups of channels, with a gate that multiplies the channels before or after the norm.
 
     Args:
         width: I, the number of channels of all groups.
@@ -45,7 +45,8 @@ class GroupedGatedNorm(Layer):
         Args:
             x, gate: this rank's channels.
             weight: this rank's part of the weight, [I / R].
-            ranks: the group of the R ranks that have the other channels; None if this rank has all of them.
+            ranks: the process group of the R ranks that the channels are divided among; None if this rank has all
+                channels.
         """
         split = 1 if ranks is None else ranks.size
         if split <= self.groups_of_channels:
@@ -54,7 +55,7 @@ class GroupedGatedNorm(Layer):
             norm = gated_norm if self.kernel else gated_norm_reference
             return norm(x, gate, weight, self.eps, gate_first=self.gate_first).flatten(-2)
 
-        # A group is spread over several ranks, which exchange their sums of squares.
+        # Each group of channels is spread over several ranks, which exchange their sums of squares.
         assert ranks is not None
         per_group = split // self.groups_of_channels
         first = ranks.rank // per_group * per_group
@@ -67,12 +68,13 @@ class GroupedGatedNorm(Layer):
 
 
 class StateDecay(Layer):
-    """The parameters of the recurrence of H heads, which are trained in fp32 beside weights in half precision.
+    """The recurrence parameters of H heads, which are trained in fp32 even if other weights are in half precision.
 
     Args:
         num_heads: H.
         limits: the smallest and the largest step size.
-        initial_steps: the smallest and the largest step size of a new model, and the lower bound of step sizes.
+        initial_steps: the smallest and the largest step size that a new model draws, and a lower bound that drawn step
+            sizes are clamped to.
     """
 
     wide = ("dt_bias", "A_log", "D")
@@ -86,7 +88,8 @@ class StateDecay(Layer):
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
-        """Initialize the decays with 1 to H, and draw the logarithms of the step sizes from a uniform distribution."""
+        """Initialize the decays to 1, ..., H, and draw the logarithms of the step sizes from a uniform distribution.
+        """
         least, most, floor = self.initial_steps
         nn.init.ones_(self.D)
         with torch.no_grad():
@@ -97,11 +100,11 @@ class StateDecay(Layer):
         return True
 
     def shard_tokens(self, group: Group) -> None:
-        """On each of R ranks, use the parameters of 1 / R of the heads."""
+        """Use the parameters of 1 / R of the heads on each of R ranks."""
         self.groups = replace(self.groups, context=group)
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map steps [..., H] to the step sizes and the logarithms of the decays, both [..., H] fp32; also return D.
+        """Map ``steps`` [..., H] to the step sizes and the logarithms of the decays, both [..., H] fp32; also return D.
 
         H is the number of this rank's heads.
         """
@@ -127,11 +130,11 @@ class _Sizes(NamedTuple):
 class LigerMamba2(LinearAttention):
     """The state-space mixer of Mamba-2, with one packed input projection.
 
-    The H heads and the channels of B and C of all G groups are divided into U units. Each unit has, in ``in_proj``, the
-    gates of its heads, their values, a share of the channels of B and a share of the channels of C, and the step sizes
-    of its heads (one row per head). The rows of ``conv_weight`` are also grouped by unit, and have only values, B and
-    C. Each of R ranks has some units; if there are more ranks than groups, the ranks exchange B and C after the
-    convolution.
+    The H heads, and the channels of B and C of all G groups, are divided into U units. For each unit, ``in_proj`` has
+    rows for the gates of the unit's heads, for their values, for a share of the channels of B, for a share of the
+    channels of C, and for the step sizes of the heads (one row per head). The rows of ``conv_weight`` are also grouped
+    by unit, but cover only values, B and C. Each of R ranks has some of the units. If there are more ranks than groups,
+    the ranks exchange B and C after the convolution.
 
     Args:
         hidden_size: C.
@@ -143,10 +146,11 @@ class LigerMamba2(LinearAttention):
         layer: index of the layer, which is also its slot in the decode cache.
         eps: eps of the gated norm.
         bias: whether the projections have biases.
-        out_bias: whether the output projection has a bias; None for the same as ``bias``.
+        out_bias: whether the output projection has a bias; if None, ``bias`` decides.
         conv_bias: whether the convolution has a bias.
         limits: the smallest and the largest step size.
-        initial_steps: the smallest and the largest step size of a new model, and the lower bound of step sizes.
+        initial_steps: the smallest and the largest step size that a new model draws, and a lower bound that drawn step
+            sizes are clamped to.
         gate_first: whether the gate multiplies the values before the norm; None for a gate without a norm.
         multipliers: numbers by which the gate, the values, B, C and the step sizes are multiplied.
         kernel: False for plain torch.
@@ -212,7 +216,7 @@ class LigerMamba2(LinearAttention):
     def units_of(num_heads: int, head_dim: int, num_groups: int, state_size: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        There are as many units as possible, such that each has the same number of heads and of channels of B and C.
+        The number of units is the largest for which all units have equal numbers of heads and of channels of B and C.
         """
         channels = num_groups * state_size
         units = math.gcd(num_heads, channels)
@@ -230,7 +234,8 @@ class LigerMamba2(LinearAttention):
         return 4 * self.state_elements
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the number of units, and divides the number of groups or is a multiple of it."""
+        """Whether ``size`` divides the number of units, and divides or is a multiple of the number of groups.
+        """
         return super().can_shard(size) and (self.num_groups % size == 0 or size % self.num_groups == 0)
 
     def _share_units(self, group: Group) -> None:
@@ -277,7 +282,7 @@ class LigerMamba2(LinearAttention):
             convolved = convolved.masked_fill(padding, 0)
         convolved, groups = self._own_groups(convolved, [self.units * size for size in sizes])
 
-        # Padding neither writes to the state nor lets it decay.
+        # Padding neither writes to the state nor makes it decay.
         delta, g, D = self.decay(steps)
         if padding is not None:
             delta, g = (t.masked_fill(padding, 0) for t in (delta, g))
@@ -292,7 +297,7 @@ class LigerMamba2(LinearAttention):
         return normed, (conv_state, state)
 
     def _own_groups(self, convolved: Tensor, widths: list[int]) -> tuple[Tensor, int]:
-        """Replace this rank's share of the channels of B and C by the channels of its heads' groups.
+        """Replace this rank's share of the channels of B and C by all channels of its heads' groups.
 
         Returns the tensor and the number of these groups.
         """

@@ -28,11 +28,12 @@ class Segments:
         cu_seqlens: [n + 1] int32, the start of each segment and the end of the last one. Segments may be empty.
         max_seqlen: upper bound of the length of a segment.
         lengths: length of each segment; None if they were not read from the device.
-        at: [N] int64, the index of each token in the flattened batch; None if the tokens are in the order of the batch.
-        keys: the segments of the keys if queries and keys are different tokens, otherwise None. Segment i of the
+        at: [N] int64, maps each token to its index in the flattened batch; None if the tokens are in the order of the
+            batch.
+        keys: the segments of the keys, if queries and keys are different tokens; otherwise None. Segment i of the
             queries attends to segment i of ``keys``.
         recurring: whether the segments have the same lengths in every batch.
-        of_text: whether the segments are the rows of a batch of text, or its packed documents.
+        of_text: whether the segments are the rows or the packed documents of a batch of text.
     """
 
     cu_seqlens: Tensor
@@ -45,14 +46,14 @@ class Segments:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Segments":
-        """Build segments from the segment number of each token, [N] int64, ascending. Synchronizes once."""
+        """Build segments from each token's segment number, [N] int64, ascending. Synchronizes with the device once."""
         counts = numbers.unique_consecutive(return_counts=True)[1]
         cu_seqlens, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
         return cls(cu_seqlens, max(lengths), lengths)
 
     @classmethod
     def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
-        """Group queries that attend to the same parts; the arguments are those of `parts_mask`. Synchronizes."""
+        """Group queries that attend to the same parts; arguments as in `parts_mask`. Synchronizes with the device."""
         B, T, _ = visible.shape
         row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
         # Queries of a row that attend to the same parts form one segment.
@@ -88,7 +89,7 @@ class Segments:
     def of_runs(cls, numbers: Tensor, most: int, max_seqlen: int) -> "Segments":
         """Build one segment per run of equal numbers in a row, and empty segments after the last run.
 
-        This does not synchronize.
+        This method does not synchronize with the device.
 
         Args:
             numbers: [B, T] int64.
@@ -99,7 +100,8 @@ class Segments:
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         begins = begins.flatten()
         index = torch.arange(len(begins), device=numbers.device)
-        # The index of the first token of run i is written to entry i. All other tokens write the end to the last entry.
+        # The first token of run i writes its index to entry i. All other tokens write the total length to the last
+        # entry.
         ends = torch.full_like(index[:1], len(begins)).expand(most + 1)
         run = torch.where(begins, begins.cumsum(0) - 1, most)
         bounds = ends.scatter(0, run, torch.where(begins, index, len(begins)))
@@ -107,7 +109,7 @@ class Segments:
 
 
 def _varlen_options() -> frozenset[str]:
-    if FOR_CPUS:  # not needed, and the import takes a second
+    if FOR_CPUS:  # not needed on CPUs, and the import takes a second
         return frozenset()
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -120,9 +122,10 @@ VARLEN_OPTIONS = _varlen_options()
 """Names of the arguments of PyTorch's variable-length attention, which differ between versions."""
 
 MOST_DOCUMENTS = 32
-"""Mean number of packed documents per row up to which variable-length attention is faster than flex_attention.
+"""If the mean number of packed documents per row is at most this, variable-length attention is faster than
+flex_attention.
 
-For each document, variable-length attention launches as many programs as for a whole row.
+Variable-length attention launches as many Triton programs for each document as for a whole row.
 """
 
 
@@ -144,16 +147,16 @@ def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: in
 class Mask:
     """The mask of all layers with the same window, in one of several forms.
 
-    If no form is set, attention is plainly causal, or, for bidirectional layouts, covers all tokens.
+    If no form is set, attention is plainly causal or, in a bidirectional layout, covers all tokens.
 
     Attributes:
         block: the form for flex_attention.
         dense: [1 or B, 1, T, S] bool, the form for the CPU and for single-token decoding.
-        segments: the form for variable-length attention. It is used for image patches and, in half precision on an
-            accelerator, for packed rows, tiles and windows.
-        counted: whether this is a memory estimate on tensors without values. If so, attention computes nothing but
-            saves the same tensors as a fused kernel: q, k, v, the output and one number per head and token. Flash
-            attention saves heads padded to a multiple of 8.
+        segments: the form for variable-length attention. It is used for image patches. In half precision on an
+            accelerator, it is also used for packed rows, tiles and windows.
+        counted: whether this is a memory estimate on tensors without values. If so, attention computes nothing, but
+            saves the same tensors as a fused kernel: q, k, v, the output, and one number for each head and token. Flash
+            attention saves heads whose width is padded to a multiple of 8.
         later: whether some tokens attend to later tokens (images).
     """
 
@@ -190,14 +193,14 @@ def text_mask(
         prefix: [B, T] bool, the tokens whose attention has no window; see `BatchLayout.build`.
     """
     if T == 1 and documents is None:
-        return Mask()  # a single token attends to the whole cache, or to a window that `attention` slices
+        return Mask()  # a single token attends to the whole cache, or to the window that `attention` cuts from it
     if window is not None and past + T <= window:
         window = None  # the window covers all tokens
     if not (needed or window or documents is not None or past or visible_until is not None):
         return Mask()
     if segments is not None and not needed and T > 1:
         return Mask(segments=segments)
-    # On an accelerator, the mask is a block mask instead of a T × T tensor.
+    # On an accelerator, build a block mask instead of a T × T tensor.
     if T > 1 and device.type in ACCELERATORS:
         block = _block_mask(documents, past, window, B, T, device, visible_until, prefix)
         return Mask(block=block, later=visible_until is not None)
@@ -215,7 +218,8 @@ def text_mask(
 
 
 def document_mask(documents: Tensor) -> Mask:
-    """Build the mask of bidirectional attention within documents, whose numbers ``documents`` [B, N] are ascending."""
+    """Build the mask of bidirectional attention within documents; ``documents`` [B, N] has ascending numbers.
+    """
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
     return Mask(block=_document_block_mask(documents))
@@ -227,10 +231,10 @@ def _document_block_mask(documents: Tensor) -> "BlockMask":
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[b, q] == documents[b, k]
 
-    # Two blocks of 128 tokens are compared by their first and last documents.
+    # Compare every two blocks of 128 tokens by their first and last documents.
     N = documents.shape[1]
     first, end = _block_bounds(0, N, documents.device)
-    # Document numbers ascend, so those of a block form a range, and two blocks share a document if their ranges
+    # Document numbers ascend, so the numbers in a block form a range. Two blocks share a document if their ranges
     # overlap.
     low, high = _block_range(documents)
     some = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
@@ -252,11 +256,12 @@ def _block_mask(
 ) -> "BlockMask":
     """Build the block mask of `text_mask`.
 
-    The mask is computed from the first and last token and document of each block, not from all pairs of tokens. The
-    window and the cached length are tensors, so that flex_attention is compiled only once for all their values.
+    The mask is computed from the first and last token and the first and last document of each block, not from all pairs
+    of tokens. The window and the cached length are tensors, so that flex_attention is compiled only once for all their
+    values.
     """
     S = past + T
-    # These are tensors, because a number would be a constant of the compiled kernel.
+    # These are tensors, because a Python number would become a constant of the compiled kernel.
     reach = torch.full((), S if window is None else window, device=device)
     start = torch.full((), past, device=device)
 
@@ -266,7 +271,7 @@ def _block_mask(
         seen = (last + start >= k) & (near if prefix is None else near | prefix[b, q])
         return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
 
-    # Find which blocks of 128 × 128 pairs have some visible pairs, and which have only visible pairs.
+    # Find the blocks of 128 × 128 pairs that have some visible pairs, and the blocks that have only visible pairs.
     query, query_end = _block_bounds(past, S, device)
     key, key_end = _block_bounds(0, S, device)
     nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
@@ -276,13 +281,13 @@ def _block_mask(
     if visible_until is not None:
         least, most = (past + x[:, :, None] for x in _block_range(visible_until))
         near, whole = nearest < reach, furthest < reach
-        if prefix is not None:  # tokens of the prefix have no window
+        if prefix is not None:  # the window does not apply to tokens of the prefix
             all_far, some_far = (x[:, :, None].bool() for x in _block_range(prefix.int()))
             near, whole = near | some_far, whole | all_far
         some = (most >= key) & near
         every = (least >= key_end - 1) & whole
         every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
-    # Document numbers ascend, so those of a block form a range.
+    # Document numbers ascend, so the numbers in a block form a range.
     if documents is not None:
         q_low, q_high = (x[:, :, None] for x in _block_range(documents[:, past:]))
         k_low, k_high = (x[:, None, :] for x in _block_range(documents))
@@ -302,11 +307,11 @@ def parts_mask(
     A query attends to all keys of a part or to none of them.
 
     Args:
-        visible: [B, T, N] bool, whether each query attends to each of the N parts.
+        visible: [B, T, N] bool, whether a query attends to each of the N parts.
         part: [S] int64, ascending, the part of each key.
         dense: whether to build a dense mask on every device, as needed for single-token decoding.
-        segments: whether to build segments instead of a block mask. This has no effect if ``dense`` is True, or in a
-            compiled graph, which cannot read the lengths of segments.
+        segments: whether to build segments instead of a block mask. This argument has no effect if ``dense`` is True,
+            or in a compiled graph, which cannot read the lengths of segments.
         recurring: see `Segments`.
     """
     if segments and not dense and not torch.compiler.is_compiling():
@@ -330,7 +335,7 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
 
     def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
-        # The number of visible parts between low and high, those of a block of keys, is a difference of running sums.
+        # A block of keys covers the parts from `low` to `high`. A difference of running sums counts the visible ones.
         sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
         return sums[..., high + 1] - sums[..., low]
 
@@ -350,9 +355,9 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the True keys of each query in ``blocks`` [B, queries, keys], and sort the keys so that True is first.
+    """Count each query's True keys in ``blocks`` [B, queries, keys], and sort its keys so that these come first.
 
-    Both results have an additional dimension for heads after the first one.
+    Both results have an additional dimension, for heads, after the first dimension.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[:, None], order.int()[:, None]
@@ -366,7 +371,7 @@ def _block_bounds(start: int, end: int, device: torch.device) -> tuple[Tensor, T
 
 def _block_range(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the minimum and the maximum of each block of [B, T] integers, both [B, blocks]."""
-    # The last block is padded with its last number, which changes neither result.
+    # Pad the last block with its last number, which changes neither the minimum nor the maximum.
     last = numbers[:, -1:].expand(-1, -numbers.shape[1] % BLOCK)
     blocks = torch.cat([numbers, last], 1).unflatten(1, (-1, BLOCK))
     return blocks.amin(-1), blocks.amax(-1)

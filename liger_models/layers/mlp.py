@@ -1,4 +1,4 @@
-"""Gated MLPs, whose gate and up projections are packed into one, and the plain MLP of vision towers."""
+"""Gated MLPs, which pack the gate and up projections into one, and the plain MLP of vision towers."""
 
 import functools
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "relu2": "relu2",
 }
-"""Maps ``hidden_act`` of a config.json to the kernels' name of the activation."""
+"""Maps ``hidden_act`` of a config.json to the name that the kernels use for the activation."""
 
 
 class MLPConfig(Protocol):
@@ -62,7 +62,7 @@ class MLPConfig(Protocol):
 
 
 class GatedMLP(Layer):
-    """``down(act(gate(x)) · up(x))``, where gate and up are one projection with interleaved rows.
+    """``down(act(gate(x)) · up(x))``, where one projection with interleaved rows computes gate and up.
 
     Args:
         hidden_size: C.
@@ -93,11 +93,11 @@ class GatedMLP(Layer):
         """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute in the backward unless the policy is "none"."""
+        """Recompute a part of the MLP in the backward unless the policy is "none"; see ``recompute``."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """The recomputed share of the layer: two thirds, which are gate and up."""
+        """Return the fraction of the layer that the backward recomputes: the two thirds that are gate and up."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
@@ -105,7 +105,7 @@ class GatedMLP(Layer):
         return self.parts % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the rows of gate and up; see `Layer.shard`.
+        """Keep 1 / R of the rows of gate and up on each of R ranks; see `Layer.shard`.
 
         Raises:
             ValueError: the rows cannot be divided equally.
@@ -132,20 +132,20 @@ class GatedMLP(Layer):
         """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
 
         Without a norm, the MLP is applied to the sum. The backward recomputes the normalized activations and the gated
-        product and, if ``recompute`` is True, the gate and up projection.
+        product. If ``recompute`` is True, it also recomputes the gate and up projection.
         """
         fused = None
         if self._fuses(residual):
             fused = FusedNorm(None) if norm is None else fused_norm(norm)
-        # Without a kernel, or if the norm or a projection must be called as a module, the MLP is not fused.
+        # The MLP is not fused if it has no kernel, or if the norm or a projection must be called as a module.
         if fused is None:
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
                 return run_twice(self._of_sum, norm, residual), residual
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
-        # The MLP is fused. If its inner width is sharded, the op returns a partial sum, and the bias is added to the
-        # total.
+        # The MLP is fused. If its inner width is sharded, the op returns this rank's partial sum, and the bias is added
+        # to the total of all ranks.
         up_proj, down_proj = self.gate_up_proj, self.down_proj
         partial = row_parallel(down_proj)
         gate_up, down = weight_of(up_proj, residual), weight_of(down_proj, residual)
@@ -156,7 +156,7 @@ class GatedMLP(Layer):
         )
         recipe = float8_recipe(up_proj, down_proj)
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
-        # In float8, the op is also given the weights that FSDP has gathered in rounded form.
+        # In float8, the op also gets the weights in the rounded form in which FSDP has gathered them.
         if recipe:
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
@@ -173,7 +173,8 @@ class GatedMLP(Layer):
                 down_low_rank=low_rank_of(down_proj, down.dtype),
             )  # fmt: skip
         if repeats():
-            # If nothing is saved after this call, recomputation stops inside it. Otherwise the following layers need y.
+            # If nothing is saved after this call, recomputation stops inside the call. Otherwise the following layers
+            # need y.
             y, residual = mlp(need_y=False)
             with torch.no_grad():
                 y.data.copy_(mlp()[0])  # autograd forbids in-place writes to one of several results
@@ -200,11 +201,11 @@ class LigerXIELU(Layer):
         self.alphas = nn.Parameter(torch.empty(2))
         self.constants = nn.Parameter(torch.empty(2), requires_grad=False)
         self.group: Group | None = None
-        """Process group that all-reduces the gradients, because its ranks have different inputs."""
+        """Process group over which the gradients are all-reduced, because its ranks have different inputs; or None."""
         self.draw(0.0)
 
     def draw(self, std: float) -> bool:
-        """Set all numbers to those of a new layer."""
+        """Set the coefficients and constants to the values of a new layer."""
         with torch.no_grad():
             self.alphas.copy_(torch.tensor([0.8, 0.3], device="cpu").expm1().log())
             self.constants.copy_(torch.tensor([0.5, -1e-6], device="cpu"))
@@ -216,7 +217,7 @@ class LigerXIELU(Layer):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the numbers; the ranks have different columns of the activation's input."""
+        """Replicate the coefficients; the ranks have different columns of the activation's input."""
         self.group = group
         return {}
 
@@ -237,7 +238,8 @@ class LigerMLP(Layer):
         hidden_size: C.
         intermediate_size: F.
         out_size: width of the result; None for C.
-        act: "gelu", "gelu_tanh", "quick_gelu", "relu2" (the square of ReLU) or "xielu", whose coefficients are trained.
+        act: "gelu", "gelu_tanh", "quick_gelu", "relu2" (the square of ReLU) or "xielu" (which has trained
+            coefficients).
         bias: whether both layers have biases.
         kernel: False for plain torch.
 
@@ -270,11 +272,11 @@ class LigerMLP(Layer):
         """Whether the backward recomputes everything (checkpointing policies "selective" and "full")."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute in the backward unless the policy is "none"."""
+        """Recompute a part of the MLP in the backward unless the policy is "none"; see ``recompute``."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """The recomputed share of the layer: one half, which is the first product."""
+        """Return the fraction of the layer that the backward recomputes: one half, which is the first product."""
         return 0.0 if policy == "none" else 1 / 2
 
     def can_shard(self, size: int) -> bool:
@@ -282,7 +284,7 @@ class LigerMLP(Layer):
         return self.parts % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the width between the two layers; see `Layer.shard`.
+        """Keep 1 / R of the width between the two layers on each of R ranks; see `Layer.shard`.
 
         Raises:
             ValueError: the width cannot be divided equally.
@@ -316,8 +318,8 @@ class LigerMLP(Layer):
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
 
-        The backward recomputes the normalized activations. If ``recompute`` is True, it recomputes everything except
-        the sum.
+        The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes everything
+        except the sum.
         """
         if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -342,7 +344,7 @@ class LigerSwiGLUMLP(GatedMLP):
         config: has ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias``, ``hidden_act``, and
             ``mlp_multipliers`` (Falcon-H1), which are the multiplier of the gate before its activation and the
             multiplier of the result.
-        intermediate_size: F; None for that of the configuration.
+        intermediate_size: F; None for the configuration's ``intermediate_size``.
         kernel: False for plain torch.
 
     Raises:
@@ -375,11 +377,11 @@ class TiledMLP(GatedMLP):
     """A gated MLP that saves only its input, and whose kernels process long inputs in chunks."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute in the backward under every policy."""
+        """Recompute gate and up in the backward under every policy."""
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:
-        """The recomputed share of the layer: two thirds, which are gate and up."""
+        """Return the fraction of the layer that the backward recomputes: the two thirds that are gate and up."""
         return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:
@@ -425,7 +427,7 @@ class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
 
 
 def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
-    """Return the kernels' name of a configuration's activation; ``default`` applies if there is no ``hidden_act``."""
+    """Return the kernels' name for a configuration's activation; ``default`` applies if there is no ``hidden_act``."""
     hidden_act = getattr(config, "hidden_act", default)
     if hidden_act not in allowed:
         raise ValueError(f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")

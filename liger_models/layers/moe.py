@@ -42,10 +42,10 @@ MATRICES = ("gate_up_weight", "down_weight")
 
 
 class CorrectionBias(Layer):
-    """A number for each expert, which the router adds to the scores of experts for the choice alone.
+    """A bias for each expert, which the router adds to the experts' scores only to choose experts, not to weight them.
 
-    The numbers balance the load of the experts. They are in fp32 whatever the dtype of the model, and get no gradient,
-    so training does not change them.
+    The biases balance the load of the experts. They are in fp32 whatever the dtype of the model, and they get no
+    gradient, so an optimizer does not change them; see `update_correction_biases`.
 
     Args:
         num_experts: X.
@@ -119,7 +119,7 @@ class WideRouter(Layer):
 
 
 class Fp32Router(WideRouter):
-    """A `WideRouter` whose weight is in fp32, too, whatever the dtype of the model."""
+    """A `WideRouter` whose weight is also in fp32, whatever the dtype of the model."""
 
     wide = ("weight",)
 
@@ -131,14 +131,14 @@ class LigerMoE(Layer):
         hidden_size: C.
         intermediate_size: F, the width of one expert.
         num_experts: X.
-        routing: how the router chooses the K experts of a token, and how it weights them.
+        routing: how the router chooses the K experts of a token, and how it computes their weights.
         correction_bias: whether the router has a `CorrectionBias`.
         fp32_router: whether the router computes its logits in fp32, whatever the dtype of the model.
-        fp32_router_weight: whether the weight of an ``fp32_router`` is in fp32, too.
+        fp32_router_weight: whether the weight of an ``fp32_router`` is also in fp32.
         weights_input: whether the routing weight multiplies the input of an expert instead of its output. This is
-            possible only with one expert for each token.
-        act: "silu", "gelu", "gelu_tanh", "clamped_swiglu" or "relu2", as in `liger_models.kernels.moe.moe_mlp`. With
-            "relu2", experts have no gate.
+            possible only if each token has one expert.
+        act: "silu", "gelu", "gelu_tanh", "clamped_swiglu" or "relu2", as in `liger_models.kernels.moe.moe_mlp`. Experts
+            with "relu2" have no gate.
         limit: the limit to which "clamped_swiglu" clamps gate and up.
         bias: whether the router and both projections of each expert have biases.
         router_jitter: in training, the input is multiplied by uniform noise between 1 − router_jitter and 1 +
@@ -183,7 +183,7 @@ class LigerMoE(Layer):
         else:
             self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
         self.correction = CorrectionBias(num_experts) if correction_bias else None
-        # The matrices of all experts are stacked, so that one grouped product computes them.
+        # The matrices of all experts are stacked, so that one grouped product applies them all.
         rows = inputs_of(act) * intermediate_size
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
@@ -197,7 +197,8 @@ class LigerMoE(Layer):
         self.lora: Any = None
         """The adapters of the experts (`liger_models.adapters.lora_experts.LoRAExperts`), or None."""
         self.stored: Any = None
-        """The tensors, except the codes, of frozen, quantized matrices; see `liger_models.layers.frozen`."""
+        """The tensors of frozen, quantized matrices, except the codes; see `liger_models.layers.frozen`.
+        """
         self.reset_parameters()
 
     @property
@@ -212,7 +213,7 @@ class LigerMoE(Layer):
 
     @property
     def num_experts(self) -> int:  # type: ignore[override]
-        """Number of experts, of all ranks together."""
+        """Number of experts on all ranks together."""
         return len(self.down_weight)
 
     @property
@@ -232,12 +233,12 @@ class LigerMoE(Layer):
         return self.lora.merged(name, weight) if merge else dense(weight)
 
     def matrices(self, name: str) -> Weight:
-        """Return the matrices in the parameter ``name`` in the form that ops take; only this rank's part if sharded."""
+        """Return the matrices in the parameter ``name`` (this rank's part, if sharded) in the form that ops take."""
         frozen, parameter = frozen_parts(self).get(name), getattr(self, name)
         return local(parameter) if frozen is None else frozen.join(parameter)
 
     def shape_of(self, name: str) -> torch.Size:
-        """Return the shape ``[X, O, C]`` of the matrices in the parameter ``name`` over all ranks."""
+        """Return the global (unsharded) shape ``[X, O, C]`` of the matrices in the parameter ``name``."""
         shape: torch.Size = frozen_parts(self).get(name, getattr(self, name)).shape
         return shape
 
@@ -246,7 +247,8 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """The recomputed share of the layer: two thirds, which are gate and up, or one half if there is no gate."""
+        """Return the fraction of the layer that the backward recomputes: two thirds, or one half without a gate.
+        """
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
 
@@ -255,11 +257,11 @@ class LigerMoE(Layer):
         return self.shape_of("down_weight")[2] % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the width of each expert; see `liger_models.parallel.apply_tp`.
+        """Keep 1 / R of the width of each expert on each of R ranks; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: the width is not a multiple of the number of ranks, or ``router_jitter`` is not 0, so that noise
-                would differ between ranks.
+            ValueError: the width is not a multiple of the number of ranks, or ``router_jitter`` is not 0, because its
+                noise would differ between ranks.
         """
         check_divisible("LigerMoE", "intermediate_size", self.shape_of("down_weight")[2], group)
         if self.router_jitter != 0:
@@ -275,14 +277,14 @@ class LigerMoE(Layer):
         return {"gate_up_weight": 1, "down_weight": 2, **biased}
 
     def shard_experts(self, group: Group) -> dict[str, int]:
-        """On each of R ranks, keep 1 / R of the experts; see `liger_models.parallel.apply_ep`.
+        """Keep 1 / R of the experts on each of R ranks; see `liger_models.parallel.apply_ep`.
 
         Raises:
             ValueError: the number of experts is not a multiple of the number of ranks.
         """
         check_divisible("LigerMoE", "num_experts", self.num_experts, group)
         self.groups = replace(self.groups, expert=group)
-        # Each rank has some of the experts, with all their parameters and adapters.
+        # Each rank has some of the experts, with all parameters and adapters of these experts.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}
         adapters = {} if self.lora is None else {f"lora.{name}": 0 for name, _ in self.lora.named_parameters()}
         return {"gate_up_weight": 0, "down_weight": 0, **biased, **adapters}
@@ -326,10 +328,10 @@ class LigerMoE(Layer):
     def forward(self, x: Tensor, experts: Tensor | None = None, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None.
 
-        ``addend`` [..., C], unless it is None, is added to y.
+        If ``addend`` [..., C] is not None, it is added to y.
         """
         if self.training and self.router_jitter:
-            # The noisy input is also the input of the experts.
+            # The experts get the noisy input, too.
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
         return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts), addend)
 
@@ -352,11 +354,11 @@ class LigerMoE(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the experts' outputs for x, [..., C], and all tokens' router logits [N, X].
 
-        ``addend`` [..., C], unless it is None, is added to the sum.
+        If ``addend`` [..., C] is not None, it is added to the sum.
         """
         rows = x.reshape(-1, x.shape[-1])
-        # Collect the operands of the ops: this rank's part of the parameters in autocast's dtype, and A and B of
-        # adapters.
+        # Collect the operands of the ops: this rank's part of the parameters in autocast's dtype, and the adapters' A
+        # and B.
         fused = self.kernel and use_triton(rows)
         group, expert = self.groups.tensor, self.groups.expert
 
@@ -376,8 +378,8 @@ class LigerMoE(Layer):
             weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], group)
         if expert is not None:
             # FSDP averages gradients over ranks, but the gradients of the experts are sums over ranks, so they must be
-            # divided by the number of ranks. To this end the gradient of the result is divided, and the gradients of
-            # rows and routing weights are multiplied by the same number. These tensors have fewer bytes than the
+            # divided by the number of ranks. To this end, the gradient of the result is divided by this number, and the
+            # gradients of the rows and routing weights are multiplied by it. These tensors have fewer bytes than the
             # experts' weights.
             rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
 
@@ -409,13 +411,13 @@ class LigerMoE(Layer):
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's results for all tokens, gathered if ranks have different tokens.
+        """Return the router's results for all tokens. They are gathered if the ranks have different tokens.
 
         ``shape`` is [B, T], the shape of all tokens.
         """
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits
-        # Tokens are gathered along the second dimension of [B, T / R].
+        # Tokens [B, T / R] are gathered along the second dimension.
         weights, experts, logits = (x.unflatten(0, (*shape[:-1], -1)) for x in (weights, experts, logits))
         weights, experts, logits = (
             copy_to_region(weights, group),
@@ -438,7 +440,7 @@ class LigerSharedExpertMoE(Layer):
         shared_size: width of the shared expert.
         shared_bias: whether the projections of the shared expert have biases.
         gated: whether the shared expert has a gate.
-        act, kernel: as in `LigerMoE`; they apply to all experts.
+        act, kernel: as in `LigerMoE`; they apply to the routed experts and to the shared expert.
         options: further options of `LigerMoE`.
     """
 
@@ -465,7 +467,7 @@ class LigerSharedExpertMoE(Layer):
 
     @classmethod
     def from_config(cls, config: Any, kernels: KernelOptions, **options: Any) -> "Self":
-        """Build the experts of DeepSeek and its relatives: the router is in fp32, and shared experts have no gate.
+        """Build experts as in DeepSeek and related models: the router is in fp32, and shared experts have no gate.
 
         Args:
             config: config with ``moe_intermediate_size``, ``n_routed_experts``, ``n_shared_experts`` and ``routing``.
@@ -513,19 +515,19 @@ class LigerSharedExpertMoE(Layer):
 
 @torch.no_grad()
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
-    """Make routers with a `CorrectionBias` choose experts that had few tokens more often, and other experts less often.
+    """Adjust each `CorrectionBias` so that routers choose experts with few tokens more often, and others less often.
 
-    Call this function after the backward of a step, on all ranks. The bias of expert e of a layer changes by ``rate ·
-    sign(mean(load) − load_e)``, where load is the number of tokens that each expert had on all ranks.
+    Call this function after the backward of a step, on all ranks. In each layer, the bias of expert e changes by ``rate
+    · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert e had on all ranks.
 
     Args:
         model: a model with routed experts.
-        experts: [N, L, K] integers, the experts of the N tokens of the step in each of L layers, as
-            `Decoder.choose_experts` returns them. Leave out padding.
-        rate: how much a bias changes.
+        experts: [N, L, K] integers, the experts of the step's N tokens in each of L layers, as `Decoder.choose_experts`
+            returns them. Leave out padding.
+        rate: the amount by which each bias changes.
 
     Raises:
-        ValueError: ``experts`` does not have the shape of the model's routers.
+        ValueError: the shape of ``experts`` does not fit the model's routers.
 
     Source: https://arxiv.org/abs/2408.15664.
     """
@@ -538,7 +540,7 @@ def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) ->
     for layer, chosen in zip(routers, experts.unbind(1), strict=True):
         if layer.correction is None:
             continue
-        # FSDP has gathered the bias for `choose_experts`, and only the sharded parameter is kept.
+        # FSDP has gathered the bias for `choose_experts`. Free the gathered bias, because a change of it would be lost.
         getattr(layer.correction, "reshard", lambda: None)()
         bias: Any = layer.correction.bias
         load = torch.bincount(chosen.flatten().long(), minlength=bias.numel()).float()
@@ -550,6 +552,6 @@ def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) ->
         if is_sharded(bias):
             from torch.distributed.tensor import distribute_tensor  # slow to import
 
-            # Every rank has the whole change, and takes its rows.
+            # Every rank has the change for all experts, and takes its own rows.
             change = distribute_tensor(change, bias.device_mesh, bias.placements, src_data_rank=None)
         bias.add_(change)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, and norms that are fused with the following projection."""
+"""RMSNorm and LayerNorm, and their fusion with the projection that follows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,10 +51,12 @@ class LigerRMSNorm(Layer):
         hidden_size: C.
         eps: added to the mean of squares.
         offset: added to the weight (Gemma: 1.0).
-        casting_mode: "llama" casts back to the input dtype before the multiplication by the weight, and "gemma" casts
-            after it. "none" has the same result as "gemma", because the norm is always computed in fp32.
+        casting_mode: "llama" casts the normalized activations back to the input dtype before the multiplication by the
+            weight, and "gemma" casts after the multiplication. "none" has the same result as "gemma", because the norm
+            is always computed in fp32.
         init_fn: "ones" or "zeros".
-        in_place, row_mode: ignored, because nothing is ever overwritten; accepted for compatibility with Liger-Kernel.
+        in_place, row_mode: ignored, because the kernels never overwrite their inputs; accepted for compatibility with
+            Liger-Kernel.
         elementwise_affine: False for a norm without a weight parameter.
         kernel: False for plain torch.
 
@@ -88,7 +90,8 @@ class LigerRMSNorm(Layer):
         self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode != "llama", init_fn
         self.hidden_size, self.kernel = hidden_size, kernel
         self.group: Group | None = None
-        """Process group that all-reduces the gradient of the weight, because its ranks have different rows.
+        """Process group over which the gradient of the weight is all-reduced, because its ranks have different rows; or
+        None.
         """
         self.reset_parameters()
 
@@ -107,7 +110,8 @@ class LigerRMSNorm(Layer):
         """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens.
 
         Returns:
-            False if a derived class has further parameters, whose gradients this method does not all-reduce.
+            False if a derived class has further parameters, because this method does not all-reduce their gradients;
+            otherwise True.
         """
         self.group = group
         return self._parameters.keys() <= {"weight"}
@@ -131,8 +135,8 @@ class LigerRMSNorm(Layer):
         return function(hidden_states, weight, self.eps, self.offset, self.scale_in_fp32)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x``, unless None, to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
-        # A norm with hooks or a replaced forward must be called, so the sum is computed separately.
+        """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
+        # A norm with hooks or a replaced forward must be called as a module, so the sum is computed separately.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -140,7 +144,7 @@ class LigerRMSNorm(Layer):
         return function(x, residual, self.local_weight(residual), self.eps, self.offset, self.scale_in_fp32)
 
     def as_fused(self) -> FusedNorm | None:
-        """Return the norm in the form that fused ops take; None if the norm must be called."""
+        """Return the norm in the form that fused ops take; None if the norm must be called as a module."""
         if self.weight is None or not (self.kernel and is_plain(self)):
             return None
         return FusedNorm(self.local_weight(self.weight), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
@@ -165,7 +169,7 @@ class LigerLayerNorm(Layer):
     Args:
         hidden_size: C.
         eps: added to the variance.
-        bias: whether a new bias is drawn from a normal distribution instead of being zeros, as in Liger-Kernel.
+        bias: whether the initial bias is drawn from a normal distribution instead of being 0, as in Liger-Kernel.
         init_fn: initialization of the weight, "ones" or "zeros".
         use_bias: False for a norm without a bias parameter.
         offset: added to the weight, in the dtype of the weight (Nemotron: 1.0).
@@ -195,11 +199,11 @@ class LigerLayerNorm(Layer):
         self.bias = nn.Parameter(torch.empty(hidden_size)) if use_bias else None
         self.eps, self.random_bias, self.init_fn, self.offset, self.kernel = eps, bias, init_fn, offset, kernel
         self.group: Group | None = None
-        """The process group over which the gradients are all-reduced, because its ranks have different tokens."""
+        """Process group over which the gradients are all-reduced, because its ranks have different tokens; or None."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weight and bias by ``init_fn`` and ``bias``."""
+        """Initialize the weight by ``init_fn``, and the bias as the argument ``bias`` says."""
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
@@ -213,7 +217,8 @@ class LigerLayerNorm(Layer):
         """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens.
 
         Returns:
-            False if a derived class has further parameters, whose gradients this method does not all-reduce.
+            False if a derived class has further parameters, because this method does not all-reduce their gradients;
+            otherwise True.
         """
         self.group = group
         return self._parameters.keys() <= {"weight", "bias"}
@@ -228,8 +233,8 @@ class LigerLayerNorm(Layer):
         return function(hidden_states, *self._own(), self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x``, unless None, to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
-        # A norm with hooks or a replaced forward must be called, so the sum is computed separately.
+        """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
+        # A norm with hooks or a replaced forward must be called as a module, so the sum is computed separately.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
@@ -237,7 +242,7 @@ class LigerLayerNorm(Layer):
         return function(x, residual, *self._own(), self.eps)
 
     def as_fused(self) -> FusedNorm | None:
-        """Return the norm in the form that fused ops take; None if the norm must be called."""
+        """Return the norm in the form that fused ops take; None if the norm must be called as a module."""
         return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
@@ -256,10 +261,10 @@ PLAIN_MODULES = ORDINARY_LINEARS | {LigerRMSNorm, LigerLayerNorm}
 
 
 def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Add ``x``, unless None, to ``residual``. Returns ``(norm(residual), residual)``, both [..., C].
+    """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C].
 
-    A norm with a method ``add`` computes both in one kernel; any other module is called with the sum. Without a norm,
-    the sum is returned twice, as for OLMo 2, whose branches have no norm before them.
+    A norm with a method ``add`` computes both results in one kernel; any other module is called with the sum. Without a
+    norm, the sum is returned twice, for models such as OLMo 2, whose branches have no norm before them.
     """
     add = getattr(norm, "add", None)
     if add is not None:
@@ -281,7 +286,7 @@ def is_plain(*modules: nn.Module) -> bool:
     The result is False for modules that replace or wrap a linear layer (adapters, quantized or float8 layers), for
     DTensors that do not come from `apply_tp`, and for modules with hooks or a replaced forward.
     """
-    for module in modules:  # written as a loop, because every layer calls this in every step
+    for module in modules:  # a plain loop, which is fast, because every layer calls this in every step
         module_class = type(module)
         if module_class not in PLAIN_MODULES or is_hooked(module):
             return False
@@ -294,7 +299,7 @@ def is_plain(*modules: nn.Module) -> bool:
 
 
 def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return ``layer(x)``. An ordinary linear layer without gradients is computed by `inference_linear`."""
+    """Return ``layer(x)``. Without gradients, an ordinary linear layer is computed by `inference_linear`."""
     if type(layer) is nn.Linear and not torch.is_grad_enabled() and is_plain(layer):
         return inference_linear(x, layer.weight, layer.bias)
     y: Tensor = layer(x)
@@ -307,15 +312,15 @@ def is_fusible(*linears: nn.Module) -> bool:
 
 
 def _attribute(linear: nn.Module, name: str) -> Any:
-    """Return an attribute that no ordinary linear layer has, or None.
+    """Return an attribute that ordinary linear layers lack, or None.
 
-    For the usual layers, no attribute is looked up, because a module searches for a missing one for a microsecond.
+    For ordinary layers, the attribute is not looked up, because the search for a missing attribute takes a microsecond.
     """
     return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
 
 
 def float8_recipe(*linears: nn.Module) -> str | None:
-    """Return the float8 recipe by which a fused op computes these layers; None if they have no common recipe."""
+    """Return the float8 recipe with which a fused op computes these layers; None if they have no common recipe."""
     recipes: set[str | None] = {_attribute(linear, "float8_recipe") for linear in linears}
     if len(recipes) > 1 or None in recipes:
         return None
@@ -331,7 +336,7 @@ def gathered_float8(linear: nn.Module) -> Float8 | None:
 
 
 def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
-    """Return A and B of a layer's adapters for a fused op that computes in ``dtype``; None if there are no adapters."""
+    """Return a layer's adapter matrices A and B for a fused op that computes in ``dtype``; None without adapters."""
     low_rank: Callable[[torch.dtype], LowRank | None] | None = _attribute(linear, "low_rank")
     return None if low_rank is None else low_rank(dtype)
 
@@ -343,7 +348,7 @@ def row_order(linear: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
-    """Return this rank's part of a layer's weight, dense or a `FrozenWeight`, in autocast's dtype."""
+    """Return this rank's part of a layer's weight in autocast's dtype. The result is dense or a `FrozenWeight`."""
     frozen: FrozenWeight | None = _attribute(linear, "frozen_weight")
     weight = local(linear.weight) if frozen is None else frozen
     device = x.device.type
@@ -363,7 +368,7 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Add ``x`` to ``residual`` and compute ``linear(norm(residual))``.
 
-    If the norm is fused, its activations are not saved; the backward recomputes them.
+    If the norm is fused, the normalized activations are not saved; the backward recomputes them.
 
     Args:
         norm: any module of width C; None for no norm.
@@ -375,7 +380,7 @@ def add_norm_linear(
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    # A fused op reads the weights, so it can't be used if the norm or the layer must be called.
+    # A fused op reads the weights, so it can't be used if the norm or the layer must be called as a module.
     recipe = float8_recipe(linear)
     fused = fused_norm(norm) if recipe or is_fusible(linear) else None
     if fused is None:

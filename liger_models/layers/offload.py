@@ -1,4 +1,4 @@
-"""Asynchronous offloading to host memory of the activations that blocks save for the backward."""
+"""Asynchronous offloading of activations, which blocks save for the backward, to host memory."""
 
 import functools
 from collections import deque
@@ -16,21 +16,21 @@ SMALLEST = 2**20
 """Activations and optimizer moments with fewer bytes than this are not offloaded."""
 
 PIECE = 2**26
-"""Bytes per allocation of host memory: a power of two, to which PyTorch rounds pinned allocations up."""
+"""Bytes per allocation of host memory. This is a power of two, because PyTorch rounds pinned allocations up to one."""
 
 LEAVING, COMING = 2 * 2**30, 2 * 2**30
-"""Maximum number of bytes in flight to the host, and number of bytes to prefetch from the host.
+"""The maximum number of bytes in flight to the host, and the number of bytes to prefetch from the host.
 
 A block of an 8B model saves 1.5 GB for 16,384 tokens.
 """
 
 
 SLICE = 2**24
-"""Bytes per copy to the device, which takes a third of a millisecond. After each copy, other streams may copy."""
+"""Bytes per copy to the device. Each copy takes a third of a millisecond, and other streams may copy after it."""
 
 
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
-    """Choose ``count`` evenly spread blocks of a model for offloading, without the last two if possible.
+    """Choose ``count`` evenly spread blocks of a model for offloading, excluding the last two if possible.
 
     The copies overlap with the forward and the backward of the other blocks.
     """
@@ -41,8 +41,8 @@ def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
 class Inbound:
     """Sequential copies from host memory to an accelerator, on two alternating streams.
 
-    A GPU processes all queued copies of one stream before the copies of other streams. With a single stream, a copy in
-    the compute stream would wait for all prefetches in flight, and FSDP2 makes such a copy in the backward of each
+    A GPU processes all queued copies of one stream before the copies of other streams. If there were a single stream, a
+    copy in the compute stream would wait for all prefetches in flight. FSDP2 makes such a copy in the backward of each
     block.
 
     Attributes:
@@ -58,7 +58,7 @@ class Inbound:
         self.streams[0].wait_event(event)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
-        """For each pair, start copying the second tensor to the first, both [N] uint8. Returns the completion event."""
+        """Start copying the second tensor of each pair to the first, both [N] uint8. Returns the completion event."""
         for target, host in pairs:
             for part, piece in zip(target.split(SLICE), host.split(SLICE), strict=True):
                 # Each slice waits for the previous one on the other stream, so that other copies can run in between.
@@ -89,9 +89,9 @@ class Kept:
 
     Attributes:
         device: the device that the storage was copied from.
-        host: the bytes of the storage, in pieces, which are in pinned memory if the storage is on an accelerator.
+        host: the bytes of the storage in pieces. The pieces are in pinned memory if the storage is on an accelerator.
         left: event that is recorded after the copy to the host; None on the CPU.
-        before: the storage that was offloaded just before this one. The backward needs ``before`` just after this one.
+        before: the storage that was offloaded just before this one. The backward needs it just after this one.
         nbytes: size of the storage.
         uses: number of saved tensors in the storage.
         rounds: number of backward passes that have read all saved tensors of the storage.
@@ -107,7 +107,7 @@ class Kept:
         self._arrived: torch.Event | None = None
 
     def fetch(self) -> None:
-        """Start copying the storage back, unless this copy was already started."""
+        """Start copying the storage back to the device, unless this copy was already started."""
         if self._back is not None:
             return
         self._unused = self.uses
@@ -116,7 +116,7 @@ class Kept:
             torch.cat(self.host, out=self._back)
             return
         inbound = _streams(self.device)[1]
-        # Until this event, the compute stream may still use the memory that _back now has.
+        # Until this event, the compute stream may still use the memory that was allocated for `_back`.
         inbound.wait(torch.accelerator.current_stream(self.device).record_event())
         inbound.wait(self.left)
         self._arrived = inbound.copy(zip(self._back.split(PIECE), self.host, strict=True))
@@ -153,11 +153,11 @@ class Place(NamedTuple):
 
 
 class Offload:
-    """Moves the tensors that one forward saves within `saving` to the host, and back to the device for the backward.
+    """Moves the tensors that a forward saves within `saving` to the host, and back to the device for the backward.
 
     Each storage is copied once, even if several views of it are saved. Parameters and small tensors stay on the device.
-    Copies run on separate streams. The memory of a tensor can be freed only after the compute stream has waited for its
-    copy, because the allocator reuses memory in the order of the compute stream.
+    Copies run on separate streams. The memory of a tensor can be freed only after the compute stream has waited for the
+    tensor's copy, because the allocator reuses memory in the order of the compute stream.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Offload:
     def saving(self, leave: bool) -> saved_tensors_hooks:
         """Context manager for running a block. If ``leave`` is True, the tensors that the block saves are offloaded.
 
-        The backward of every block that was run within it prefetches tensors of earlier blocks.
+        When the backward reaches a block that ran within this context, it prefetches the tensors of earlier blocks.
         """
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
@@ -208,8 +208,7 @@ class Offload:
         if isinstance(packed, Tensor):
             return packed
         self.settle()
-        # Prefetch up to COMING bytes of the storages that were offloaded before this one, which the backward reads
-        # next.
+        # The backward next reads the storages that were offloaded before this one. Prefetch up to COMING bytes of them.
         kept = packed.kept if isinstance(packed, Place) else packed[1]
         rounds, coming = kept.rounds if kept else 0, 0
         while kept is not None and coming < COMING:

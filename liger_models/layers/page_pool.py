@@ -1,4 +1,4 @@
-"""A paged cache for a changing set of rows, which take pages for their tokens and give them back."""
+"""A paged cache for a changing set of rows, which take pages for their tokens and give the pages back later."""
 
 import torch
 from torch import Tensor
@@ -11,20 +11,20 @@ from liger_models.layers.paged_cache import PagedCache
 
 
 class PagePool(PagedCache):
-    """A `PagedCache` whose pages are allocated and freed one by one. Several rows may hold the same page.
+    """A `PagedCache` whose pages are allocated and freed individually. Several rows may hold the same page.
 
     The host assigns pages to rows in its own table, which `resume` copies to the device. As with `PagedCache`, a step
-    can be captured, because ``lengths``, ``remaining`` and the table stay at the same addresses. A finished row does no
-    harm in a step: it writes to page 0, which is never assigned, and attends to one token. Its states of linear
-    attention become invalid.
+    can be captured in a CUDA graph, because ``lengths``, ``remaining`` and the table stay at the same addresses. A
+    finished row does no harm in a step: it writes to page 0, which is never assigned, and attends to one token. Its
+    states of linear attention become invalid.
 
     Call `fill` before a forward of prompts, `resume` before a series of steps, and `step` before each step.
 
     Args:
         rows, capacity, device: as in `PagedCache`.
         pages: number of pages, including page 0.
-        like: a cache that all layers of the model have already used, on any device. Keys, values and states get its
-            shapes and dtypes.
+        like: a cache that all layers of the model have already used, on any device. It determines the shapes and dtypes
+            of keys, values and states.
     """
 
     takes_documents = True
@@ -37,7 +37,7 @@ class PagePool(PagedCache):
             for layer, states in like._states.items()
         }
         self._filled = self._history = self.lengths
-        """The rows in the forward after `fill`, [n] int64, and the pages of the first of these rows.
+        """The rows that take part in the forward after `fill`, [n] int64, and the pages of the first of these rows.
         """
         self._layers = {
             layer: (
@@ -47,7 +47,7 @@ class PagePool(PagedCache):
             for layer, (k, v) in like._layers.items()
         }
         self._drafted: dict[int, list[tuple[Tensor, ...]]] = {}
-        """The states of each layer after each token of the forward that `speculate` has prepared."""
+        """For each layer, the states after each token of the forward that `speculate` has prepared."""
         self._free = list(range(pages - 1, 0, -1))
         self._holders = [0] * pages
 
@@ -64,7 +64,7 @@ class PagePool(PagedCache):
         self._host_table = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type in ACCELERATORS)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.remaining = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Number of tokens that each row still needs. A row that needs none is idle."""
+        """Number of tokens that must still be generated for each row. A row with 0 remaining tokens is idle."""
 
     @property
     def num_free(self) -> int:
@@ -79,7 +79,7 @@ class PagePool(PagedCache):
         return pages
 
     def share(self, pages: list[int]) -> list[int]:
-        """Let one more row hold these pages, and return them."""
+        """Record that one more row holds these pages, and return the pages."""
         for page in pages:
             self._holders[page] += 1
         return list(pages)
@@ -97,7 +97,7 @@ class PagePool(PagedCache):
         self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
-        """Copy pages, and copy states of rows. Each pair is (source, target)."""
+        """Copy pages, and copy the states of rows. Each pair is (source, target)."""
         for tensors, pairs in ((self._layers, pages), (self._states, rows)):
             if tensors and pairs:
                 source, target = self.upload(pairs).unbind(1)
@@ -105,7 +105,7 @@ class PagePool(PagedCache):
                     x[target] = x[source]
 
     def clear_states(self, row: int) -> None:
-        """Reset the states of a row to those before its first token."""
+        """Reset the states of a row to the states before its first token."""
         for state in (x for states in self._states.values() for x in states):
             state[row].zero_()
 
@@ -113,7 +113,7 @@ class PagePool(PagedCache):
         """Prepare a forward of the tokens of several rows, which are concatenated in a single row of the batch.
 
         Args:
-            parts: (row, first token, last token + 1) of each row. If the tokens follow cached tokens, there must be
+            parts: (row, first token, last token + 1) for each row. If the tokens follow cached tokens, there must be
                 only one part.
         """
         slots = []
@@ -131,7 +131,7 @@ class PagePool(PagedCache):
 
         Args:
             lengths: [rows], number of cached tokens of each row.
-            remaining: [rows], number of tokens that each row still needs; 0 for finished rows.
+            remaining: [rows], number of tokens that must still be generated for each row; 0 for finished rows.
         """
         # Write in place, because a captured step reads these tensors.
         self._table.copy_(self._host_table, non_blocking=True)
@@ -151,17 +151,17 @@ class PagePool(PagedCache):
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
-        """Prepare a forward of n tokens per row, of which `accept` keeps the first ones.
+        """Prepare a forward of n tokens per row. `accept` then keeps some of them, starting from the first.
 
-        In this forward, each token is a row of the batch: the batch has rows · n rows, and the n tokens of a row are
-        consecutive. Neither ``lengths`` nor the states of linear attention change.
+        In this forward, each token is a separate row of the batch: the batch has rows · n rows, and the n tokens of a
+        row of the pool are consecutive. Neither ``lengths`` nor the states of linear attention change.
 
         Args:
             n: number of tokens of each row.
             offset: number of positions between the cached tokens of a row and the first of these tokens.
 
         Returns:
-            The positions of the tokens, which are 0 for idle rows, [rows · n, 1] int64.
+            The positions of the tokens, [rows · n, 1] int64, 0 for idle rows.
         """
         positions, self.slots, ends, pages = token_slots(
             self._table, self.lengths, self.remaining, n=n, offset=offset, page=self.page
@@ -170,11 +170,11 @@ class PagePool(PagedCache):
         return positions
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Store a layer's states after the next token of those that `speculate` prepared."""
+        """Store a layer's states after the next of the tokens that `speculate` prepared."""
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
-        """Keep the states after the first ``counts`` [rows] int64 tokens that `speculate` has prepared.
+        """Keep each row's states after the first ``counts`` [rows] of the tokens that `speculate` has prepared.
 
         The caller writes ``lengths`` and ``remaining``.
         """
@@ -214,7 +214,7 @@ class PagePool(PagedCache):
         for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:
                 held.copy_(state)
-            else:  # the bounds include an empty document at either end, see `Segments.of_rows`
+            else:  # the bounds include an empty document at both ends, see `Segments.of_rows`
                 held[self._filled] = state[(len(state) - n) // 2 :][:n]
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:

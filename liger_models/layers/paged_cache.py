@@ -1,4 +1,4 @@
-"""The paged decode cache. Its steps depend on no value on the host, so that a captured step can be replayed."""
+"""The paged decode cache. Its steps depend on no value on the host, so a step that was captured can be replayed."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ PAGE = 64
 
 
 class PagedCache(DecodeCache):
-    """A decode cache that stores prompts without padding, and then one token per row in each step.
+    """A decode cache that first stores prompts without their padding, and then one token per row in each step.
 
-    Keys of a layer are [pages, P, G, D], and values [pages, P, G, V], where P is the number of tokens per page. A
-    table lists the pages of each row. Tensors on the device determine where new tokens are stored and which tokens
-    they attend to. All tensors that the forward of a step reads or writes stay at the same addresses: pages, table,
-    lengths, states of linear attention and ``extra``. A captured forward can therefore be replayed for later tokens
-    and for other prompts.
+    Keys of a layer are [pages, P, G, D], and values [pages, P, G, V], where P is the number of tokens per page. A table
+    lists the pages of each row. Tensors on the device determine where new tokens are stored, and which tokens the new
+    tokens attend to. All tensors that the forward of a step reads or writes stay at the same addresses: pages, table,
+    lengths, states of linear attention and ``extra``. A captured forward can therefore be replayed for later tokens and
+    for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
-    ``length`` is the number of tokens, including padding, that the host has counted; replayed steps are not counted. In
-    a step, it only matters whether ``length`` is 0.
+    ``length`` is the number of tokens, including padding, that the host has counted. The host does not count replayed
+    steps, so in a step it only matters whether ``length`` is 0.
 
     Args:
         rows: number of rows in a step. If the prompts need fewer rows, the remaining rows repeat the last one.
@@ -39,16 +39,18 @@ class PagedCache(DecodeCache):
         self.rows = rows
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         """Number of tokens of each row, without padding."""
-        # Each row has its own pages, [rows, pages]. The table differs from this if rows share a prompt.
+        # `_own` lists the own pages of each row, [rows, pages]. If rows share a prompt, the table differs from `_own`.
         self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
         self._table = self._own.clone()
         self._row: Tensor | None = None
-        """For each row, the row that it repeats, [rows] int64; None if no row is a repetition."""
+        """For each row, the index of the row that it repeats or of itself, [rows] int64; None if no row is a
+        repetition."""
         self._prompt = torch.zeros(rows, dtype=torch.int64, device=device)
         """For each row, the index of its prompt, [rows] int64."""
         self._prompts = 0
         self._shared: tuple[Tensor, Tensor] | None = None
-        """For each row, the prompt's partly filled page, and the row's own page to copy it to, both [rows]."""
+        """For each row, the partly filled page of its prompt, and the row's own page to which it is copied, both
+        [rows]."""
         self.slots = self.lengths
         """The slot of each token of the forward, [B · T] int64; negative for padding."""
         self._fixed: dict[Hashable, Tensor] = {}
@@ -65,7 +67,7 @@ class PagedCache(DecodeCache):
         Args:
             B: number of prompts.
             T: number of tokens of each prompt, including padding.
-            mask: [B, T], which is 0 for padding, on one side of each row. None for no padding.
+            mask: [B, T], 0 for padding, which must be on one side of each row. None for no padding.
             repeats: number of consecutive rows per prompt. These rows share the pages that the prompt fills completely.
 
         Raises:
@@ -81,7 +83,7 @@ class PagedCache(DecodeCache):
         self.length, self.pages = 0, None
         self.extra.clear()
 
-        # Rows of a step beyond the N that are needed repeat the last one.
+        # If a step has more rows than the N that are needed, the other rows repeat the last one.
         row = torch.arange(self.rows, device=device).clamp_max_(N - 1)
         self._row = None if self.rows == N else row
         self._prompt.copy_(row // repeats)
@@ -98,7 +100,8 @@ class PagedCache(DecodeCache):
             self._table.copy_(self.of_rows(self._own))
             return
 
-        # Rows of one prompt share the pages that the prompt fills. `settle` copies the page that is only partly filled.
+        # The rows of a prompt share the pages that the prompt fills. `settle` copies the page that is only partly
+        # filled.
         first = row // repeats * repeats
         filled = (self.lengths // self.page)[:, None].long()
         column = torch.arange(self._own.shape[1], device=device)
@@ -121,7 +124,7 @@ class PagedCache(DecodeCache):
             self.bounds = None
 
     def grow(self, capacity: int) -> None:
-        """Grow to ``capacity`` tokens per row. Pages and table move in memory, so a step must be captured again."""
+        """Grow to ``capacity`` tokens per row. Pages and table then have new addresses, so capture the step again."""
         (rows, count), new = self._own.shape, -(-capacity // self.page)
         pages = torch.arange(rows * count, rows * new, dtype=torch.int32, device=self._own.device).view(rows, -1)
         self._own, self._table = (torch.cat([table, pages], 1) for table in (self._own, self._table))
@@ -139,7 +142,7 @@ class PagedCache(DecodeCache):
         return x if self._prompts == self.rows else x[self._prompt]
 
     def settle(self) -> bool:
-        """Copy the partly filled page and the entries of ``extra`` of each prompt to the prompt's rows.
+        """Copy each prompt's partly filled page and its entries of ``extra`` to the prompt's rows.
 
         Returns:
             Whether ``extra`` has the same addresses as for earlier prompts, so that a captured step remains valid.
@@ -149,7 +152,8 @@ class PagedCache(DecodeCache):
             for pages in (x for keys_values in self._layers.values() for x in keys_values):
                 pages[copies] = pages[begun]
 
-        # If the shapes are those of earlier prompts, write in place, because a captured step reads these addresses.
+        # If the shapes are the same as for earlier prompts, write in place, because a captured step reads these
+        # addresses.
         extra = {name: self._of_prompts(x) for name, x in self.extra.items()}
         formats, fixed_formats = (
             {name: (x.shape, x.dtype) for name, x in tensors.items()} for tensors in (extra, self._fixed)
@@ -170,7 +174,7 @@ class PagedCache(DecodeCache):
         return same and len(self.extra) == len(self._fixed)
 
     def step(self) -> None:
-        """Prepare a forward of one token per row, to be stored after the other tokens of the row."""
+        """Prepare a forward of one token per row, which is stored after the other tokens of the row."""
         self.slots = self._slots_of(self._table, self.lengths[:, None].long()).flatten()
         self.lengths += 1
         self.pages = Pages(self._table, self.lengths)
@@ -182,7 +186,7 @@ class PagedCache(DecodeCache):
             In a step, all pages of the layer, [pages, P, G, D] and [pages, P, G, V]; for prompts, k and v.
 
         Raises:
-            ValueError: the number of tokens is not the one that `start` or `step` prepared.
+            ValueError: the number of tokens differs from the number that `start` or `step` prepared.
         """
         if k.shape[0] * k.shape[1] != len(self.slots) or (self.pages is None and self.length):
             raise ValueError(
@@ -202,7 +206,7 @@ class PagedCache(DecodeCache):
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
         """Like `DecodeCache.replace_states`, but at fixed addresses."""
-        if self.bounds is not None:  # every second state is that after padding
+        if self.bounds is not None:  # every second state comes after padding
             states = tuple(state[::2] for state in states)
         states = states if self.pages is not None else tuple(map(self._of_prompts, states))
         if layer not in self._states:
@@ -215,6 +219,6 @@ class PagedCache(DecodeCache):
         raise ValueError("PagedCache: rows can't be selected. Use a DecodeCache.")
 
     def _slots_of(self, table: Tensor, position: Tensor) -> Tensor:
-        """Return the slots [B, T] int64 of tokens at positions [B, T] in their rows."""
+        """Return the slots, [B, T] int64, of the tokens at positions [B, T] in their rows."""
         position = position.clamp_min(0)
         return table.gather(1, position // self.page).long() * self.page + position % self.page

@@ -1,7 +1,7 @@
 """Positions of patches in images and of image tokens in a text, computed without a loop over images.
 
 The patches of all images and videos of a batch are concatenated. For each image or video, ``grid_thw`` has three
-numbers, as in the processors of Hugging Face: the frames of patches, and the rows and the columns of patches in a
+numbers, as in Hugging Face's processors: the number of frames, and the numbers of patch rows and patch columns in a
 frame. Patches that are merged into one token form a block. Patches are ordered by block, and within a block by row, so
 the patches of a block are adjacent.
 """
@@ -20,8 +20,8 @@ class Patches(NamedTuple):
     Attributes:
         item: index of the patch's image or video.
         frame: index of the patch's frame, counted over all frames of the batch.
-        row, column: position of the patch in the frame.
-        height, width: number of rows and columns of the frame.
+        row, column: position of the patch in its frame.
+        height, width: numbers of rows and columns of the frame.
     """
 
     item: Tensor
@@ -45,9 +45,9 @@ def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
     """Locate each patch of a batch.
 
     Args:
-        grid_thw: [n, 3] int64, number of frames, rows and columns of each image or video.
+        grid_thw: [n, 3] int64, the numbers of frames, rows and columns of each image or video.
         count: N, the total number of patches.
-        merge: side of a block, the square of patches that becomes one token, in patches.
+        merge: number of patches along the side of a block, the square of patches that becomes one token.
 
     Returns:
         `Patches`, in the order of the patches, on the device of ``grid_thw``.
@@ -68,8 +68,8 @@ def order_by_window(patches: Patches, merge: int, side: int) -> tuple[Tensor, Te
 
     Args:
         patches: the patches of a batch.
-        merge: side of a block, the square of patches that becomes one token, in patches.
-        side: side of a square window, in tokens. Windows at the lower and right border may be smaller.
+        merge: number of patches along the side of a block, the square of patches that becomes one token.
+        side: side of a square window, in tokens. Windows at the bottom and right borders may be smaller.
 
     Returns:
         ``(order, window)``, both [N / merge²] int64: the indices of the tokens sorted by window, and the window number
@@ -95,31 +95,31 @@ def mrope_positions(
 ) -> tuple[Tensor, Tensor]:
     """Compute the positions of tokens in time, height and width (M-RoPE).
 
-    A text token advances all three positions by one. An image or a video starts at the next position, and each of its
-    tokens has this position plus the token's frame, row and column. The position of the first token after the image or
-    video is this position plus the number of token rows or columns, whichever is larger.
+    A text token advances all three positions by one. An image or a video starts at the next position: each of its
+    tokens has this start position plus the token's frame, row and column. The first token after the image or video has
+    the start position plus the number of token rows or token columns, whichever is larger.
 
     Args:
         kinds: [B, T] int64: 0 for text, 1 for images, 2 for videos.
         grids: ``grid_thw`` [n, 3] of all images and ``grid_thw`` of all videos, each in the order of the text; None if
             there are none.
-        merge: side of a block, the square of patches that becomes one token, in patches.
-        mask: [B, T], which is 0 for padding. Padding is not counted and has position 0.
+        merge: number of patches along the side of a block, the square of patches that becomes one token.
+        mask: [B, T], 0 for padding, which is not counted and has position 0.
         cu_seqlens: [n + 1], boundaries of packed documents; see `BatchLayout.build`. Positions start from 0 in each
             document.
-        frames_apart: whether each frame of a video is positioned like a separate image, because timestamps separate the
-            frames in the text.
-        interval: [videos] fp32, distance in time between consecutive frames of each video; None for 1.
+        frames_apart: whether each frame of a video is positioned like a separate image. This suits models whose text
+            has timestamps between the frames.
+        interval: [videos] fp32, for each video, the distance in time positions between consecutive frames; None for 1.
 
     Returns:
-        ``(positions, following)``: the positions, [3, B, T] int64, and the position that a text token after each row
-        would have, [B, 1] int64.
+        ``(positions, following)``: the positions, [3, B, T] int64, and for each row, the position that a text token
+        after it would have, [B, 1] int64.
     """
     B, T = kinds.shape
     step = torch.ones_like(kinds)
     offset = kinds.new_zeros(3, B, T)
 
-    # Compute by how much each token advances the positions, and where the token is within its image.
+    # For each token, compute the step by which it advances the positions, and its place within its image.
     for medium, grid in enumerate(grids, start=1):
         if grid is None or len(grid) == 0:
             continue
@@ -145,7 +145,7 @@ def mrope_positions(
     if mask is not None:
         step, offset = step * (mask != 0), offset * (mask != 0)
 
-    # The start of a token is the sum of all earlier steps in its document.
+    # The start position of a token is the sum of all earlier steps in its document.
     if cu_seqlens is None:
         start = step.cumsum(1) - step
     else:
@@ -178,7 +178,7 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
 
 
 def ends_of_runs(inside: Tensor) -> Tensor:
-    """Return, for each True entry of ``inside`` [B, T], the last index of its run; for others, their own index."""
+    """Map each True entry of ``inside`` [B, T] to the last index of its run, and each other entry to its own index."""
     T = inside.shape[1]
     index = torch.arange(T, device=inside.device).expand_as(inside)
     last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
@@ -204,7 +204,7 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
     side = int(weight.shape[0] ** 0.5)
     neighbors = _cubic_neighbors if bicubic else _aligned_neighbors if aligned else _unaligned_neighbors
     rows, columns = (neighbors(index, length, side) for index, length in zip(patches[2:4], patches[4:6], strict=True))
-    # Each patch lies between points of the grid, which are weighted by its distances to them.
+    # Each patch lies between points of the learned grid. The weight of a point depends on its distance from the patch.
     total: Tensor = sum(
         torch.nn.functional.embedding(row * side + column, weight) * (down * across)[:, None]
         for row, down in rows
@@ -216,8 +216,8 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
 def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
 
-    The interpolation is bilinear, and averages over more positions if the grid of the image is smaller (``antialias``).
-    The borders of both grids coincide.
+    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, it averages over more
+    positions (``antialias``). The borders of both grids coincide.
 
     Args:
         weight: [side², C].
@@ -230,18 +230,19 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
     rows, columns = (
         _averaging_weights(index, length, side, dtype) for index, length in zip(patches[2:4], patches[4:6], strict=True)
     )
-    # [N, side, 1] · [N, 1, side] are the weights of all positions.
+    # The weights of all learned positions are [N, side, 1] · [N, 1, side].
     shares = (rows[:, :, None] * columns[:, None, :]).flatten(1)
     with torch.autocast(weight.device.type, enabled=False):
         return shares @ weight.to(dtype)
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights [N, side] of the ``side`` old points for each position on a line resampled to ``length``."""
+    """Return the weights of the ``side`` old points, [N, side], for each position on a line resampled to ``length``.
+    """
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
-    # The weights form a triangle around the center. Each half of it is as wide as a point of the coarser grid.
+    # The weights form a triangle around the center. Each half of the triangle is as wide as a cell of the coarser grid.
     weights = (1 - (points - center[:, None]).abs() / scale.clamp_min(1.0)[:, None]).clamp_min(0.0)
     return weights / weights.sum(1, keepdim=True)
 
@@ -255,7 +256,7 @@ def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[T
 
 
 def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the same as `_aligned_neighbors` for lines whose ends coincide. Neighbors outside have the weight 0."""
+    """Like `_aligned_neighbors`, for lines whose ends coincide. Neighbors outside of the line have the weight 0."""
     position = (index.float() + 0.5) * side / length - 0.5
     first = position.floor()
     distance, first = position - first, first.long()
@@ -267,9 +268,9 @@ def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple
 
 
 def _cubic_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the four neighbors of each position on a line whose ends coincide; the weights may be negative.
+    """Return the four neighbors of each position, and their weights, for lines whose ends coincide.
 
-    The weight of a neighbor is a cubic function of its distance, with the parameter −0.75 of PyTorch.
+    The weight of a neighbor is a cubic function of its distance, with PyTorch's parameter −0.75. It may be negative.
 
     Source: Keys, Cubic convolution interpolation for digital image processing, 1981.
     """
@@ -296,7 +297,7 @@ def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _split_by(sizes: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """For each index into concatenated items of the given sizes, return its item, and the index within the item."""
+    """Map indices into concatenated items of the given sizes to ``(item, index within the item)``."""
     ends = sizes.cumsum(0)
     item = torch.searchsorted(ends, index, right=True).clamp_max(len(sizes) - 1)
     return item, index - (ends - sizes)[item]

@@ -22,10 +22,11 @@ class LigerQKNormAttention(LigerAttention):
     Args:
         norm: function that returns a `LigerRMSNorm` of a given width. Fused ops read its weight and its constants, but
             do not call it.
-        whole_projection: whether to normalize over all heads together (OLMo 2) instead of over each head (Qwen3, Gemma
+        whole_projection: whether to normalize all heads together (OLMo 2) instead of each head separately (Qwen3, Gemma
             3).
-        clip: largest absolute value of q, k and v after the norms; None for no limit. It needs ``whole_projection``.
-        Others: as in `LigerAttention`.
+        clip: limit to which the absolute values of q, k and v are clipped after the norms; None for no limit. It
+            requires ``whole_projection``.
+        Other arguments: as in `LigerAttention`.
 
     Raises:
         ValueError: a norm is not a `LigerRMSNorm`, or its class overrides ``forward``.
@@ -54,10 +55,10 @@ class LigerQKNormAttention(LigerAttention):
                 )
         self.whole_projection, self.clip = whole_projection, clip
         self.mean_group: Group | None = None
-        """The process group over whose heads the norms take their means; None for the heads of this rank."""
+        """The process group whose heads the norms average over; None if they average only over this rank's heads."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """See `LigerAttention.shard`. Norms over all heads take the mean over the heads of all ranks."""
+        """See `LigerAttention.shard`. Norms over all heads average over the heads of all ranks."""
         dims = super().shard(group)
         if not self.whole_projection:
             # All ranks normalize their own heads with the same weights, so the gradients of the weights are summed over
@@ -65,11 +66,11 @@ class LigerQKNormAttention(LigerAttention):
             self.q_norm.group = self.k_norm.group = group
             return dims
         self.mean_group = group
-        self.q_norm.group = self.k_norm.group = None  # their weights are sharded, too
+        self.q_norm.group = self.k_norm.group = None  # their weights are also sharded
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
     def shard_tokens(self, group: Group) -> None:
-        """See `LigerAttention.shard_tokens`. Norms over all heads take the mean over the heads of all ranks."""
+        """See `LigerAttention.shard_tokens`. Norms over all heads average over the heads of all ranks."""
         super().shard_tokens(group)
         self.mean_group = group if self.whole_projection else None
 
@@ -86,24 +87,25 @@ class LigerQKNormAttention(LigerAttention):
         )  # fmt: skip
 
     def _split_unfused(self, qkv: Tensor, layout: BatchLayout, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Run `_split` with norms over all heads in several steps, between which q, k and v may be clipped.
+        """Compute `_split` with norms over all heads in several steps, between which q, k and v may be clipped.
 
-        If ``group`` is given, the ranks exchange their means, because each has a part of the heads.
+        If ``group`` is given, each rank has a part of the heads, so the ranks exchange their means.
         """
-        # Each rank sums the squares of its heads; the mean is over the heads of all ranks.
+        # Each rank averages the squares over its own heads. The mean is then taken over all ranks.
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
         means = torch.stack([x.square().mean(-1) for x in wide], -1)
         if group is not None:
             means = sum_over(means, group) / group.size  # [B, T, 2]
         cos, sin = self._tables(layout)
-        # Norm, scale and rotate q and k by the means of all heads.
+        # Normalize q and k by the means over all heads, multiply them by the weights, and rotate them.
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
             weight = norm.local_weight(qkv)
             if group is not None and self.groups.context is not None:  # replicated
-                # Context parallelism shards tokens, so each rank has all weights and takes those of its heads.
+                # Context parallelism shards tokens, so each rank has the weights of all heads, and takes the weights of
+                # its heads.
                 weight = weight.chunk(group.size)[group.rank]
             normed = scale_normed(
                 x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
@@ -119,8 +121,8 @@ class LigerQKNormAttention(LigerAttention):
 class LigerGatedAttention(LigerQKNormAttention):
     """`LigerQKNormAttention` whose output is multiplied by the sigmoid of a gate from the packed projection.
 
-    The rows of ``qkv_proj`` are grouped by KV head. A group has, in this order, the rows of the KV head's H / G query
-    heads, of the gates of these heads, of its key and of its value.
+    The rows of ``qkv_proj`` are grouped by KV head. Each group has, in this order, the rows of the KV head's H / G
+    query heads, the rows of these heads' gates, the rows of the key, and the rows of the value.
 
     Args: as in `LigerQKNormAttention`.
     """
@@ -131,7 +133,7 @@ class LigerGatedAttention(LigerQKNormAttention):
         self.qkv_proj = nn.Linear(hidden_size, 2 * (num_heads + num_kv_heads) * head_dim, bias=bias)
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        # The gates are removed; the remaining columns have the layout of `LigerAttention`.
+        # After removal of the gates, the remaining columns have the layout of `LigerAttention`.
         queries = self.num_heads // self.num_kv_heads
         groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
         q, gate, kv = groups.split([queries, queries, 2], 3)

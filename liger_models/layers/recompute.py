@@ -1,4 +1,4 @@
-"""Recomputation of blocks and layers, which save only their input and recompute the rest in the backward."""
+"""Recomputation of blocks and layers: they save only their input, and the backward recomputes the rest."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,17 +15,17 @@ _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module runs code other than the forward of its class: hooks, or a replaced forward.
+    """Whether calling the module runs other code than its class's forward: hooks, or a replaced forward.
 
-    Hooks whose attribute ``only_checks`` is True are not counted, because they can only raise errors.
+    Hooks whose attribute ``only_checks`` is True do not count, because they can only raise errors.
     """
     return "forward" in module.__dict__ or has_hooks(module)
 
 
 def has_hooks(module: nn.Module, ignored: tuple[str, ...] = ("only_checks",)) -> bool:
-    """Whether a module has hooks other than those with one of the attributes ``ignored``."""
+    """Whether a module has hooks, not counting hooks that have one of the attributes ``ignored``."""
     registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    for registry in registries:  # every fused layer asks this in every forward, so nothing is created for empty ones
+    for registry in registries:  # every fused layer calls this in every forward, so empty registries create nothing
         if registry and not all(any(getattr(hook, name, False) for name in ignored) for hook in registry.values()):
             return True
     return False
@@ -34,8 +34,8 @@ def has_hooks(module: nn.Module, ignored: tuple[str, ...] = ("only_checks",)) ->
 def run_preparing_hooks(module: nn.Module) -> None:
     """Run the hooks of a module that have the attribute ``only_prepares``.
 
-    Such a hook changes the tree of modules before a forward, and does nothing if the tree has not changed since. A
-    captured graph therefore need not repeat the hook.
+    Such a hook adapts the tree of modules before a forward, and does nothing if the tree is unchanged since the last
+    call. A captured graph therefore need not repeat the hook.
     """
     for hook in module._forward_pre_hooks.values():
         if getattr(hook, "only_prepares", False):
@@ -43,7 +43,7 @@ def run_preparing_hooks(module: nn.Module) -> None:
 
 
 def repeats() -> bool | None:
-    """Whether the running block is being recomputed in the backward; None outside of blocks that `run_again` runs.
+    """Whether the running block is being recomputed in the backward; None outside of `run_again`.
 
     A recomputed block stops at the last tensor that the backward needs.
     """
@@ -51,14 +51,15 @@ def repeats() -> bool | None:
 
 
 def recomputes(part: Any) -> bool:
-    """Whether a part of a block is recomputed by itself, which is not the case if the whole block is recomputed."""
+    """Whether a part of a block is to be recomputed on its own. This is False if the whole block is recomputed."""
     return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
 
 
 def draws(part: nn.Module, dropout: float) -> bool:
     """Whether a part of a block may draw random numbers.
 
-    It may do so in dropout, in hooks or wrappers of its layers, and in training in layers that are not of this package.
+    It may do so in dropout and in hooks or wrappers of its layers. In training, it may also do so in layers from
+    outside of this package.
     """
     return (part.training and dropout > 0) or any(
         is_hooked(module)
@@ -70,7 +71,7 @@ def draws(part: nn.Module, dropout: float) -> bool:
 
 def is_compiled(block: nn.Module) -> bool:
     """Whether the block is compiled."""
-    # Not ``block.forward``: generation asks this of every module, and a bound method takes longer.
+    # ``block.forward`` would create a bound method. This takes longer, and generation checks every module.
     forward = vars(block).get("forward", type(block).forward)
     return block._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
@@ -81,17 +82,18 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
     Args:
         function: function that computes the same results when it is called again.
         args: the function's arguments.
-        modules: further modules whose parameters the function reads. Modules in ``args``, and the module that a bound
-            method belongs to, are already included.
+        modules: further modules whose parameters the function reads. Modules in ``args``, and the module of a bound
+            method, are included anyway.
         options: further options of `torch.utils.checkpoint.checkpoint`.
 
     Raises:
         RuntimeError: (raised in the backward) a parameter was changed in place after the first call, so the gradient
-            would not belong to the loss.
+            would not match the loss.
     """
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, **options)
-    # PyTorch detects changes of the tensors in `args`, which it saves, but not of other parameters that are read.
+    # PyTorch detects changes of the tensors in `args`, because it saves them. It does not detect changes of other
+    # parameters that the function reads.
     owners = [x for x in (getattr(function, "__self__", None), *modules, *args) if isinstance(x, nn.Module)]
     read = [
         (name, parameter, parameter._version)
@@ -100,7 +102,8 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
         if not parameter.is_inference()
     ]
 
-    # What surrounds the forward may have ended before the backward: a context, and hooks that PEFT sets for one call.
+    # Two things may have ended before the backward: the context around the forward, and hooks that PEFT sets for one
+    # call.
     invariant = is_batch_invariant()
     hooked = [module for owner in owners for module in owner.modules() if module._forward_pre_hooks]
     hooks = [(module._forward_pre_hooks.copy(), module._forward_pre_hooks_with_kwargs.copy()) for module in hooked]

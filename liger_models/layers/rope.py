@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies for all scaling types, and fp32 tables of cos and sin per token.
+"""Rotary position embeddings: frequencies for all scaling types, and fp32 tables of each token's cos and sin.
 
 Source: RoFormer (https://arxiv.org/abs/2104.09864), YaRN (https://arxiv.org/abs/2309.00071), and transformers'
 ``modeling_rope_utils.py`` for the frequency rules that the released checkpoints were trained with.
@@ -30,7 +30,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high ones, and interpolates in between (Llama 3.1 and later)."""
+    """Divides low frequencies by ``factor``, keeps high frequencies, and blends in between (Llama 3.1 and later)."""
 
     factor: float
     low_freq_factor: float
@@ -40,10 +40,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: divides low frequencies, keeps high ones and interpolates in between.
+    """YaRN: divides low frequencies, keeps high frequencies, and blends in between.
 
-    ``beta_fast`` and ``beta_slow``, the limits between high and low frequencies, are numbers of turns over the original
-    length.
+    ``beta_fast`` and ``beta_slow`` are the limits for high and low frequencies. Their unit is the number of turns over
+    the original length.
     """
 
     factor: float
@@ -58,10 +58,10 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer ones.
+    """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer documents.
 
-    For short and long documents, cos and sin are multiplied by ``short_mscale`` and ``long_mscale``, as in the files of
-    Phi-3.5-MoE. If they are None, `longrope_attention_factor` is used instead.
+    Cos and sin are multiplied by ``short_mscale`` for short documents and by ``long_mscale`` for long ones, as in the
+    files of Phi-3.5-MoE. If these are None, `longrope_attention_factor` is used instead.
     """
 
     short_factor: list[float]
@@ -75,7 +75,7 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NtkAlphaScaling:
-    """Multiplies the base by alpha^(width / (width − 2)), as for Hunyuan. Other fields are ignored."""
+    """Multiplies the base by alpha^(width / (width − 2)), as in Hunyuan. Other fields are ignored."""
 
     alpha: float
     factor: float | None = None
@@ -95,7 +95,7 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "longrope": LongRopeScaling,
     "ntk_alpha": NtkAlphaScaling,
 }
-"""Maps ``rope_type`` in config.json to its dataclass. The type ``default`` means no scaling, represented by None."""
+"""Maps ``rope_type`` in config.json to a dataclass. The type ``default`` means no scaling, which None represents."""
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -104,18 +104,18 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def yarn_attention_factor(scaling: YarnScaling) -> float:
-    """Return the number that cos and sin are multiplied by to compensate YaRN's effect on attention entropy."""
+    """Return the factor for cos and sin that compensates YaRN's effect on the entropy of attention."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    # If both constants are given, the result is the ratio of their factors.
+    # If both constants are given, the result is the ratio of the factors that they give.
     if scaling.mscale and scaling.mscale_all_dim:
         return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     return yarn_mscale(scaling.factor, 1.0)
 
 
 def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:
-    """Return the number that cos and sin are multiplied by, which is the same for both sets of divisors."""
+    """Return the factor for cos and sin. It is the same for both sets of divisors."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     original = scaling.original_max_position_embeddings
@@ -141,8 +141,8 @@ def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Te
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
-    # Frequencies with wavelengths above original / low are divided, those with wavelengths below original / high are
-    # kept, and the others are blended.
+    # Divide frequencies with wavelengths above original / low, keep frequencies with wavelengths below original / high,
+    # and blend both results for all other frequencies.
     wavelength = 2 * math.pi / base
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -154,14 +154,14 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScaling) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """Return the index of the pair of dimensions that makes ``rotations`` turns over the original length."""
+        """Return the index of the pair of dimensions that turns ``rotations`` times over the original length."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(turns) / (2 * math.log(theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The ramp over pairs is 0 up to `first` and 1 from `last` on. Its length must not be 0.
+    # The ramp over pairs is 0 up to `first`, and 1 from `last` on. Its length must not be 0.
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001
@@ -171,9 +171,9 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
 
 
 def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
-    """Return the columns at which all frequencies of some row change (`LongRopeScaling`).
+    """Return the columns at which the frequencies of some row switch (`LongRopeScaling`).
 
-    Cached keys of that row were rotated with the old frequencies.
+    The cached keys of such a row were rotated with the old frequencies.
 
     Args:
         rotary: the rotary embeddings of a model.
@@ -191,11 +191,11 @@ class RotaryEmbedding(Layer):
     initialization on the meta device and checkpoints do not change them. They move to the device of the module.
 
     With `DynamicScaling` and `LongRopeScaling`, the frequencies depend on the length of the document, so that each
-    document of a batch is rotated as if it were alone. If ``by_document`` is False, they depend on the longest row of
-    the batch, as in transformers.
+    document of a batch is rotated as if it were alone. If ``by_document`` is False, the frequencies depend on the
+    longest row of the batch, as in transformers.
 
     Args:
-        width: number of rotated dimensions, which is even. It is the head dimension, or smaller for partial rotation.
+        width: number of rotated dimensions, which must be even. It is the head dimension, or less for partial rotation.
         theta: base of the frequencies.
         scaling: how the frequencies are scaled for longer contexts; None for no scaling.
         max_position_embeddings: length beyond which `DynamicScaling` applies, or target length of `LongRopeScaling`.
@@ -226,7 +226,7 @@ class RotaryEmbedding(Layer):
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0
         self.long_attention_factor: float | None = None
-        """The attention factor beyond `switch_length`, if it differs."""
+        """The attention factor beyond `switch_length`; None if it does not differ."""
         self.long_inv_freq: Tensor | None = None
         base = _base_frequencies(width, theta)
         match scaling:
@@ -247,7 +247,8 @@ class RotaryEmbedding(Layer):
                 self.switch_length = scaling.original_max_position_embeddings
             case NtkAlphaScaling():
                 base = _base_frequencies(width, theta * scaling.alpha ** (width / (width - 2)))
-        # The frequencies are not a buffer, because checkpoints have none and the meta device would lose it.
+        # The frequencies are not a buffer, because checkpoints don't have them, and a buffer on the meta device has no
+        # values.
         self.inv_freq = base
         self._move(torch.get_default_device())
 
@@ -275,7 +276,7 @@ class RotaryEmbedding(Layer):
                 None means that each row is one document.
 
         Returns:
-            [width / 2], or [B, 1 or T, width / 2] if they depend on the lengths.
+            [width / 2], or [B, 1 or T, width / 2] if the frequencies depend on the lengths.
         """
         inv_freq = self.inv_freq.to(position_ids.device)
         if not self.needs_lengths or position_ids.numel() == 0:
@@ -290,7 +291,7 @@ class RotaryEmbedding(Layer):
         return torch.where(lengths > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
 
     def _lengths(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the lengths on which frequencies depend, [1] for all tokens or [B, 1 or T, 1]."""
+        """Return the lengths that determine the frequencies: [1] for all tokens together, or [B, 1 or T, 1]."""
         if not self.by_document:
             lengths = position_ids.max() + 1
         elif lengths is None:
@@ -299,7 +300,7 @@ class RotaryEmbedding(Layer):
         return lengths[..., None]
 
     def tables(self, angles: Tensor, position_ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles, multiplied by the attention factor, which may depend on the lengths."""
+        """Return cos and sin of the angles, multiplied by the attention factor, which may depend on ``lengths``."""
         factor: float | Tensor = self.attention_factor
         if self.long_attention_factor is not None and self.switch_length is not None and position_ids.numel():
             is_long = self._lengths(position_ids, lengths) > self.switch_length
@@ -333,13 +334,13 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency belongs to one of the three.
+    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency belongs to one of these.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
-        sections: number of frequencies for time, for height and for width.
-        interleaved: whether time, height and width take turns in the list of frequencies. Once height or width has its
-            number of frequencies, its turns belong to time. If False, the three sections follow each other.
+        sections: the numbers of frequencies for time, for height and for width.
+        interleaved: whether time, height and width take turns in the list of frequencies. Once height or width has all
+            of its frequencies, its turns go to time. If False, the three sections follow each other.
 
     Raises:
         ValueError: there are not three sections, or sections that are not interleaved do not add up to half the width.
@@ -368,7 +369,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         else:
             axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
         self.axes = torch.tensor(axes, device=self.inv_freq.device)
-        """For each frequency, the index of its position: 0 for time, 1 for height, 2 for width."""
+        """For each frequency, the kind of position that it applies to: 0 for time, 1 for height, 2 for width."""
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)
@@ -391,7 +392,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of the row and the column of a patch, each for half of the frequencies.
+    """Computes cos and sin of a patch's row and column. The row fills the first half of the result, and the column the
+    rest.
 
     Args:
         width: head dimension, a multiple of 4.
@@ -402,6 +404,6 @@ class AxialRotaryEmbedding(RotaryEmbedding):
         super().__init__(width // 2, theta)
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [B, N, width / 2] fp32; ``position_ids`` [2, B, N] int64 has rows and columns."""
+        """Return cos and sin, each [B, N, width / 2] fp32; ``position_ids`` [2, B, N] int64 holds rows and columns."""
         cos, sin = super().forward(position_ids)  # [2, B, N, width / 4]
         return cos.movedim(0, -2).flatten(-2), sin.movedim(0, -2).flatten(-2)

@@ -16,9 +16,9 @@ class VisionBlock(nn.Module):
 
     Args:
         hidden_size: C.
-        num_heads: number of heads, which is the same for queries, keys and values.
-        norm: function that returns a norm.
-        mlp: the MLP after the second norm.
+        num_heads: number of query heads, which is also the number of KV heads.
+        norm: function without arguments that returns a norm.
+        mlp: the MLP that follows the second norm.
         kernels: which parts run on fused kernels.
         rotary: name of the rotary embedding; None for no rotation.
         bias: whether the projections of attention have biases.
@@ -62,7 +62,7 @@ class PatchMerger(nn.Module):
         norm: function that returns a norm of a given width.
         hidden_size: C, the width of a patch.
         out_size: width of an image token.
-        merge: side of the square of patches that becomes one token, in patches.
+        merge: number of patches along the side of the square of patches that becomes one token.
         norm_of_all: whether to normalize the concatenated patches instead of each patch.
         kernels: which parts run on fused kernels.
     """
@@ -85,7 +85,8 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """Merge ``residual + x`` [1, N, C] into image tokens [N / merge², out_size]."""
-        # The norm of merged patches spans several rows of the residual stream, so it is not fused with the sum.
+        # A norm of concatenated patches spans several rows of the residual stream, so it is not fused with the
+        # addition.
         if self.norm_of_all:
             total = residual if x is None else (residual + x).to(residual.dtype)
             normed = self.norm(self._grouped(total))
