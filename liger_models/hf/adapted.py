@@ -1,4 +1,4 @@
-"""Models of this package as PEFT sees them: with the modules of transformers, while they have adapters of PEFT."""
+"""Models of this package as PEFT sees them: while they have PEFT's adapters, they have transformers' modules."""
 
 import sys
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
 
 
 class Adaptable:
-    """Mixin of a model with a body ``model``, which gives PEFT the tree of modules of `unpack_projections`.
+    """Mixin for a model with a body ``model``. It shows PEFT the tree of modules that `unpack_projections` returns.
 
-    When PEFT is about to look for modules, the model's projections are unpacked, and the submodules of the tree replace
-    the submodules of the model and of its body. When PEFT has removed its adapters, the projections are packed again.
+    When PEFT is about to look for modules, the model's projections are unpacked, and the tree's submodules replace the
+    submodules of the model and of its body. When PEFT has removed its adapters, the projections are packed again.
     """
 
     model: Any
@@ -29,15 +29,15 @@ class Adaptable:
     def peft_config(self) -> Any:
         """Maps adapters' names to their PEFT configurations.
 
-        PEFT reads this property before it looks for modules to replace, and the projections are then unpacked.
+        PEFT reads this property before it looks for modules to replace, so reading it unpacks the projections.
 
         Raises:
             AttributeError: the model has no adapters.
         """
         if self.tree is None and sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
             self._unpack()
-        # The attribute of the tree is read, because the tree's property `peft_config` would look up a missing value in
-        # this model.
+        # Read an attribute of the tree. The tree's property `peft_config` would look up a missing value in this model
+        # again.
         configs = None if self.tree is None else self.tree.adapter_configs
         if configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters of PEFT.")
@@ -56,13 +56,13 @@ class Adaptable:
                 self._pack()
 
     def _unpack(self) -> None:
-        """Replace the submodules of the model and of its body by those of the tree."""
+        """Replace the submodules of the model and of its body by the tree's submodules."""
         model: Any = self
         tree, body = unpack_projections(model), self.model
         node = tree.get_submodule("model")
         vars(self)["packed_modules"] = self._modules, body._modules, body._parameters
         vars(self)["peft_tree"], vars(body)["decoder"] = tree, body.decoder
-        # The dicts of the node and of the body are the same, so what PEFT puts into the body is in the tree.
+        # The body shares the dicts of the tree's node, so the tree also has whatever PEFT puts into the body.
         vars(body)["_modules"], vars(body)["_parameters"] = node._modules, node._parameters
         vars(self)["_modules"] = {**tree._modules, "model": body}
 
@@ -79,7 +79,7 @@ class Adaptable:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.tree is not None and name in self._modules and name != "model":
-            # PEFT has replaced a module beside the body.
+            # PEFT has replaced a module that is not part of the body.
             setattr(self.tree, name, value)
             self._modules[name] = value
             self.tree.sync_leaves()
@@ -92,7 +92,7 @@ class Adaptable:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters by the names in `state_dict` or, without adapters, as the class `Checkpoint` does."""
+        """Load parameters by the names in `state_dict`. Without adapters, load them as the class `Checkpoint` does."""
         if self.tree is not None:
             model: Any = self
             return nn.Module.load_state_dict(model, state_dict, strict, assign)

@@ -24,7 +24,7 @@ from liger_models.hf.config import class_name, config_class
 from liger_models.hf.model import LigerForCausalLM
 
 MODULE = "liger_models.hf"
-"""The module that the classes name as their own."""
+"""The ``__module__`` of the classes."""
 CLASSIFIER = "AutoModelForSequenceClassification"
 AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names), CLASSIFIER)
 """The names of transformers' auto classes that `register` changes."""
@@ -33,7 +33,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 def model_class(model_type: str) -> type[LigerForCausalLM]:
     """Return the class of a model type.
 
-    It has the name of transformers' class, because Trainer and other tools read the name.
+    The class has the name of transformers' class, because Trainer and other tools read this name.
 
     Raises:
         ValueError: there is no such architecture.
@@ -49,7 +49,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         "__module__": MODULE,
         "config_class": config_class(model_type),
     }
-    # For families with images, the signature of the forward names their inputs, and the towers can be called alone.
+    # For families with images, the forward's signature names the image inputs, and the towers can be called separately.
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
@@ -57,12 +57,12 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         members["get_image_features"] = _features_of
     if "pixel_values_videos" in arch.prompt_inputs and hasattr(arch, "image_features"):
         members["get_video_features"] = _features_of
-    # Transformers looks for GenerationMixin among the bases themselves.
+    # Transformers looks for GenerationMixin among the direct bases.
     return type(_name_of(arch), (LigerForCausalLM, GenerationMixin), members)
 
 
 def classifier_class(model_type: str) -> type[LigerForSequenceClassification] | None:
-    """Return the class of a model type with a classification head.
+    """Return the class with a classification head for a model type.
 
     The result is None if transformers has no such class for the model type, or if the model type takes images.
     """
@@ -88,7 +88,7 @@ def _classes_of(model_type: str) -> list[Any]:
 
 def _name_of(arch: type[CausalLM]) -> str:
     name = format_of(arch).hf_class
-    # A user's architecture has a class name without a known ending, such as "MyModel".
+    # The class of a user's architecture may have a name without a known ending, such as "MyModel".
     return name if name.endswith(tuple(AUTO_CLASSES_OF)) else f"{name}ForCausalLM"
 
 
@@ -99,7 +99,7 @@ def _forward_with(names: tuple[str, ...]) -> Any:
     def forward(self: LigerForCausalLM, *args: Any, **inputs: Any) -> Any:
         return LigerForCausalLM.forward(self, *args, **inputs)
 
-    # The new parameters come after the usual ones and before **inputs.
+    # The new parameters come after the usual parameters and before **inputs.
     signature = inspect.signature(LigerForCausalLM.forward)
     *usual, others = signature.parameters.values()
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
@@ -111,10 +111,10 @@ def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> Ba
     """Return an output whose ``pooler_output`` contains the image tokens of each image or of each video.
 
     Args:
-        inputs, named: the pixels and the tensors that describe them, such as grid sizes, as in the forward.
+        inputs, named: the pixels, and the tensors that describe them, such as grid sizes; the same as in the forward.
     """
     decoder: Any = self.model.decoder
-    # Videos are images of several frames, under names of their own.
+    # Videos are images with several frames, under other names.
     names = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
     tokens = decoder.image_features(*inputs, **{names.get(name, name): value for name, value in named.items()})
     return BaseModelOutputWithPooling(pooler_output=tokens)
@@ -126,7 +126,7 @@ def find_class(name: str) -> Any:
     Raises:
         AttributeError: no model type has such a class.
     """
-    # A model type for which transformers has this name comes first, because each look at another imports its family.
+    # First check model types for which transformers has this name, because each check of another imports its family.
     autos = _auto_classes()
     model_types = dict.fromkeys((*built_in(), *list_archs()))
     for model_type in sorted(model_types, key=lambda each: all(class_name(auto, each) != name for auto in autos)):
@@ -142,7 +142,7 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
     """Wrap a model of this package as a model of transformers. Both share all weights."""
     checkpoint = format_of(type(model))
     hf_class = model_class(checkpoint.model_type)
-    # The configuration of transformers, as a saved checkpoint would have it.
+    # Build transformers' configuration as a saved checkpoint would have it.
     content = write_config(model.config, model.hf_config, model.dtype)
     config: PreTrainedConfig = hf_class.config_class.from_dict(content)
     wrapped = hf_class(config, model)
@@ -153,11 +153,11 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
 
 
 def register() -> None:
-    """Make transformers' auto classes return models of this package for every model type that this package has.
+    """Make transformers' auto classes return models of this package for every model type that the package has.
 
-    Afterwards ``AutoModelForCausalLM``, ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and
-    ``AutoModelForSequenceClassification`` return these models from ``from_pretrained`` and ``from_config``. For other
-    model types they still return transformers' models. transformers' own classes, such as
+    Afterwards, the methods ``from_pretrained`` and ``from_config`` of ``AutoModelForCausalLM``,
+    ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and ``AutoModelForSequenceClassification`` return
+    these models. For other model types, they still return transformers' models. transformers' own classes, such as
     ``transformers.LlamaForCausalLM``, do not change. A second call changes nothing.
 
     Raises:
@@ -173,7 +173,7 @@ def register() -> None:
                     f"{other.__module__}.{other.__qualname__}. Do not register both, or use "
                     f"liger_models.hf.{ours.__name__}.from_pretrained."
                 )
-    # AutoConfig does not know the model types of a user's architectures yet, and pipelines do not know their classes.
+    # AutoConfig does not yet know the model types of a user's architectures, and pipelines do not know their classes.
     new = [config_class(model_type) for model_type in set(list_archs()) - set(built_in())]
     for config in new:
         AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -192,7 +192,7 @@ def unregister() -> None:
 
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
-    """Context manager that registers the models of this package, and restores the auto classes at its end."""
+    """Context manager that registers the models of this package, and restores the auto classes on exit."""
     before = [(auto_class._model_mapping, auto_class._model_mapping._extra_content) for auto_class in _auto_classes()]
     register()
     try:
@@ -203,9 +203,9 @@ def registered() -> Iterator[None]:
 
 
 class _Registrations(dict[type[PreTrainedConfig], Any]):
-    """The classes that are registered in an auto class, of which ours are made when transformers looks for them.
+    """The classes that are registered in an auto class. Our classes are only created when transformers looks for them.
 
-    Importing all families would take longer than loading a small model.
+    Creating all of them would import all families, which takes longer than loading a small model.
 
     Args:
         auto_class: the auto class.
@@ -217,7 +217,7 @@ class _Registrations(dict[type[PreTrainedConfig], Any]):
         self.auto_class = auto_class
 
     def add(self, config: Any) -> bool:
-        """Add our class for a configuration class, and return whether there is one."""
+        """Add our class for a configuration class, and return whether we have one."""
         ours = _find(self.auto_class, config)
         if ours is not None:
             self[config] = ours
@@ -239,7 +239,7 @@ def _auto_classes() -> list[Any]:
 
 
 def _foreign(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
-    """Return the classes that others have registered in an auto class, without those of transformers and ours."""
+    """Return the classes in an auto class that come neither from transformers nor from this package."""
     registrations: dict[type[PreTrainedConfig], Any] = auto_class._model_mapping._extra_content
     return {
         config: other
@@ -249,10 +249,11 @@ def _foreign(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
 
 
 def _find(auto_class: Any, config: Any) -> Any:
-    """Return our class for a configuration class in an auto class; None if there is none.
+    """Return our class for a configuration class in an auto class; None if we have none.
 
-    A model type of transformers has our class in the auto classes that have a class of the same name. A new model type,
-    or a language model that transformers lists only as a part of other models, is a causal language model.
+    For a model type of transformers, our class appears in the auto classes where transformers has a class of the same
+    name. A new model type counts as a causal language model, and so does a language model that transformers lists only
+    as a part of other models.
     """
     outer = getattr(config, "model_type", None)
     listed = class_name(auto_class, outer) if isinstance(outer, str) else None
@@ -265,7 +266,7 @@ def _find(auto_class: Any, config: Any) -> Any:
                 unlisted = is_new or (listed is None and ours.__name__.endswith("ForCausalLM"))
                 if listed == ours.__name__ or (unlisted and auto_class.__name__ == AUTO_CLASSES[0]):
                     return ours
-            # A text model can be read from checkpoints with images, whose configuration contains its own.
+            # A text model can also be read from image-text checkpoints, whose configuration contains the text model's.
             is_contained = listed == ours.__name__ and outer in format_of(get_arch(model_type)).contained_in
             if is_contained and config is config_class(outer):
                 return ours

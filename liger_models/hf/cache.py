@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from liger_models.layers.kv_cache import DecodeCache
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
-"""The cache layers of transformers that hold keys and values unchanged."""
+"""The cache layers of transformers that store keys and values unchanged."""
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", None) or type("DummyLayer", (DynamicLayer,), {})
 """A cache layer without keys and values. Older versions of transformers have no such class."""
 
@@ -22,9 +22,9 @@ class LigerCache(Cache):
     """The ``past_key_values`` that a model returns, and that the caller passes back with the next tokens.
 
     Attributes:
-        given: the transformers cache that the caller has passed, to which the new tokens are added after the forward;
-            None if the caller has passed none.
-        is_unused: whether ``generate`` has made the cache and has not started to use it.
+        given: the transformers cache that the caller passed; None if the caller passed none. The new tokens are added
+            to it after the forward.
+        is_unused: whether ``generate`` has created the cache but not yet used it.
     """
 
     def __init__(self, *, is_unused: bool = False) -> None:
@@ -36,7 +36,7 @@ class LigerCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: ``generate`` then passes the caller's mask, and does not build the masks of transformers' layers."""
+        """False, so that ``generate`` passes the caller's mask instead of building masks for transformers' layers."""
         return False
 
     @property
@@ -47,7 +47,7 @@ class LigerCache(Cache):
         return self._decode
 
     def fill_later(self, fill: Callable[[], DecodeCache]) -> None:
-        """Fill the cache by ``fill`` when it is first used. The result of ``generate`` is seldom used to continue."""
+        """Delay ``fill`` until the cache is first used, because the cache that ``generate`` returns is seldom used."""
         self._fill = fill
 
     @classmethod
@@ -56,8 +56,8 @@ class LigerCache(Cache):
 
         Args:
             past_key_values: transformers' ``DynamicCache``. Its tensors may require gradients, because PEFT's prefix
-                tuning learns them.
-            allowed: whether the model caches only keys and values, because a ``DynamicCache`` can hold nothing else.
+                tuning trains them.
+            allowed: whether the model caches only keys and values. A ``DynamicCache`` can hold nothing else.
 
         Raises:
             ValueError: ``past_key_values`` is not a ``DynamicCache``, or ``allowed`` is False.
@@ -76,8 +76,8 @@ class LigerCache(Cache):
         cache.decode.length = max((int(layer.get_seq_length()) for layer in filled), default=0)
         for i, layer in enumerate(layers):
             if layer in filled and cache.decode.length:
-                # [B, G, S, D] -> [B, S, G, D]. A layer with a window has dropped the first tokens, which no query
-                # sees: zeros stand for them.
+                # [B, G, S, D] -> [B, S, G, D]. A layer with a window has dropped the first tokens. No query attends to
+                # these tokens, so zeros replace them.
                 held = (x.transpose(1, 2) for x in (layer.keys, layer.values))
                 keys, values = (pad(x, (0, 0, 0, 0, cache.decode.length - x.shape[1], 0)) for x in held)
                 cache.decode._layers[i] = keys, values
@@ -87,7 +87,7 @@ class LigerCache(Cache):
         """Return the cache that the forward returns: this cache, or the caller's cache with the new tokens added."""
         if self.given is None:
             return self
-        # `update` appends, and drops what a layer with a window no longer needs.
+        # `update` appends the new tokens, and drops tokens that a layer with a window no longer needs.
         past = int(self.given.get_seq_length()) if self.given.layers else 0
         for i, (keys, values) in sorted(self.decode._layers.items()):
             new = (x[:, past : self.decode.length].transpose(1, 2) for x in (keys, values))  # [B, G, T, D]
@@ -96,10 +96,10 @@ class LigerCache(Cache):
 
     @property
     def layers(self) -> list[Any]:
-        """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
+        """A cache layer of transformers for each layer, with views of the layer's keys and values, [B, G, S, D].
 
         Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``. A layer of latent
-        attention has one key for each token, which is its row of latents, and values of width 0.
+        attention has one key per token, which is the token's row of latents, and values of width 0.
         """
         layers: list[Any] = []
         for i in range(len(self)):
@@ -137,7 +137,7 @@ class LigerCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys for ``query_length`` queries, and the index of the first key."""
+        """Return the number of keys that ``query_length`` new queries have, and the index of the first key."""
         return self.decode.length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -156,7 +156,7 @@ class LigerCache(Cache):
         """Remove the last tokens. ``tokens_to_remove`` is the negative number of tokens to remove, or 0.
 
         Raises:
-            ValueError: ``tokens_to_remove`` is positive, which transformers' caches refuse as well; or the cache holds
+            ValueError: ``tokens_to_remove`` is positive, which transformers' caches also refuse; or the cache holds
                 states of linear attention, from which tokens cannot be removed.
         """
         if tokens_to_remove > 0:
@@ -169,7 +169,7 @@ class LigerCache(Cache):
                 "crop: the cache must hold keys and values only, got states of linear attention, from which no token "
                 "can be taken. Generate without assistant_model and prompt_lookup_num_tokens."
             )
-        # The tensors keep their rows, which the next tokens overwrite.
+        # The tensors keep the removed tokens until the next tokens overwrite them.
         self.decode.length -= min(-tokens_to_remove, self.decode.length)
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Loading and saving of Hugging Face checkpoints under the interface of transformers."""
+"""Loading and saving of Hugging Face checkpoints through transformers' interface."""
 
 import copy
 import os
@@ -62,7 +62,7 @@ class Mismatch(NamedTuple):
 
 
 class Loading:
-    """Mixin for loading a model, which is a body or a body with a head."""
+    """Mixin for loading a model, which is either a body or a body with a head."""
 
     config_class: Any
     config: Any
@@ -94,33 +94,35 @@ class Loading:
 
         Args:
             pretrained_model_name_or_path: folder, or name on the hub; None with ``config`` and ``state_dict``.
-            config: configuration that is used instead of the checkpoint's.
-            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint.
+            config: configuration that replaces the checkpoint's.
+            dtype: dtype of the weights, or the dtype's name, such as "bf16"; None or "auto" for the checkpoint's dtype.
             torch_dtype: older name of ``dtype``.
-            device_map: one device, "auto" (the accelerator, or the CPU), or a dict that names only one.
+            device_map: one device, "auto" (the accelerator, or the CPU if there is none), or a dict that names only one
+                device.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
-            subfolder: subfolder of a folder on this machine.
-            generation_config: defaults of ``generate`` that are used instead of the checkpoint's.
-            output_loading_info: whether to return also a dict of sets. Its ``missing_keys`` and ``mismatched_keys``
-                name the tensors with random values. Any other mismatch is an error.
-            ignore_mismatched_sizes: whether tensors with another shape in the checkpoint, and a head that the
-                checkpoint lacks, get random values and cause a warning instead of an error.
-            state_dict: tensors to load instead of the checkpoint's, by their names in a checkpoint or in the model.
-            options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
-                transformers that only determine how to load are ignored.
+            subfolder: subfolder of a local folder.
+            generation_config: defaults for ``generate`` that replace the checkpoint's.
+            output_loading_info: whether to also return a dict of sets. Its ``missing_keys`` and ``mismatched_keys``
+                name the tensors that have random values. Any other mismatch is an error.
+            ignore_mismatched_sizes: whether to give random values, with a warning instead of an error, to tensors whose
+                shape in the checkpoint differs, and to a head that the checkpoint lacks.
+            state_dict: tensors to load instead of the checkpoint's tensors, by their names in a checkpoint or in the
+                model.
+            options: values for the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
+                transformers that only determine how to load the model are ignored.
 
         Raises:
             FileNotFoundError: the folder or a file in it is missing.
             ValueError: the class is a base class, the content of a file does not match the model, or an argument is not
                 supported.
         """
-        # The base classes have no configuration class, and the models of families are derived from them.
+        # The base classes have no configuration class. Only the classes of model types can load.
         if not hasattr(cls.config_class, "from_pretrained"):
             raise ValueError(
                 f"from_pretrained: {cls.__name__} must be a class of a family, such as LlamaForCausalLM, got the base "
                 "class. Call liger_models.hf.register(), then AutoModelForCausalLM.from_pretrained, which chooses it."
             )
-        # Without a folder: a configuration and tensors.
+        # Without a folder, the arguments must be a configuration and tensors.
         dtype = torch_dtype if dtype is None else dtype
         if pretrained_model_name_or_path is None:
             if not isinstance(config, PreTrainedConfig) or state_dict is None:
@@ -132,7 +134,7 @@ class Loading:
             model.generation_config = generation_config or GenerationConfig.from_model_config(config)
             return (model, _loading_info([], [])) if output_loading_info else model
 
-        # The folder: on this machine, or downloaded.
+        # Find the folder on this machine, or download it.
         folder = Path(pretrained_model_name_or_path) / subfolder
         if not folder.is_dir():
             if subfolder != "":
@@ -145,7 +147,7 @@ class Loading:
                 cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
             )  # fmt: skip
 
-        # The configuration. All options that are not its fields must be arguments without effect.
+        # Build the configuration. Each option must be one of its fields, or an argument without effect.
         config_: Any = config
         if not isinstance(config, PreTrainedConfig):
             config_, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
@@ -154,7 +156,7 @@ class Loading:
             config_._attn_implementation = options.pop("attn_implementation")
         _check_options(options, config_, folder)
 
-        # The model, with its weights.
+        # Build the model with its weights.
         device = torch.device("meta") if _without_values() else _device(device_map)
         missing: list[str] = []
         mismatched: list[Mismatch] = []
@@ -167,17 +169,17 @@ class Loading:
             drawn = [*missing, *(f"{name} {list(old)} -> {list(new)}" for name, old, new in mismatched)]
             logger.warning(f"{cls.__name__}: weights that {folder} lacks are drawn: {some(drawn)}. Train the model.")
         decoder = model.get_decoder().decoder
-        if hasattr(config_, "quantization_config"):  # MXFP4, which was read dequantized
+        if hasattr(config_, "quantization_config"):  # of MXFP4 weights, which were dequantized when they were read
             del config_.quantization_config
         config_.dtype = decoder.dtype
         config_.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
 
-        # The defaults of generate.
+        # Set the defaults for generate.
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
             model.generation_config = GenerationConfig.from_pretrained(folder)
-        else:  # older files have it in config.json
+        else:  # older checkpoints have it in config.json
             model.generation_config = GenerationConfig.from_pretrained(
                 folder, config_file_name="config.json", _from_model_config=True
             )
@@ -195,7 +197,7 @@ class Loading:
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        """Load a model from a folder. Returns the model, and its missing and mismatched tensors, which are random."""
+        """Load a model from a folder. Returns the model and the missing and mismatched tensors, which are random."""
         arch = get_arch(config.model_type)
         if getattr(config, "tie_word_embeddings", False) and not _is_tied(arch, folder):
             config.tie_word_embeddings = False
@@ -227,7 +229,7 @@ class Loading:
         dtype: torch.dtype | str | None,
         device: torch.device,
     ) -> Any:
-        """Build a model with the tensors of a state dict, in their dtype unless ``dtype`` is given."""
+        """Build a model from the tensors of a state dict, with the dtype of the tensors unless ``dtype`` is given."""
         floats = (tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
         stored = next(floats, torch.float32)
         target = stored if dtype in (None, "auto") else as_dtype("from_pretrained: dtype", dtype)
@@ -238,7 +240,7 @@ class Loading:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing. The package is installed, so no checkpoint needs a copy of the code of the class."""
+        """Do nothing. No checkpoint needs a copy of the class's code, because the package is installed."""
 
 
 class Checkpoint(Loading):
@@ -261,12 +263,14 @@ class Checkpoint(Loading):
         Args:
             save_directory: created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-            state_dict: whole tensors to save instead of the parameters, by the names in `state_dict`. With an empty
-                dict no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors in shards.
-            push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
+            state_dict: unsharded tensors to save instead of the parameters, by the names that ``state_dict()`` uses. If
+                the dict is empty, no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors
+                in shards.
+            push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
+                ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
-            options: arguments of transformers that do not change the format, which are ignored.
+            options: arguments of transformers that do not change the format. They are ignored.
 
         Raises:
             ValueError: parameters have no name in a checkpoint, or an option is not supported.
@@ -278,7 +282,7 @@ class Checkpoint(Loading):
             )
             return
 
-        # Some options are for the upload, and the other known ones have no effect.
+        # Some options are for the upload, and all other known options have no effect.
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
         usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
@@ -288,7 +292,7 @@ class Checkpoint(Loading):
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
 
-        # The tensors, under the names of the decoder's parameters. All ranks gather sharded tensors together.
+        # Collect the tensors under the names of the decoder's parameters. All ranks gather sharded tensors together.
         self.model.apply_edits()
         parameters = dict(hf_model.named_parameters(remove_duplicate=False))
         if state_dict is None and any(map(is_sharded, parameters.values())):
@@ -307,7 +311,7 @@ class Checkpoint(Loading):
                 f"{len(tensors['embed_tokens.weight'])} and {len(head)}. Replace both, or call resize_token_embeddings."
             )
 
-        # The other files. The defaults of generate replace those that were loaded.
+        # Prepare the other files. The model's defaults for generate replace the loaded ones.
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
@@ -338,11 +342,11 @@ class Checkpoint(Loading):
 
         With ``strict=False``, a part of a checkpoint, such as one of its files, can be loaded.
         """
-        # The model's own names.
+        # Load by the model's own names.
         if any(name.startswith(PREFIX) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
-        # The names of a checkpoint: choose the layout that has most of them.
+        # Load by the names of a checkpoint: choose the layout that has most of these names.
         self.model.apply_edits()
         decoder = self.model.decoder
         parameters = dict(decoder.named_parameters())
@@ -357,7 +361,7 @@ class Checkpoint(Loading):
                 f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others."
             )
 
-        # All shapes are checked before anything changes: copying would broadcast a tensor with fewer elements.
+        # Check all shapes before anything changes, because copying would broadcast a tensor with fewer elements.
         if not assign and any(parameter.is_meta for parameter in parameters.values()):
             raise ValueError(
                 "load_state_dict: the model must have weights to copy into, got parameters on the meta device. Pass "
@@ -375,7 +379,7 @@ class Checkpoint(Loading):
                     tensors = {name: tensor.to(parameter.device, parameter.dtype) for name, tensor in tensors.items()}
                 if not tensors:
                     continue
-                if len(tensors) < len(expression.names()):  # one file of several: the other tensors stay
+                if len(tensors) < len(expression.names()):  # one of several files: other tensors keep their values
                     tensors = expression.unpack(parameter.detach()) | tensors
                 packed = expression.pack(tensors)
                 if assign:
@@ -388,7 +392,7 @@ class Checkpoint(Loading):
 
 
 def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Mismatch]:
-    """Return the tensors of a checkpoint or a state dict whose shapes differ from those of the model."""
+    """Return the tensors of a checkpoint or a state dict whose shapes differ from the model's."""
     return [
         Mismatch(name, tuple(stored[name].shape), tuple(shape))
         for name, shape in expected.items()
@@ -397,16 +401,16 @@ def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any
 
 
 def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[Mismatch]:
-    """Return the tensors of a checkpoint whose shapes differ from those of a model."""
+    """Return the tensors of a checkpoint whose shapes differ from the model's."""
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
     return find_mismatched_shapes({name: tensor.shape for name, tensor in weights.shapes(parameters).items()}, stored)
 
 
 def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
-    """Return False if config.json does not say whether the head is tied, and the family's default is that it is not.
+    """Return False if config.json does not say whether the head is tied, and the family's default is an untied head.
 
-    The default of transformers' class may differ from the published model (Mistral Small 3), whose head would be lost.
+    The default of transformers' class may not fit the published model (Mistral Small 3), whose head would then be lost.
     """
     hf = read_json_config(folder) if (folder / CONFIG).is_file() else {}
     if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:
@@ -435,17 +439,17 @@ def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
 
 
 def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: Collection[str]) -> None:
-    """Read the tensors of a checkpoint into a model, one by one. The tensors in ``names`` keep their random values.
+    """Read a checkpoint into a model, tensor by tensor. The tensors in ``names`` keep their random values.
 
     Args:
         decoder: the model.
         stored: the checkpoint's tensors by name.
-        names: names of the tensors that are not read, because the checkpoint lacks them or has them in other shapes.
+        names: names of the tensors that are not read, because the checkpoint lacks them or stores them in other shapes.
     """
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
-    # Copies of the random tensors, under their names in a checkpoint. A packed parameter may consist of random tensors
-    # and of tensors that are read.
+    # Copy the random tensors, under their names in a checkpoint. A packed parameter may consist of both random tensors
+    # and tensors that are read.
     drawn = {
         name: tensor.clone()
         for ours, expression in weights.entries.items()
@@ -459,7 +463,7 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: C
         for name, tensor in stored.items():
             if name in drawn:
                 continue
-            # Tensors that belong to no parameter are kept for the next save, or passed over.
+            # Tensors that belong to no parameter are either kept for the next save or skipped.
             with open_files() as files:
                 if name.startswith(weights.kept):
                     decoder.kept_tensors[name] = read_whole(files, tensor).clone()
@@ -478,11 +482,11 @@ def load_body(
         where: name of the class, for errors.
         decoder: the model, whose head is tied.
         folder: the checkpoint.
-        stored: the checkpoint's tensors by name. The tensors of heads are not read.
+        stored: the checkpoint's tensors by name. Tensors that belong to heads are not read.
         draws: whether parameters whose tensors have mismatched shapes keep their random values.
 
     Raises:
-        ValueError: tensors are missing or unexpected, or shapes are mismatched and ``draws`` is False.
+        ValueError: tensors are missing or unexpected, or shapes do not match and ``draws`` is False.
     """
     heads = ("lm_head.weight", "lm_head.bias", "score.weight")
     body = {name: tensor for name, tensor in stored.items() if not name.endswith(heads)}
@@ -495,20 +499,21 @@ def load_body(
 
 
 def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | None) -> torch.dtype:
-    """Return the dtype called ``dtype``; for None and "auto", the dtype of the first tensor in the checkpoint."""
+    """Return the dtype called ``dtype``. For None and "auto", return the dtype of the checkpoint's first tensor."""
     if dtype is None or dtype == "auto":
         return FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
     return as_dtype("from_pretrained: dtype", dtype)
 
 
 def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the decoder's tensors without its head, with their names in a checkpoint, gathered from all ranks.
+    """Return the decoder's tensors except its head, under their names in a checkpoint, gathered from all ranks.
 
     Args:
         decoder: the model.
         parameters: the tensors by the names of the decoder's parameters. The tensors of the head are ignored.
     """
-    # If the head is not tied, the weight map has its parameters. Empty tensors stand for them, and are left out below.
+    # If the head is not tied, the weight map requires its parameters. Empty tensors replace them, and are dropped
+    # below.
     entries = format_of(type(decoder)).weight_map(decoder.config).entries
     head = {name: torch.empty(0) for name in entries if name.startswith("lm_head.")}
     body = {name: tensor for name, tensor in parameters.items() if not name.startswith("lm_head.")}
@@ -518,7 +523,7 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, Any]:
-    """Return the second result of from_pretrained with ``output_loading_info``, as in transformers."""
+    """Return the second result that from_pretrained has with ``output_loading_info``, as in transformers."""
     return {
         "missing_keys": {*missing},
         "unexpected_keys": set(),
@@ -554,7 +559,7 @@ def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Pa
 
 def _without_values() -> bool:
     """Return whether new parameters have no values in this context, as under Accelerate's ``init_empty_weights``."""
-    # Accelerate replaces `register_parameter`, which makes every new parameter a meta tensor.
+    # Accelerate replaces `register_parameter`. The replacement makes every new parameter a meta tensor.
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
     return probe.weight.is_meta

@@ -37,7 +37,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
 
     Args:
         config: configuration of transformers' class of the same name.
-        decoder: a model of this package with ``tie_word_embeddings``. Default: a new model with random weights.
+        decoder: a model of this package with ``tie_word_embeddings``. By default, a new model with random weights.
     """
 
     accepts_loss_kwargs = True
@@ -49,7 +49,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         super().__init__(config)
         self.model = LigerModel(config, without_head(decoder or tied_decoder(config)))
         self.num_labels = config.num_labels
-        # The scores. PEFT finds them as `score`, and Trainer reads the number of labels.
+        # The head that computes scores. PEFT finds it under the name `score`, and Trainer reads the number of labels.
         text = config.get_text_config()
         self.score = nn.Linear(text.hidden_size, config.num_labels, bias=False)
         nn.init.normal_(self.score.weight, std=getattr(text, "initializer_range", 0.02))
@@ -78,7 +78,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         if not ignore_mismatched_sizes:
             check_shapes(f"{cls.__name__}: {folder}", scores)
         mismatched = load_body(cls.__name__, model.model.decoder, folder, stored, draws=ignore_mismatched_sizes)
-        # If the checkpoint has no score head, such as that of a causal model, the score head keeps its random values.
+        # If the checkpoint has no score head (because it belongs to a causal model), the new head keeps its random
+        # values.
         if SCORE in stored and not scores:
             with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
                 model.score.weight.copy_(opened.get_tensor(SCORE))
@@ -107,7 +108,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
 
-        # The body under the names of a checkpoint, and the scores.
+        # Collect the body under the names of a checkpoint, and the score head.
         self.model.apply_edits()
         tensors = dict(self.named_parameters()) if state_dict is None else state_dict
         body = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
@@ -144,8 +145,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         Args:
             labels: [B] int64 classes, [B] floats for a single label (regression), or [B, num_labels] floats (several
                 classes at once), according to ``problem_type`` in the configuration.
-            num_items_in_batch: divisor of the summed loss, for a step of several batches or ranks. Default: the number
-                of labels, without those that are -100.
+            num_items_in_batch: number by which the summed loss is divided, for a step of several batches or ranks. By
+                default, this is the number of labels that are not -100.
             Others: as in `LigerForCausalLM.forward`. The scored token is the last one that is not ``pad_token_id``, or
                 the last row of ``inputs_embeds``.
 
@@ -153,9 +154,9 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
             ``SequenceClassifierOutputWithPast`` with ``logits`` [B, num_labels]; without ``return_dict`` a tuple.
 
         Raises:
-            ValueError: there are several texts and no ``pad_token_id``; otherwise as for `LigerForCausalLM.forward`.
+            ValueError: there are several texts but no ``pad_token_id``; otherwise as for `LigerForCausalLM.forward`.
         """
-        inputs.pop("margin", None)  # TRL's RewardTrainer passes it on, and subtracts it by itself
+        inputs.pop("margin", None)  # TRL's RewardTrainer passes it, and subtracts it by itself
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True,
             **inputs,
@@ -174,7 +175,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
         logits = self.score(hidden[rows, last])  # [B, num_labels]
 
-        # The loss is a mean over the labels of this batch; a step of several batches divides by all of its labels.
+        # The loss is a mean over the labels of this batch. If a step has several batches, it is divided by the labels
+        # of all.
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)

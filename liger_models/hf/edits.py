@@ -1,4 +1,4 @@
-"""Changes of a model's configuration, embedding and head after the model was built.
+"""Changes to a model's configuration, embedding and head after the model was built.
 
 The layers of this package copy settings from the configuration when they are built. Before every forward and every
 save, `Edits` compares the configuration with an earlier copy. If a field was edited, `Edits` builds two models on the
@@ -26,7 +26,7 @@ INERT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 
 
 class Edits:
-    """The configurations of transformers and of this package for which the layers of a model were built or updated.
+    """The two configurations (transformers' and this package's) for which a model's layers were last built or updated.
 
     Args:
         config: the configuration of transformers.
@@ -37,20 +37,20 @@ class Edits:
         self.record(config, decoder)
 
     def record(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Record the configurations with which the layers compute now."""
+        """Record the configurations that the layers now use."""
         self.built, self.ours = copy.deepcopy(config), decoder.config
 
     def apply(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Update the layers and both configurations after changes, so that they agree.
+        """After changes, make the layers and both configurations agree.
 
         Args:
             config: the configuration of transformers, whose fields may have been edited.
             decoder: the model, which may have been resized, tied, untied or merged.
 
         Raises:
-            ValueError: an edited field of ``config`` needs other parameters, or has a value that is not supported.
+            ValueError: an edited field of ``config`` would need other parameters, or has a value that is not supported.
         """
-        # The model comes first: what was done to its weights is newer than any copy of a configuration.
+        # The model comes first, because changes to its weights are newer than any copy of a configuration.
         tied = _is_tied(decoder)
         if tied is not None and tied != decoder.config.tie_word_embeddings:
             decoder.config = dataclasses.replace(decoder.config, tie_word_embeddings=tied)
@@ -60,7 +60,7 @@ class Edits:
             self._apply_fields(config, decoder)
 
     def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Write changes of the model into the configuration of transformers and into the copy of this configuration."""
+        """Write changes of the model into transformers' configuration, and into the copy of that configuration."""
         before, after = self.ours, decoder.config
         for theirs in (config, self.built):
             text = theirs.get_text_config()
@@ -78,14 +78,14 @@ class Edits:
         fields = [
             field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)
         ]
-        # Ties concern only weights, and inert fields change no layer. All other fields need a comparison of layers.
+        # The field for ties affects only weights, and inert fields change no layer. For other fields, compare layers.
         tied = "tie_word_embeddings" in fields and _is_tied(decoder) is not None
         edited = [name for name in fields if name not in ("tie_word_embeddings", *INERT)]
         if edited:
             target = dataclasses.replace(old, **{name: getattr(new, name) for name in edited})
             _rebuild(get_arch(config.model_type), edited, old, target, decoder)
 
-        # Fields that were not edited stay as the model has them: it may have been resized.
+        # Fields that were not edited keep the model's values, because the model may have been resized.
         values = {name: getattr(new, name) for name in fields if name != "tie_word_embeddings"}
         decoder.config = dataclasses.replace(decoder.config, **values)
         if tied:
@@ -96,8 +96,8 @@ class Edits:
 def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -> None:
     """Replace the embedding or the head.
 
-    A plain PyTorch layer is converted in place to a layer of this package, with the constants of the old layer. Other
-    modules are not converted.
+    A plain PyTorch layer is converted in place to a layer of this package that has the constants of the old layer.
+    Other modules are not converted.
 
     Args:
         decoder: the model. Its ``vocab_size`` changes once the embedding and the head both have a new number of rows.
@@ -106,13 +106,13 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
         where: name of the method, for errors.
 
     Raises:
-        ValueError: a plain layer has a bias and the old layer has none, or the reverse, or its width differs.
+        ValueError: only one of the plain layer and the old layer has a bias, or their widths differ.
     """
     old: Any = getattr(decoder, name)
     plain: type[nn.Module] = nn.Embedding if name == "embed_tokens" else nn.Linear
     if isinstance(old, Layer) and any(True for _ in old.children()):
         raise ValueError(f"{where}: the layer must have no adapters, got {type(old).__name__}. Call merge_lora first.")
-    # A plain layer: the caller's object changes its class, so that other references to it stay valid.
+    # If the layer is plain, change the class of the caller's object, so that other references to it stay valid.
     new: Any = module
     if type(module) is plain and isinstance(old, Layer):
         layer: Any = old
@@ -128,7 +128,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
         vars(module).update(constants)
     setattr(decoder, name, module)
 
-    # Between two calls the sizes may differ; the configuration waits for the second one.
+    # Between two calls (for embedding and head), the sizes may differ. The configuration changes in the second call.
     layers: list[Any] = [layer for layer in (decoder.embed_tokens, decoder.lm_head) if isinstance(layer, Layer)]
     rows = {len(layer.weight) for layer in layers}
     if len(layers) == 2 and len(rows) == 1 and rows != {decoder.config.vocab_size}:
@@ -136,7 +136,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Return whether the head shares the embedding's weight; None if PEFT replaced either, or the head is unused."""
+    """Return whether the head shares the embedding's weight; None if PEFT replaced one or the head is unused."""
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
         return None
@@ -144,7 +144,7 @@ def _is_tied(decoder: CausalLM) -> bool | None:
 
 
 def _tie(decoder: CausalLM, tied: bool) -> None:
-    """Make the head share the embedding's weight if ``tied`` is True. Otherwise give the head a copy of this weight."""
+    """Make the head share the embedding's weight if ``tied`` is True; otherwise give the head a copy of the weight."""
     weight: Any = decoder.embed_tokens.weight
     if not tied:
         weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
@@ -153,7 +153,7 @@ def _tie(decoder: CausalLM, tied: bool) -> None:
 
 
 def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM) -> None:
-    """Copy into the model those attributes of layers that differ between the new and the old configuration.
+    """Copy the layers' attributes that differ between the old and the new configuration into the model.
 
     Args:
         arch: the class of the model.
@@ -164,13 +164,13 @@ def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM
     Raises:
         ValueError: the new configuration needs other parameters or other layers.
     """
-    # Two models without memory. They must have the same modules, with parameters of the same shapes.
+    # Build both models on the meta device. They must have the same modules, with parameters of the same shapes.
     with torch.device("meta"):
         before, after = (arch(config, decoder.kernels) for config in (old, new))
     twins, layers = dict(before.named_modules()), dict(decoder.named_modules())
     fits = _shapes(before) == _shapes(after) and twins.keys() == dict(after.named_modules()).keys()
 
-    # The attributes that differ. An adapted or wrapped layer may have no counterpart in the model.
+    # Find the attributes that differ. An adapted or wrapped layer may have no counterpart in the model.
     changes: list[tuple[nn.Module, str, Any]] = []
     for path, module in after.named_modules() if fits else ():
         twin, layer = twins[path], layers.get(path)
@@ -194,7 +194,7 @@ def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM
 
 
 _INTERNALS = frozenset(vars(nn.Module()))
-"""Names of the attributes of every module."""
+"""Names of the attributes that every module has."""
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -202,7 +202,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether configurations, or values in them, are equal. Their own ``==`` may refuse to read some fields."""
+    """Return whether configurations, or values in them, are equal. Their own ``==`` may fail to read some fields."""
     if isinstance(one, PreTrainedConfig) and type(one) is type(other):
         return _equal(vars(one), vars(other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -1,14 +1,14 @@
-"""``generate`` of the models of `liger_models.hf`, on the decoding engine of `liger_models.generation`.
+"""``generate`` for the models of `liger_models.hf`, on the decoding engine of `liger_models.generation`.
 
-``generate`` of transformers reads the generation config, checks all arguments, and makes the list of logits processors
-and the list of stopping criteria. For greedy decoding and sampling it then calls ``_sample``, which is the loop over
-the new tokens. `EngineGenerationMixin` replaces this loop by the engine. If `fallback_reason` returns a reason, the
-loop of transformers runs.
+transformers' ``generate`` reads the generation config, checks all arguments, and creates the lists of logits processors
+and stopping criteria. For greedy decoding and sampling, it then calls ``_sample``, which is the loop over the new
+tokens. `EngineGenerationMixin` replaces this loop by the engine. If `fallback_reason` returns a reason, transformers'
+loop runs instead.
 
-The engine has an equal option for most logits processors (`OPTIONS`). If a list has any other processor, or another
-order, the engine calls the whole list after each step. The engine knows the criteria for the length and for stop
-tokens. It asks all other criteria about each token, but only after several steps, and discards the tokens after the one
-at which generation should have ended.
+For most logits processors, the engine has an equivalent option (`OPTIONS`). If the list has any other processor, or
+another order, the engine calls the whole list after each step. The engine itself implements the stopping criteria for
+the length and for stop tokens. It asks all other criteria about each token, but only once every few steps, and discards
+the tokens after the one at which generation should have ended.
 """
 
 import functools
@@ -44,41 +44,43 @@ from liger_models.layers.recompute import has_hooks, is_compiled
 logger = logging.get_logger(__name__)
 
 STEPS_PER_CHECK = 8
-"""Number of steps after which an accelerator waits for the stopping criteria. On the CPU and with a streamer, it is 1.
+"""Number of steps that an accelerator runs before the stopping criteria are asked. On the CPU or with a streamer, it is
+1.
 
-A criterion usually reads tokens on the host, which has to wait for all steps that were launched.
+A criterion usually reads tokens on the host, which must then wait for all launched steps.
 """
 
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""Methods, in addition to the forward, that the loop of transformers calls for each token and the engine does not."""
+"""Methods that transformers' loop calls for each token in addition to the forward, and that the engine does not call.
+"""
 
 WRAPPERS = ("accelerate.utils.operations", "torch.amp.autocast_mode", "trl.trainer.utils")
-"""Modules whose functions trainers put around the forward.
+"""Modules with functions that trainers wrap around the forward.
 
-Accelerate casts in the forward, where the engine computes in the dtype of the weights, and TRL adds a loss.
+Accelerate's function casts in the forward, whereas the engine computes in the dtype of the weights. TRL's adds a loss.
 """
 
 KNOWN = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria, criteria.MaxTimeCriteria)
-"""Stopping criteria that are not asked about every token."""
+"""Stopping criteria that the engine implements itself, so that they are not asked about every token."""
 
 UNREAD = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "token_type_ids", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
-"""Arguments that `fallback_reason` need not refuse, in addition to the pixels of the family."""
+"""Arguments that `fallback_reason` accepts, in addition to the family's pixels."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def with_stored_signature(method: Method) -> Method:
-    """Decorate a method so that ``inspect.signature``, which ``generate`` calls several times, takes less time."""
+    """Store a method's signature, because ``generate`` calls ``inspect.signature`` several times."""
     method.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
     return method
 
 
 class EngineGenerationMixin(GenerationMixin):
-    """Makes the engine generate the tokens of ``generate`` wherever `fallback_reason` allows it."""
+    """Makes the engine compute the tokens of ``generate`` unless `fallback_reason` returns a reason."""
 
     def _sample(
         self,
@@ -116,7 +118,8 @@ class EngineGenerationMixin(GenerationMixin):
                 "draft_model=LigerMTP(model) to its generate."
             )
         if getattr(given.get("generation_config"), "assistant_early_exit", None):
-            # transformers would shorten the configuration for the draft, and leave it so if an error is raised.
+            # transformers would shorten the configuration for the draft, and would not restore it if an error is
+            # raised.
             raise ValueError(
                 "generate: assistant_early_exit must be left out, got it: a model of liger_models always runs all of "
                 "its layers. Pass a smaller model as assistant_model, or prompt_lookup_num_tokens."
@@ -132,7 +135,7 @@ def _report(reason: str) -> None:
 def fallback_reason(
     model: Any, input_ids: Tensor, config: Any, stopping_criteria: Any, synced_gpus: bool, inputs: dict[str, Any]
 ) -> str | None:
-    """Return why the loop of transformers must run instead of the engine; None if the engine can run.
+    """Return why transformers' loop must run instead of the engine; None if the engine can run.
 
     Args:
         model: a model of `liger_models.hf`.
@@ -142,7 +145,7 @@ def fallback_reason(
         synced_gpus: whether all ranks must run the same number of forwards.
         inputs: the other arguments of ``_sample``, which are passed to the forward.
     """
-    # Results and ways of generating that the engine does not have.
+    # Check for results and ways of generating that the engine does not support.
     if synced_gpus or is_traced():
         return "synced_gpus" if synced_gpus else "compilation"
     for name in ("is_assistant", "output_attentions", "output_hidden_states", "prefill_chunk_size"):
@@ -152,7 +155,7 @@ def fallback_reason(
     if stopping_criteria.max_length is None:
         return "stopping_criteria without a maximum length"
 
-    # Inputs that the engine does not take.
+    # Check for inputs that the engine does not support.
     decoder: CausalLM = model.model.decoder
     for name, value in inputs.items():
         if value is not None and name not in UNREAD and name not in decoder.prompt_inputs:
@@ -171,7 +174,7 @@ def fallback_reason(
         if not bool(rises):
             return "an attention_mask with other padding than on the left"
 
-    # Code that the engine would not run: replaced methods, and hooks of the two outer modules.
+    # Check for code that the engine would not run: replaced methods, and hooks of the two outer modules.
     for module in (model, model.model):
         if has_hooks(module, ignored=("only_checks", "only_prepares")):
             return f"hooks of {type(module).__name__}"
@@ -182,7 +185,7 @@ def fallback_reason(
         if not owner.startswith(("liger_models.hf.", "transformers.generation.")):
             return f"{name} of {owner}"
 
-    # Parameters that only a forward of the whole model gathers.
+    # Check for parameters that only a forward of the whole model gathers.
     shards = [next(module.parameters(), None) for module in (decoder.embed_tokens, *decoder.blocks)]
     if decoder.groups != ParallelGroups() or any(is_sharded(x) or hasattr(x, "ds_id") for x in shards):
         return "sharded parameters"
@@ -190,7 +193,7 @@ def fallback_reason(
 
 
 def _is_usual(forward: Any) -> bool:
-    """Whether a forward is one of `liger_models.hf`, perhaps inside the functions that trainers put around it."""
+    """Whether a forward comes from `liger_models.hf`, possibly wrapped in functions of trainers."""
     while True:
         function = getattr(forward, "__func__", forward)
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
@@ -198,7 +201,7 @@ def _is_usual(forward: Any) -> bool:
             return bool(module.startswith("liger_models.hf."))
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
-        # TRL's function wraps the forward of the class, and calls that of the object.
+        # TRL's function wraps the class's forward, but calls the object's forward.
         forward = cells["original_forward"].cell_contents if "original_forward" in cells else function.__wrapped__
 
 
@@ -206,7 +209,7 @@ def _run(
     model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, streamer: Any,
     inputs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Generate with the engine. The arguments and the result are those of ``_sample``."""
+    """Generate with the engine. The arguments and the result are as in ``_sample``."""
     model.model.apply_edits()
     decoder: CausalLM = model.model.decoder
     ids = check_ids(decoder, input_ids)
@@ -215,7 +218,7 @@ def _run(
     pixels = {name: inputs[name] for name in decoder.prompt_inputs if inputs.get(name) is not None}
     pixels = {name: x.to(ids.device) if isinstance(x, Tensor) else x for name, x in pixels.items()}
 
-    # The engine knows the criteria for the length and for stop tokens.
+    # The engine implements the criteria for the length, for stop tokens and for time.
     known: dict[type, list[Any]] = {kind: [] for kind in KNOWN}
     others = criteria.StoppingCriteriaList()
     for criterion in stopping_criteria:
@@ -225,7 +228,7 @@ def _run(
     eos = [token for criterion in stops for token in criterion.eos_token_id.tolist()]
     pad = _padding_token(stopping_criteria, config)
 
-    # The options of the engine. Sampled rows with the same prompt are one prompt that repeats.
+    # Collect the options of the engine. Sampled rows with the same prompt are passed as one repeated prompt.
     positions, is_usual = _positions(decoder, ids, mask, new, pixels, inputs.get("position_ids"))
     options = options_of(logits_processor, ids, mask, eos, decoder.config.vocab_size)
     if options is None:
@@ -238,7 +241,7 @@ def _run(
         use_cache=bool(inputs.get("use_cache")), **options,
     )  # fmt: skip
 
-    # Run the steps, and ask the criteria that the engine does not know every few steps.
+    # Run the steps. Every few steps, ask the criteria that the engine does not implement.
     records = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     output = Output(ids, new, pad, others, limits, streamer, keeps_scores=bool(config.output_scores and records))
     every = STEPS_PER_CHECK if ids.device.type in ACCELERATORS and streamer is None else 1
@@ -262,10 +265,10 @@ def _run(
     if output.is_checked:
         output.check()
 
-    # The result.
+    # Build the result.
     sequences = output.sequences().to(input_ids.device)
     for criterion in lengths:
-        criterion(sequences[:, :-1], None)  # it warns of rows beyond the model's positions
+        criterion(sequences[:, :-1], None)  # it warns about rows that exceed the model's positions
     if streamer is not None:
         streamer.end()
     if not config.return_dict_in_generate:
@@ -273,7 +276,7 @@ def _run(
 
     cache = inputs.get("past_key_values")
     if cache is not None:
-        # The caller may change the sequences before the cache is filled.
+        # The sequences are cloned, because the caller may change them before the cache is filled.
         cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), mask, positions, pixels))
     kept = output.steps
     return GenerateDecoderOnlyOutput(
@@ -285,7 +288,7 @@ def _run(
 
 
 def _padding_token(stopping_criteria: Any, config: Any) -> int | None:
-    """Return the token that fills rows after their end; None if no criterion has stop tokens."""
+    """Return the token that fills a row after its end; None if no criterion has stop tokens."""
     if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
         return None
     if config._pad_token_tensor is None:
@@ -297,9 +300,10 @@ def _padding_token(stopping_criteria: Any, config: Any) -> int | None:
 
 
 def _steps_ahead(device: torch.device, logits_processor: Any, others: Any, streamer: Any) -> int:
-    """Return how many steps may run beyond the tokens that have been read.
+    """Return how many steps may run ahead of the tokens that have been read.
 
-    A user's processor would notice further steps after the end. A streamer reads a token while the next step runs.
+    No step may run ahead with a user's processor, which would notice steps after the end. With a streamer, at most one
+    step may run ahead, while the streamer reads a token.
     """
     if device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
         return 0
@@ -314,11 +318,11 @@ class Output:
     Args:
         prompts: [B, T] int64.
         new: maximum number of new tokens.
-        pad: the token after the end of a row; None if rows continue until the last row ends.
+        pad: the token that fills a row after its end; None if every row continues until the last row ends.
         criteria: the criteria that are asked about every token.
-        limits: the criteria of the time.
+        limits: the criteria that limit the time.
         streamer: transformers' streamer, which gets the tokens of each step; None for no streamer.
-        keeps_scores: whether the criteria get the scores.
+        keeps_scores: whether the scores are passed to the criteria.
 
     Attributes:
         steps: the steps so far.
@@ -346,7 +350,7 @@ class Output:
             self.unfinished = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
 
     def check(self) -> bool:
-        """Ask the criteria about the steps that were not read yet, one after the other; return whether all rows ended.
+        """Ask the criteria about each step that has not been read yet, in order; return whether all rows have ended.
 
         Steps after the end are dropped.
         """
@@ -398,7 +402,7 @@ def _settings(**options: Any) -> Settings:
 def _positions(
     decoder: CausalLM, ids: Tensor, mask: Tensor | None, new: int, pixels: dict[str, Any], given: Tensor | None
 ) -> tuple[Tensor, bool]:
-    """Return the positions of prompts and new tokens, and whether they are the ones that the decoder would choose."""
+    """Return the positions of prompts and new tokens, and whether the decoder would choose the same positions."""
     usual = decoder.prompt_positions(ids, mask, new, pixels)
     if given is None:
         return usual, True
@@ -413,7 +417,7 @@ def _positions(
 def _filling(
     decoder: CausalLM, ids: Tensor, mask: Tensor | None, positions: Tensor, pixels: dict[str, Any]
 ) -> Callable[[], DecodeCache]:
-    """Return a function that computes the cache of tokens [B, S]; the mask is that of the prompts."""
+    """Return a function that computes the cache for tokens ``ids`` [B, S]; ``mask`` is the mask of the prompts."""
 
     def fill() -> DecodeCache:
         S, cache = ids.shape[1], DecodeCache()
@@ -429,10 +433,10 @@ def _filling(
 
 
 def count_repeats(ids: Tensor, mask: Tensor | None) -> int:
-    """Return the largest number n such that the prompts are groups of n equal rows. Synchronizes with the device.
+    """Return the largest n for which the prompts consist of groups of n equal rows. Synchronizes with the device.
 
-    The engine computes the prompt of such a group once. ``num_return_sequences`` of ``generate`` makes groups, and so
-    do trainers that sample several answers to a prompt.
+    The engine computes the prompt of such a group only once. Groups come from the argument ``num_return_sequences`` of
+    ``generate``, and from trainers that sample several answers per prompt.
 
     Args:
         ids: [B, T] int64.
@@ -462,14 +466,14 @@ OPTIONS = {
     processors.EpsilonLogitsWarper: ("epsilon_cutoff", "epsilon"),
     processors.EtaLogitsWarper: ("eta_cutoff", "epsilon"),
 }
-"""Maps classes of logits processors to the equal option of the engine and to the attribute with its value.
+"""Maps a class of logits processors to (the equivalent option of the engine, the attribute with the option's value).
 
-The order of the classes is the one in which the engine applies the options.
+The classes are in the order in which the engine applies the options.
 """
 
 
 def options_of(chain: Any, prompts: Tensor, mask: Tensor | None, stops: list[int], vocab: int) -> dict[str, Any] | None:
-    """Return the options of the engine that have the effect of a list of logits processors; None if there are none.
+    """Return the engine's options that have the same effect as a list of logits processors; None if that is impossible.
 
     Args:
         chain: the ``LogitsProcessorList``.
@@ -486,7 +490,7 @@ def options_of(chain: Any, prompts: Tensor, mask: Tensor | None, stops: list[int
         name, attribute = OPTIONS[type(processor)]
         value = getattr(processor, attribute)
         value = value.tolist() if isinstance(value, Tensor) else value
-        # Values that a caller may have given to a processor, and that the engine does not have.
+        # A caller may have given a processor a value that the engine does not support.
         if (
             getattr(processor, "filter_value", -math.inf) != -math.inf
             or getattr(processor, "min_tokens_to_keep", 1) > 1
@@ -500,7 +504,7 @@ def options_of(chain: Any, prompts: Tensor, mask: Tensor | None, stops: list[int
             is_usual = ignored is None if padding is None else isinstance(ignored, Tensor)
             if not is_usual or (padding is not None and not torch.equal(ignored.to(padding.device), padding)):
                 return None
-        # In transformers padding is a part of these sequences, too.
+        # In transformers, n-grams may also contain padding.
         if name == "no_repeat_ngram_size" and mask is not None:
             return None
         if name == "bad_words_ids":

@@ -1,7 +1,7 @@
 """Support for lm-evaluation-harness, in which the models of this package have the type ``liger_models``.
 
-``python -m liger_models.hf.lm_eval`` is the harness's command ``lm_eval`` with this model type. In Python, import this
-module to register the model type.
+``python -m liger_models.hf.lm_eval`` runs the harness's command ``lm_eval`` with this model type available. In Python,
+import this module to register the model type.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from liger_models.adapters.unpacked import unpack_projections
 from liger_models.hf.auto import model_class
 
 TOKENS_PER_CHECK = 16
-"""Number of new tokens after which `StopTexts` decodes the answers."""
+"""`StopTexts` decodes the answers once every this many new tokens."""
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch once each answer has a stop text, which it notices up to `TOKENS_PER_CHECK` - 1 tokens late.
+    """Ends a batch when all answers contain a stop text, which it notices up to `TOKENS_PER_CHECK` - 1 tokens late.
 
     The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion decodes
     all answers after each token, which takes longer than computing the token.
@@ -28,7 +28,7 @@ class StopTexts(StoppingCriteria):
     Args:
         texts: the stop texts.
         tokenizer: decodes the answers.
-        prompt_tokens: length of the prompts, with padding.
+        prompt_tokens: length of the prompts, including padding.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, prompt_tokens: int) -> None:
@@ -44,7 +44,7 @@ class StopTexts(StoppingCriteria):
 
 @register_model("liger_models")
 class LigerLM(HFLM):
-    """The harness's model type ``hf``, but with a model of this package. It takes the arguments of ``hf``."""
+    """The harness's model type ``hf``, with a model of this package. It takes the same arguments as ``hf``."""
 
     _model: Any
 
@@ -54,7 +54,7 @@ class LigerLM(HFLM):
 
     def _create_model(self, *args: Any, peft: str | None = None, **options: Any) -> None:
         super()._create_model(*args, **options)
-        # PEFT finds the modules of an adapter by transformers' names.
+        # PEFT finds the modules of an adapter under transformers' names.
         if peft:
             from peft import PeftModel
 
@@ -64,12 +64,12 @@ class LigerLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """Generate as the harness does, but with `StopTexts`."""
-        # Tokens after a stop text would count if the harness searched them for the end of a chain of thought.
+        # If the harness searches answers for the end of the reasoning, the tokens after a stop text matter.
         thinks = getattr(self, "think_end_token", None) is not None
         if not stop or thinks or self.mixed_precision_dtype is not None:
             answers: Tensor = super()._model_generate(context, max_length, stop, **options)
             return answers
-        # The harness means greedy decoding by a temperature of 0, which transformers refuses.
+        # With a temperature of 0, which transformers refuses, the harness requests greedy decoding.
         if options.setdefault("temperature", 0.0) == 0 and not options.get("do_sample"):
             del options["temperature"]
             options["do_sample"] = False

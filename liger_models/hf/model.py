@@ -34,19 +34,19 @@ from liger_models.layers.layer import Layer, layers_of
 from liger_models.layers.lm_head import LigerLMHead
 
 LOSS_TYPE = "ForCausalLM"
-"""The ``loss_type`` of the loss that this package's head computes."""
+"""The ``loss_type`` for which this package's head computes the loss."""
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Accepted values of ``attn_implementation``. The batch decides which kernel runs, whatever the value."""
+"""Accepted values of ``attn_implementation``. Whatever the value, the batch determines which kernel runs."""
 
 
 def find_documents(position_ids: Tensor) -> Tensor | None:
-    """Return the bounds of packed documents, [n + 1] int64; None if each row is one document.
+    """Return the bounds of the packed documents, [n + 1] int64; None if each row is one document.
 
     Each position 0 starts a document.
 
-    Reading the positions synchronizes with the device once per forward, whereas flash attention in transformers
-    synchronizes in every layer. If the batch has ``cu_seq_lens_q``, from
-    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, the positions are not read.
+    Reading the positions synchronizes with the device once per forward (in transformers, flash attention synchronizes
+    in every layer). If the batch has ``cu_seq_lens_q``, which
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` creates, the positions are not read.
 
     Args:
         position_ids: [B, T] integers.
@@ -61,8 +61,8 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
         "forward: position_ids of packed documents must start at 0 and rise in each document, got others, which do not "
         "say where a document ends. Pass the documents' bounds as cu_seqlens.",
     )
-    starts[:, 0] = True  # each row of the batch starts a document, too
-    # [B, T] -> [n], the places of the starts among the B · T tokens, and then their number.
+    starts[:, 0] = True  # each row of the batch also starts a document
+    # [B, T] -> [n], the indices of the starts among the B · T tokens; the bounds then end with the number of tokens.
     bounds = starts.flatten().nonzero()[:, 0]
     return None if len(bounds) == len(starts) else nn.functional.pad(bounds, (0, 1), value=starts.numel())
 
@@ -86,7 +86,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         return name
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """Call `torch.nn.Module.to`. For parameters without values, the error says how to load the values."""
+        """Call `torch.nn.Module.to`. If parameters have no values, the error says how to load values."""
         try:
             return super().to(*args, **options)
         except NotImplementedError as error:
@@ -106,7 +106,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         return self.get_decoder().decoder.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding. A plain `nn.Embedding` is converted to one of this package, with the model's scale.
+        """Replace the embedding. A plain `nn.Embedding` becomes an embedding of this package, with the model's scale.
 
         Raises:
             ValueError: the width of the new embedding differs from the model's.
@@ -134,7 +134,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         if new_num_tokens is None and pad_to_multiple_of is None:
             return self.get_input_embeddings()
 
-        # The decoder changes its own configuration; the edits carry that over to the configuration of transformers.
+        # The decoder changes its own configuration, and `Edits` copies the change to transformers' configuration.
         body = self.get_decoder()
         body.decoder.resize_token_embeddings(new_num_tokens or body.decoder.config.vocab_size, pad_to_multiple_of)
         body.apply_edits()
@@ -172,7 +172,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: object = None, every_n_layers: int = 1
     ) -> None:
-        # transformers' own methods call it, and so do tools that bring their own methods, such as LLaMA-Factory.
+        # transformers' own methods call this, and so do tools with their own versions of these methods (LLaMA-Factory).
         if enable:
             self.activation_checkpointing_enable(every_n_layers=every_n_layers)
         else:
@@ -180,14 +180,14 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class UnusedHead(LigerLMHead):
-    """A head that is never called. Its weight is the embedding's weight, but not registered as a parameter of the head.
+    """A head that is never called. Its weight is the embedding's, but is not registered as a parameter of the head.
 
-    FSDP requires that all modules with a shared parameter are in one group. Accelerate and other tools, however, put
-    the embedding into a separate group if a model has no output embedding.
+    FSDP requires that all modules that share a parameter are in one group. Accelerate and other tools, however, put the
+    embedding into a separate group if a model has no output embedding.
     """
 
     holder: tuple[CausalLM]
-    """A tuple with the decoder, so that the decoder is not a submodule of its own head."""
+    """The decoder, inside a tuple so that it does not become a submodule of its own head."""
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
@@ -223,15 +223,15 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     ``from_pretrained`` loads the body from a checkpoint of any family, with or without a head.
 
-    The head of the decoder is not a parameter of the body, so ``base_model.requires_grad_(False)`` leaves the head
-    trainable.
+    The parameters of the decoder's head are not parameters of the body, so ``base_model.requires_grad_(False)`` leaves
+    the head trainable.
 
     Args:
         config: configuration of transformers.
         decoder: a model of this package. Default: a new model without a head, with random weights.
     """
 
-    config_class = AutoConfig  # the families have no class of their own for the body
+    config_class = AutoConfig  # all families share this class for the body
 
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
         if decoder is None:
@@ -265,7 +265,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        if "decoder" not in self._modules:  # it is below PEFT's tree, which lacks the rotary tables
+        if "decoder" not in self._modules:  # the decoder is below PEFT's tree, which lacks the rotary tables
             self.decoder._apply(fn, recurse)
         return self
 
@@ -277,7 +277,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         return not (latent or any(layer.recurrent for layer in layers) or self.decoder.prompt_inputs)
 
     def apply_edits(self) -> None:
-        """Apply edits of the configuration to the layers, and changes of the model to the configuration."""
+        """Apply edits of the configuration to the layers, and apply changes of the model to the configuration."""
         self.edits.apply(self.config, self.decoder)
 
     def named_parameters(
@@ -290,7 +290,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 yield name, parameter
 
     def __getattr__(self, name: str) -> Any:
-        # The parts come first: a part that is missing, such as a tower, is then an error of the decoder.
+        # Parts are looked up first, so that the decoder raises the error if a part, such as a tower, is missing.
         if name in PARTS and name not in self._modules:
             if sys._getframe(1).f_globals.get("__name__", "").startswith("liger_kernel."):
                 raise ValueError(
@@ -307,7 +307,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in PARTS or name in self._modules:  # PEFT's tree has some of them
+        if name not in PARTS or name in self._modules:  # PEFT's tree has some of the parts
             super().__setattr__(name, value)
             return
         if name == "embed_tokens":
@@ -329,7 +329,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         Args:
             save_directory: created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-            state_dict: whole tensors to save instead of the parameters, by their names in the body.
+            state_dict: unsharded tensors to save instead of the parameters, by their names in the body.
             push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             options: other arguments of transformers, which are ignored.
@@ -337,7 +337,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         Raises:
             ValueError: parameters have no name in a checkpoint.
         """
-        # The names of a checkpoint, and all shards of a tensor: every rank takes part.
+        # Every rank takes part in gathering the shards of each tensor, under its name in a checkpoint.
         self.apply_edits()
         parameters = dict(self.named_parameters()) if state_dict is None else state_dict
         parameters = {name.removeprefix("decoder."): tensor for name, tensor in parameters.items()}
@@ -347,7 +347,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
             config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
             config.dtype = self.decoder.dtype
             config.save_pretrained(save_directory)
-            # Each matrix of experts is a view of one tensor, which safetensors would refuse or write whole.
+            # The experts' matrices are views of one tensor. Safetensors would refuse a view, or write the whole tensor.
             tensors = {
                 name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
                 for name, tensor in tensors.items()
@@ -407,7 +407,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         has_labels: bool = False,
     ) -> tuple[dict[str, Any], LigerCache | None]:
         """Return the arguments of the decoder's forward, and the cache that the forward returns."""
-        # A graph or a transform of torch.func runs a model whose edits were applied before.
+        # In a graph or a transform of torch.func, edits have already been applied.
         if not is_traced():
             self.apply_edits()
         if _resolve(output_attentions, self.config, "output_attentions"):
@@ -415,7 +415,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
                 "class of transformers."
             )
-        # Inputs that transformers ignores as well, unless the family reads them.
+        # Drop inputs that transformers also ignores, unless the family reads them.
         unused = {"cache_position", "token_type_ids"} - {*self.decoder.prompt_inputs}
         inputs = {name: value for name, value in inputs.items() if value is not None and name not in unused}
         tokens = input_ids if inputs_embeds is None else inputs_embeds
@@ -423,7 +423,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
             raise ValueError("forward: input_ids or inputs_embeds must be given, got neither.")
         attention_mask = _check_mask(attention_mask)
 
-        # Positions [4, B, T] are those in the text, and those in time, height and width.
+        # Positions [4, B, T] are the positions in the text, followed by the positions in time, height and width.
         text_positions = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text_positions, position_ids = position_ids[0], position_ids[1:]
@@ -442,9 +442,9 @@ class LigerModel(Loading, LigerPreTrainedModel):
         if "routed_experts" in inputs:
             inputs["routed_experts"] = select_routing(self.decoder, inputs["routed_experts"])
 
-        # Packed documents: the batch has their bounds, or each position 0 starts a document.
+        # Find packed documents: either the batch has their bounds, or each position 0 starts a document.
         is_packed = "cu_seqlens" in inputs or "cu_seq_lens_q" in inputs
-        documents = inputs.pop("seq_idx", None)  # collators return it beside the positions
+        documents = inputs.pop("seq_idx", None)  # collators return it in addition to positions
         if documents is not None and not is_packed and text_positions is None:
             raise ValueError(
                 "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them."
@@ -462,7 +462,8 @@ class LigerModel(Loading, LigerPreTrainedModel):
                     "the text.",
                 )
 
-        # The cache: the one passed, a copy of the caller's, or a new one. Packed documents and a loss need none.
+        # The cache is the caller's `LigerCache`, a copy of another cache, or a new one. Packed documents and losses
+        # need none.
         if past_key_values is None or isinstance(past_key_values, LigerCache):
             cache = past_key_values
         else:
@@ -483,7 +484,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
 def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
     """Return the mask as integers. Raises ValueError for values other than 0 and 1."""
-    # PEFT's prompts make masks of floats. A mask that is added to scores has 0 for tokens, so it is refused.
+    # PEFT's prompt tuning creates masks of floats. An additive mask, which has 0 for tokens, is refused.
     if attention_mask is not None and attention_mask.is_floating_point():
         check_values(
             (attention_mask >= 0).all(),
@@ -517,7 +518,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     accepts_loss_kwargs = True
     """Tells Trainer to pass ``num_items_in_batch``."""
     has_own_head = False
-    """Whether a user has replaced the head by a module that returns logits and no loss."""
+    """Whether a user has replaced the head by a module that returns only logits, without a loss."""
 
     def __init__(
         self, config: PreTrainedConfig, decoder: CausalLM | None = None, kernels: KernelOptions | None = None
@@ -538,7 +539,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         return self.model.decoder.lm_head
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The body has the same configuration, whose edits it applies.
+        # The body must have the same configuration, because it applies edits of the configuration.
         if name == "config" and "model" in self._modules:
             self.model.config = value
         if name == "forward":
@@ -546,12 +547,12 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         if name != "lm_head" or self.tree is not None:
             super().__setattr__(name, value)
             return
-        # nn.Module would register the new head here, where the property hides it.
+        # nn.Module would register the new head in this module, where the property would hide it.
         replace_layer(self.model.decoder, name, value, "set_output_embeddings")
         self.has_own_head = not isinstance(value, Layer)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the children. For PEFT, which freezes all children of the model, the head is included."""
+        """Iterate over the children. If PEFT calls this to freeze all children, the head is included."""
         yield from super().named_children()
         if self.tree is None and sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
@@ -607,25 +608,27 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             input_ids: [B, T] int64.
             attention_mask: [B, cached + T], 0 for padding.
             position_ids: [B, T] or [1, T]. Without a mask and a cache, each position 0 starts a packed document. For
-                models with positions in time, height and width, the shape may also be [3, B, T], or [4, B, T] with the
-                positions in the text first.
-            past_key_values: the cache that an earlier forward has returned, or transformers' ``DynamicCache``, which is
+                models with positions in time, height and width, the shape may also be [3, B, T], or [4, B, T] if the
+                positions in the text come first.
+            past_key_values: the cache that an earlier forward returned, or transformers' ``DynamicCache``, which is
                 filled in place.
-            inputs_embeds: [B, T, C] instead of ``input_ids``.
+            inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            use_cache: whether to return a cache. Default: the value in the configuration; False in training and with
-                labels.
+            use_cache: whether to return a cache. By default, the configuration decides; in training and with labels,
+                the default is False.
             output_attentions: must be False.
             output_hidden_states: whether to return the hidden states before each block and after the last norm.
-            output_router_logits: whether to return the router logits and to add their auxiliary loss. Default: the
-                value in the configuration.
+            output_router_logits: whether to return the router logits and to add their auxiliary loss. By default, the
+                configuration decides.
             return_dict: whether to return an output object instead of a tuple.
-            logits_to_keep: number of last tokens whose logits are returned, or indices of tokens; 0 for all tokens.
-            num_items_in_batch: divisor of the summed loss. It is passed to a custom loss function as an argument.
+            logits_to_keep: number of tokens at the end of each row whose logits are returned, or indices of tokens; 0
+                for all tokens.
+            num_items_in_batch: number by which the summed loss is divided. A custom loss function gets it as an
+                argument.
             inputs: pixels and the tensors that describe them; ``cu_seq_lens_q`` and related arguments, or
                 ``cu_seqlens``; ``routed_experts``, [B, T, H or L, K], the experts of each token, see `select_routing`;
                 ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the logits if there
-                are labels. By default the logits are omitted in training with gradients.
+                are labels. By default, the logits are omitted in training with gradients.
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.
@@ -640,7 +643,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             inputs, has_labels=labels is not None or shifted is not None,
         )  # fmt: skip
-        # The decoder adds the auxiliary loss as its configuration says, so the argument becomes part of it.
+        # The decoder's configuration decides whether to add the auxiliary loss, so the argument is written into it.
         with_routers = _resolve(output_router_logits, text, "output_router_logits")
         if getattr(decoder.config, "output_router_logits", with_routers) != with_routers:
             decoder.config = dataclasses.replace(decoder.config, output_router_logits=with_routers)
@@ -651,7 +654,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         mask = None if mask is None else mask[:, -tokens.shape[1] :]
 
         if cache is not None and labels is not None and shifted is None:
-            # The decoder shifts labels in batches without cached tokens, so they are shifted here.
+            # The decoder does not shift labels after cached tokens, so they are shifted here.
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
             if mask is not None:
                 padding = mask == 0
@@ -659,7 +662,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
         own_loss = self.has_own_loss and (labels is not None or shifted is not None)
         if isinstance(logits_to_keep, Tensor) or shifted is not None or own_loss:
-            # The decoder supports none of them, so it returns hidden states [B, T, C], and the head is called here.
+            # The decoder supports none of these, so it returns hidden states [B, T, C], and the head is called here.
             if labels is not None and shifted is None and not own_loss:
                 raise ValueError("forward: labels exclude a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
@@ -681,18 +684,18 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
                 loss = loss + share * aux_loss
             out = out._replace(loss=loss, logits=logits, aux_loss=aux_loss)
         elif labels is None:
-            # Logits alone.
+            # Compute only the logits.
             out = decoder(**prepared, logits_to_keep=logits_to_keep, output_hidden_states=all_hidden)
         else:
-            # The loss, and in evaluation the logits, which cost memory.
+            # Compute the loss. In evaluation, also compute the logits, which cost memory.
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
             out = decoder(
                 **prepared, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=not skip,
                 logits_to_keep=logits_to_keep, output_hidden_states=all_hidden,
             )  # fmt: skip
 
-        # The loss includes the weighted auxiliary loss; transformers returns the latter without its weight. The decoder
-        # returns 0 if the weight is 0, and None if there is a cache.
+        # The loss includes the weighted auxiliary loss, but transformers returns the auxiliary loss without its weight.
+        # The decoder returns 0 as the auxiliary loss if the weight is 0, and None if there is a cache.
         weight, aux_loss = getattr(decoder.config, "router_aux_loss_coef", 1.0), out.aux_loss
         if aux_loss is not None and weight:
             aux_loss = aux_loss / weight
@@ -709,8 +712,9 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Map the name of the head's weight to the name of the embedding's weight if they are tied; else return {}."""
-        # The configuration decides: it may have been edited, and tie_weights calls this before it ties.
+        """Map the name of the head's weight to the name of the embedding's weight if they are tied, or return {}."""
+        # The configuration decides, because it may have been edited, and tie_weights calls this method before it ties
+        # weights.
         tied = to_liger(self.config).tie_word_embeddings
         return {"model.decoder.lm_head.weight": "model.decoder.embed_tokens.weight"} if tied else {}
 
@@ -719,15 +723,15 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> None:
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            # transformers looks for the cache of a Mamba under another name, and would make a second cache.
+            # For a Mamba, transformers looks for the cache under another name, and would create a second cache.
             found = model_kwargs | {"cache_params": cache}
             super()._prepare_cache_for_generation(generation_config, found, *others, **options)
-        # Any cache_implementation gives the same cache, which has no fixed size.
+        # Every cache_implementation gives the same cache, which has no fixed size.
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = LigerCache(is_unused=True)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Raise an error, because continuous batching in transformers has a paged cache that needs other kernels.
+        """Raise an error, because transformers' continuous batching has a paged cache that needs other kernels.
 
         ``generate_batch`` calls this method and raises the same error.
 
@@ -752,13 +756,13 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> dict[str, Any]:
         """Return the arguments of the forward for the next tokens.
 
-        Pixels are passed with the first tokens only. When a row exceeds the length at which longrope switches its
+        Pixels are passed only with the first tokens. When a row exceeds the length at which longrope switches its
         frequencies, the cache is dropped, because its keys were rotated with the old frequencies.
         """
         decoder = self.model.decoder
-        for name in ("tokenizer", "assistant_tokenizer"):  # generate leaves them there, with stop_strings
+        for name in ("tokenizer", "assistant_tokenizer"):  # generate does not remove these if stop_strings is given
             kwargs.pop(name, None)
-        # Beyond the original length, longrope rotates all keys of a row differently, so the cached keys are useless.
+        # Beyond the original length, longrope rotates all keys of a row differently, so the cached keys become useless.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         has_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         counted: Any = attention_mask if has_mask else torch.ones_like(input_ids)
@@ -775,8 +779,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        # Pixels go with the prompt: into an empty cache, or into every forward without a cache. A draft model has no
-        # first iteration, so transformers would omit its pixels.
+        # Pixels belong to the prompt, so they are passed if the cache is empty, and in every forward without a cache. A
+        # draft model has no first iteration, so transformers would omit its pixels.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         pixels = {name: kwargs[name] for name in decoder.prompt_inputs if kwargs.get(name) is not None}
         if is_first_iteration or past == 0 or not kwargs.get("use_cache", True):
@@ -795,7 +799,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         if input_ids is not None:
             pixels = decoder.complete_inputs(input_ids, pixels)
         others = {name: value for name, value in model_kwargs.items() if name not in pixels}
-        # The first axis of pixels counts images, not prompts, so the images of each prompt are repeated together.
+        # The first dimension of pixels counts images instead of prompts, so the images of each prompt are repeated
+        # together.
         repeated = pixels
         if expand_size > 1 and any(value is not None for value in pixels.values()):
             if input_ids is None:
@@ -807,7 +812,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *rest: Any, **options: Any
     ) -> dict[str, Any]:
-        # Token types are those of the prompt. Transformers would repeat the last for each new token.
+        # Token types belong only to the prompt. Transformers would repeat the last one for each new token.
         types = model_kwargs.pop("token_type_ids", None)
         updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *rest, **options)
         return updated if types is None else {**updated, "token_type_ids": types}

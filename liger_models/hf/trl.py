@@ -1,11 +1,11 @@
 """The losses of TRL's trainers for the models of this package.
 
 TRL replaces the forward of a model by one that computes the logits in tiles, and computes them again in the backward.
-From TRL 1.15 on, it returns the log-probability of each target, and what else the trainer asks for: the entropies, the
-mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of the log-probabilities
-by the number of targets. In earlier versions, with the loss ``chunked_nll`` of SFT, it returns the loss and the sums of
-the other numbers. The forward of this file returns the same from `log_probs_of_sum`, which computes the logits once for
-SFT, and twice for losses whose gradients differ between targets.
+From TRL 1.15 on, TRL's forward returns the log-probability of each target, and other values that the trainer asks for:
+the entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of
+the log-probabilities by the number of targets. In earlier versions, with SFT's loss ``chunked_nll``, TRL's forward
+returns the loss and the sums of the other values. The forward in this file returns the same results from
+`log_probs_of_sum`, which computes the logits once for SFT, and twice for losses whose gradients differ between targets.
 """
 
 import functools
@@ -26,18 +26,18 @@ from liger_models.layers.lm_head import LabeledRows
 logger = logging.get_logger(__name__)
 
 SFT_OUTPUTS = ("log_probs", "entropy", "is_top1")
-"""The numbers that `SFTTrainer` asks for. Other trainers have other losses."""
+"""The values that `SFTTrainer` asks for. Trainers that ask for other values have other losses."""
 OUTPUTS = {*SFT_OUTPUTS, "mean_logits"}
-"""The numbers that the forward of this file can return."""
+"""The values that the forward in this file can return."""
 
 
 class Head(NamedTuple):
     """The settings with which a trainer has replaced the forward.
 
     Attributes:
-        result: function that makes the output from `TokenNumbers`.
-        outputs: names of the requested numbers.
-        temperature: divisor of the logits.
+        result: function that creates the forward's output from `TokenNumbers`.
+        outputs: names of the requested values.
+        temperature: number by which the logits are divided.
     """
 
     result: Callable[["TokenNumbers"], Any]
@@ -46,9 +46,9 @@ class Head(NamedTuple):
 
 
 class TokenNumbers(NamedTuple):
-    """The result of TRL's forward with labels: the loss, and values for each target, [B, T - 1], or [B, T] if shifted.
+    """The result of TRL's forward with labels: the loss, and values for each target: [B, T - 1], or [B, T] if shifted.
 
-    Numbers that were not requested are None.
+    Values that were not requested are None.
 
     Attributes:
         loss: [], with the weighted auxiliary loss.
@@ -70,21 +70,22 @@ class TokenNumbers(NamedTuple):
 
 
 def fused_forward(model: Any, forward: Any) -> Any:
-    """Return the method to use as a model's forward when a caller assigns ``forward`` to it.
+    """Return the method that becomes a model's forward when a caller assigns ``forward`` to the model.
 
     Args:
         model: a `liger_models.hf.model.LigerForCausalLM`.
         forward: any method.
 
     Returns:
-        For the forward of a trainer of TRL, a method that returns the same. Where this method can't use the fused
-        loss, it calls ``forward``, and a warning says why. For any other forward, the forward itself.
+        If ``forward`` comes from a TRL trainer, a method that returns the same results. If this method can't use the
+        fused loss, it calls ``forward``, and a warning says why. If ``forward`` does not come from a TRL trainer,
+        ``forward`` itself.
     """
     trl: Any = getattr(forward, "__func__", None)
     head = _head_of(trl)
     if head is None:
         return forward
-    # Another loss of SFT, such as DFT, is noticed in its first backward.
+    # If SFT has another loss, such as DFT, this is noticed in the first backward.
     is_mean = head.outputs == SFT_OUTPUTS and head.temperature == 1.0
 
     def when_other() -> None:
@@ -107,7 +108,7 @@ def fused_forward(model: Any, forward: Any) -> Any:
 
 
 def _head_of(trl: Any) -> Head | None:
-    """Return the settings of a forward of TRL's trainers; None for any other function."""
+    """Return the settings of a forward that comes from a TRL trainer; None for any other function."""
     scope, code = getattr(trl, "__globals__", {}), getattr(trl, "__code__", None)
     place = scope.get("__name__"), getattr(code, "co_name", None)
     if place == ("trl.trainer.utils", "_fused_forward") and "FusedCausalLMOutput" in scope:
@@ -141,25 +142,25 @@ def _numbers(
     when_other: Callable[[], object],
     **inputs: Any,
 ) -> TokenNumbers:
-    """Run the model. ``ahead`` and ``when_other`` are arguments of `log_probs_of_sum`, the others those of TRL."""
+    """Run the model. ``ahead`` and ``when_other`` are for `log_probs_of_sum`; the other arguments come from TRL."""
     # Without shifted labels, the last token of a row has no target.
     target, tokens = shift_labels, slice(None)
     if target is None:
         target, tokens = F.pad(labels[:, 1:], (0, 1), value=-100), slice(-1)
-    rows = LabeledRows(target)  # before the body runs, so that the host does not wait for their number
+    rows = LabeledRows(target)  # created before the body runs, so that the host does not wait for the number of rows
     body = model.base_model(*args, **inputs | {"use_cache": False, "return_dict": True})
     head = model.lm_head
     softcap = None if head.softcap is None else head.softcap / settings.temperature
     scale = head.logit_scale / settings.temperature
 
     def statistics(x: Tensor, weight: Tensor, target: Tensor) -> Any:
-        # As in TRL, the weight may have another dtype than the hidden states.
+        # As in TRL, the weight's dtype may differ from the hidden states' dtype.
         weight = weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
         log_probs, entropy, predicted = log_probs_of_sum(
             x, weight, target, softcap=softcap, logit_scale=scale, ahead=ahead, when_other=when_other
         )
         numbers = {"log_probs": log_probs, "entropy": entropy, "is_top1": predicted == target}
-        if "mean_logits" in settings.outputs:  # the mean of products with all rows is the product with their mean
+        if "mean_logits" in settings.outputs:  # the mean of the products with all rows is the product with the mean row
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 mean = scale * (x.float() @ weight.mean(0, dtype=torch.float32))
                 numbers["mean_logits"] = mean.where(target != -100, 0)
@@ -193,7 +194,7 @@ def _fallback_reason(model: Any, settings: Head) -> str | None:
         return "the mean of logits with a softcap needs all logits"
     if is_traced():
         return "the model is compiled"
-    # The gradients of another loss would need the weight in the backward, where it is not gathered.
+    # The gradients of another loss would need the weight in the backward, where ZeRO-3 has not gathered it.
     if any(hasattr(parameter, "ds_id") for parameter in model.lm_head.parameters()):
         return "ZeRO-3 shards the weight"
     return None

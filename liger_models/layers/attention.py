@@ -110,8 +110,7 @@ class BaseAttention(Layer):
         return call_linear(self.o_proj, out)
 
     def _to_heads(self, projected: Any, context: Group) -> Any:
-        """Exchange projections: this rank gives its T / R tokens of all heads, and gets all T tokens of its own heads.
-        """
+        """Exchange projections: this rank sends T / R tokens of all heads, and receives all T tokens of its heads."""
         raise NotImplementedError
 
     def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:

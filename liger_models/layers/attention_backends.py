@@ -409,8 +409,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor, step: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q, k [..., D] and v [..., V] with zeros to the larger width, rounded up to a multiple of ``step``.
-    """
+    """Pad q, k [..., D] and v [..., V] with zeros to the larger width, rounded up to a multiple of ``step``."""
     width = max(q.shape[-1], v.shape[-1])
     width += -width % step
     return _padded(q, width), _padded(k, width), _padded(v, width)
@@ -534,8 +533,7 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
 
 
 def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run `_sdpa` on q, k, v [B, T, heads, D]. If the queries are large, run it for a part of the heads at a time.
-    """
+    """Run `_sdpa` on q, k, v [B, T, heads, D]. If the queries are large, run it for a part of the heads at a time."""
     most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)

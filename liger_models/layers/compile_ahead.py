@@ -265,8 +265,7 @@ def record_step(
 
 
 class _Implementations(TorchDispatchMode):
-    """A context manager in which this package's ops run their implementations on fake tensors and launch kernels.
-    """
+    """A context manager in which this package's ops run their implementations on fake tensors and launch kernels."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -444,8 +443,7 @@ def _parsing_in_turn() -> Iterator[None]:
 
 
 def compile_threads() -> int:
-    """Return the number of threads that compile: this process's number of cores, divided by the ranks on this host.
-    """
+    """Return the number of threads that compile: this process's number of cores, divided by the ranks on this host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(cores // max(int(ranks) if ranks.isdigit() else 1, 1), 1)

@@ -195,8 +195,7 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LateWindowDecoderConfig(RMSNormDecoderConfig):
-    """`RMSNormDecoderConfig` of a decoder whose layers may have an attention window from ``max_window_layers`` on.
-    """
+    """`RMSNormDecoderConfig` of a decoder whose layers may have an attention window from ``max_window_layers`` on."""
 
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
@@ -259,8 +258,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of q·k over all dimensions of a head. With YaRN, ``mscale_all_dim`` increases the multiplier.
-        """
+        """Multiplier of q·k over all dimensions of a head. With YaRN, ``mscale_all_dim`` increases the multiplier."""
         scale: float = self.head_size**-0.5
         if not isinstance(self.rope_scaling, YarnScaling):
             return scale

@@ -324,8 +324,7 @@ def dequantized_to(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def frozen_format(linear: nn.Linear) -> Format | None:
-    """Return the format of a linear layer's frozen weight, which may be a torchao tensor; None for a dense weight.
-    """
+    """Return the format of a linear layer's frozen weight, which may be a torchao tensor; None for a dense weight."""
     frozen = frozen_parts(linear).get("weight")
     if frozen is not None:
         return frozen.format

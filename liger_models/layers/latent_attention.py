@@ -232,8 +232,7 @@ class LigerLatentAttention(BaseAttention):
         return values.flatten(2)
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by position-dependent scales.
-        """
+        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by position-dependent scales."""
         return q
 
     def _heads(self, q: Tensor, kv: Tensor, shared: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,8 +332,7 @@ class LigerLatentAttention(BaseAttention):
         return torch.cat([c[:, :, None], self._rotate(shared[:, :, None], layout)], -1)
 
     def _rotated_queries(self, q: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Split queries [B, T, H · (N + R)] into the parts of each head, [B, T, H, N] and (rotated) [B, T, H, R].
-        """
+        """Split queries [B, T, H · (N + R)] into the parts of each head, [B, T, H, N] and (rotated) [B, T, H, R]."""
         nope, rest = q.unflatten(-1, (self.num_heads, -1)).split([self.nope_dim, self.rope_dim], -1)
         return nope, self._rotate(rest, layout)
 

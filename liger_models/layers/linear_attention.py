@@ -234,8 +234,7 @@ class LinearAttention(Layer):
         return out.reshape(B, T, math.prod(out.shape[2:]))
 
     def _mix_drafts(self, projected: Tensor, cache: Any) -> Tensor:
-        """Apply `mix` to tokens [rows · n, 1, ...] of `PagePool.speculate`, and keep the states after each token.
-        """
+        """Apply `mix` to tokens [rows · n, 1, ...] of `PagePool.speculate`, and keep the states after each token."""
         tokens = projected.unflatten(0, (-1, cache.width)).squeeze(2)  # [rows, n, ...]
         states = cache.states(self.layer)
         options: dict[str, Any] = {"cu_seqlens": None, "kernel": self.kernel, "stateful": True}

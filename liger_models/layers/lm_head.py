@@ -89,8 +89,7 @@ class LabeledRows:
         return selected, self.target.flatten()[self.rows]
 
     def spread(self, results: Tensor) -> Tensor:
-        """Return results for the rows that `select` returned in the targets' shape, with zeros for all other rows.
-        """
+        """Return results for the rows that `select` returned in the targets' shape, with zeros for all other rows."""
         if self.rows is None:
             return results
         whole = results.new_zeros(self.target.numel()).index_copy(0, self.rows, results)
@@ -144,8 +143,7 @@ class LigerLMHead(nn.Linear, Layer):
         return self.with_bias(x, local(self.weight))
 
     def with_bias(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Append columns to x [..., C] and the weight [V, C] so that their product includes the bias, if any.
-        """
+        """Append columns to x [..., C] and the weight [V, C] so that their product includes the bias, if any."""
         bias = local_or_none(self.bias)
         if bias is None:
             return x, weight

@@ -88,8 +88,7 @@ class StateDecay(Layer):
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
-        """Initialize the decays to 1, ..., H, and draw the logarithms of the step sizes from a uniform distribution.
-        """
+        """Initialize the decays to 1, ..., H, and draw the logarithms of the step sizes from a uniform distribution."""
         least, most, floor = self.initial_steps
         nn.init.ones_(self.D)
         with torch.no_grad():
@@ -234,8 +233,7 @@ class LigerMamba2(LinearAttention):
         return 4 * self.state_elements
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the number of units, and divides or is a multiple of the number of groups.
-        """
+        """Whether ``size`` divides the number of units, and divides or is a multiple of the number of groups."""
         return super().can_shard(size) and (self.num_groups % size == 0 or size % self.num_groups == 0)
 
     def _share_units(self, group: Group) -> None:

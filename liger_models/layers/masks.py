@@ -218,8 +218,7 @@ def text_mask(
 
 
 def document_mask(documents: Tensor) -> Mask:
-    """Build the mask of bidirectional attention within documents; ``documents`` [B, N] has ascending numbers.
-    """
+    """Build the mask of bidirectional attention within documents; ``documents`` [B, N] has ascending numbers."""
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
     return Mask(block=_document_block_mask(documents))

@@ -247,8 +247,7 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction of the layer that the backward recomputes: two thirds, or one half without a gate.
-        """
+        """Return the fraction of the layer that the backward recomputes: two thirds, or one half without a gate."""
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
 

@@ -26,7 +26,7 @@ class LigerQKNormAttention(LigerAttention):
             3).
         clip: limit to which the absolute values of q, k and v are clipped after the norms; None for no limit. It
             requires ``whole_projection``.
-        Other arguments: as in `LigerAttention`.
+        Others: as in `LigerAttention`.
 
     Raises:
         ValueError: a norm is not a `LigerRMSNorm`, or its class overrides ``forward``.

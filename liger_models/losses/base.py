@@ -6,7 +6,7 @@ from torch import nn
 
 
 class FusedLinearLoss(nn.Module):
-    """A loss that takes hidden states and the head's weight, and computes the logits of one chunk of tokens at a time.
+    """A loss that takes hidden states and the head's weight, and computes the logits for one chunk of tokens at a time.
 
     Args:
         ignore_index: target value of tokens that the loss skips.

@@ -1,8 +1,8 @@
 """Base classes of the distillation losses.
 
 The fused losses take the hidden states and head weights of student and teacher, and run `linear_divergence`. The
-formulas are in the docstring of `liger_models.kernels.loss.divergence`. The other losses take probabilities or
-log-probabilities, shape [..., V], and run `distribution_divergence`, which is exact where a probability is 0.
+docstring of `liger_models.kernels.loss.divergence` has the formulas. The other losses take probabilities or
+log-probabilities [..., V], and run `distribution_divergence`, which is exact where a probability is 0.
 """
 
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ class FusedDivergence(FusedLinearLoss):
     """A divergence between the student's and the teacher's distribution, fused with the heads of both models.
 
     Args:
-        temperature: divisor of both models' logits in the divergence.
+        temperature: number by which both models' logits are divided for the divergence.
         teacher_softcap, teacher_logit_scale: ``softcap`` and ``logit_scale`` for the teacher's logits.
         **head: arguments of `FusedLinearLoss` for the student's head.
     """
@@ -53,12 +53,12 @@ class FusedDistillationLoss(FusedDivergence):
     """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, averaged over the tokens that have a label.
 
     Args:
-        weight_hard_loss: weight of the cross entropy with the labels (the hard loss), which has temperature 1.
+        weight_hard_loss: weight of the cross entropy with the labels (the hard loss), which always has temperature 1.
         weight_soft_loss: weight of the divergence from the teacher (the soft loss).
-        beta: β in [0, 1] for the Jensen-Shannon divergence, or the coefficient of the cosine loss. Leave it out for the
-            other losses.
+        beta: β in [0, 1] for the Jensen-Shannon divergence, or the coefficient of the cosine loss. Leave ``beta`` out
+            for the other losses.
         ignore_index: label of tokens that the loss skips.
-        temperature: divisor of both models' logits in the divergence.
+        temperature: number by which both models' logits are divided for the divergence.
         compiled, chunk_size: ignored; accepted for compatibility with Liger-Kernel. ``workspace_mib`` limits the size
             of a chunk.
         return_soft_hard_loss: whether to return (loss, soft loss, hard loss). The soft loss and the hard loss are

@@ -10,10 +10,10 @@ All preference losses share this notation:
 
 A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
 
-The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. The
-log-probabilities of the policy take one call of `loss_of_log_probs`. The loss is computed from log-probabilities [B, T]
-in plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes only this last part, from
-log-probabilities that the caller has.
+One call of `fused_linear_logprobs` without gradients computes the log-probabilities of the reference model. One call of
+`loss_of_log_probs` computes the log-probabilities of the policy. The loss is computed from log-probabilities [B, T] in
+plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes only this last part, from log-probabilities
+that the caller provides.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
 class PreferenceMetrics(NamedTuple):
-    """Metrics of a loss over pairs, without gradients, in the same order as Liger-Kernel's.
+    """Metrics of a loss over pairs, without gradients, in the order of Liger-Kernel's metrics.
 
     Attributes:
         chosen_logps, rejected_logps: [pairs] l(y) of each sequence.
@@ -56,7 +56,7 @@ class PreferenceMetrics(NamedTuple):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute y = σ(x) with an accurate gradient near y = 1, where 1 − y in `torch.sigmoid`'s gradient loses digits."""
+    """Compute y = σ(x). The gradient is accurate near y = 1, where 1 − y in `torch.sigmoid`'s gradient loses digits."""
     return logsigmoid(x).exp()
 
 
@@ -67,7 +67,7 @@ def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: 
         loss_type: "sigmoid", "hinge", "ipo", "robust" or "exo_pair".
     """
     e = label_smoothing
-    # The loss with the label as given, and with the label flipped.
+    # The losses if the label is taken as given, and if it is flipped.
     chosen, flipped = -logsigmoid(margin), -logsigmoid(-margin)
     if loss_type == "sigmoid":
         return chosen * (1 - e) + flipped * e if e else chosen
@@ -78,7 +78,7 @@ def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: 
     if loss_type == "robust":
         return (chosen * (1 - e) - flipped * e) / (1 - 2 * e)
     assert loss_type == "exo_pair"
-    # KL divergence of the model's distribution over the two sequences of a pair from the smoothed label.
+    # The KL divergence from the smoothed label to the model's distribution over the two sequences of a pair.
     labels = margin.new_tensor([1 - e, e]).log()
     return torch.sigmoid(margin) * (-chosen - labels[0]) + torch.sigmoid(-margin) * (-flipped - labels[1])
 
@@ -117,7 +117,7 @@ class PreferenceLoss(FusedLinearLoss):
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the detached l(y) [B] and r(y) [B].
+        """Compute l(y) [B], which is detached, and r(y) [B].
 
         Args:
             log_probs: [B, T], the policy's log-probabilities.
@@ -153,7 +153,8 @@ class PreferenceLoss(FusedLinearLoss):
                     ref_input, ref_weight, target, bias=ref_bias, **self._head_options
                 )
             assert ref_log_probs is not None
-            # Given log-probabilities of sequences, [B], are l_ref(y). Those of tokens, [B, T], are reduced to l_ref(y).
+            # Log-probabilities of sequences, [B], are l_ref(y) already. Log-probabilities of tokens, [B, T], are
+            # reduced to it.
             if ref_log_probs.dim() == 1:
                 if len(ref_log_probs) != len(target):
                     raise ValueError(
@@ -164,7 +165,7 @@ class PreferenceLoss(FusedLinearLoss):
             return self._sequence_log_probs(ref_log_probs, target)
 
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the mean [B] of each sequence's logits from the means of x and of the weight, without the logits."""
+        """Compute the mean of each sequence's logits, [B], from the means of x and the weight, without the logits."""
         # The mean of x · Wᵀ over tokens and vocabulary is the product of two means: of x over tokens, and of W over the
         # vocabulary.
         with torch.no_grad():
@@ -174,7 +175,7 @@ class PreferenceLoss(FusedLinearLoss):
 
 
 class PairLoss(PreferenceLoss, ABC):
-    """A loss over pairs. The first half of the rows holds the chosen sequences, and the second half the rejected ones.
+    """A loss over pairs. The first half of the rows are the chosen sequences, and the rest are the rejected ones.
 
     Args:
         alpha: weight of the NLL.
@@ -261,7 +262,7 @@ class PairLoss(PreferenceLoss, ABC):
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
             x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
-        # Liger-Kernel computes the mean logits from all logits. Here, means of x and of the weight suffice.
+        # Liger-Kernel averages all logits. The means of x and of the weight give the same result without the logits.
         means = self._mean_logits(x, weight, bias)  # [2·pairs]
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
         return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)

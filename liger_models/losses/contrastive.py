@@ -1,4 +1,4 @@
-"""Losses of embeddings: contrastive (InfoNCE) with in-batch and hard negatives, and CoSENT for pairs with scores.
+"""Losses for text embeddings: contrastive (InfoNCE) with in-batch and hard negatives, and CoSENT for scored pairs.
 
 For queries q_i and documents d_j, with s_ij = cos(q_i, d_j) / τ and the positive document p(i) of query i::
 
@@ -6,12 +6,12 @@ For queries q_i and documents d_j, with s_ij = cos(q_i, d_j) / τ and the positi
     symmetric     half of this, plus half of mean_i [ −s_i,p(i) + log Σ_k exp(s_k,p(i)) ]
     CoSENT        log(1 + Σ exp((c_i − c_j) / τ)), over all pairs of examples i and j where i has the lower score
 
-In CoSENT, c_i is the cosine of the two texts of example i. With Matryoshka dimensions, the loss is a sum over the
-numbers n in ``dimensions``; each term is the loss of the leading n dimensions of the embeddings.
+In CoSENT, c_i is the cosine similarity of the two texts of example i. With Matryoshka dimensions, the loss is a sum
+over the numbers n in ``dimensions``; each term is the loss for the first n dimensions of the embeddings.
 
 The N x M matrix of similarities is never stored: the contrastive loss is `linear_cross_entropy` with the documents as
-the weight of a head, which computes the matrix in chunks of queries. CoSENT needs no matrix at all: in the order of the
-scores, the examples with a higher score follow each example, so running sums suffice.
+the weight of a head, which computes the matrix in chunks of queries. CoSENT needs no matrix at all: if examples are
+sorted by score, all examples with a higher score follow each example, so running sums suffice.
 
 Source: https://arxiv.org/abs/1807.03748 (InfoNCE), https://arxiv.org/abs/2205.13147 (Matryoshka),
 https://penghao-bdsc.github.io/papers/CoSENT_TASLP2024.pdf (CoSENT).
@@ -26,15 +26,16 @@ from torch.nn import functional as F
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
 WORKSPACE_MIB = 512
-"""Size of the chunks of the similarity matrix, except that a chunk has at least 128 queries."""
+"""Size of a chunk of the similarity matrix in MiB, except that each chunk has at least 128 queries."""
 
 
 class _EmbeddingLoss(nn.Module):
-    """Options that the losses of embeddings share.
+    """Options that the losses for embeddings share.
 
     Args:
-        temperature: τ, the divisor of cosines.
-        dimensions: numbers of leading dimensions (Matryoshka); none for the whole embeddings.
+        temperature: τ, by which cosine similarities are divided.
+        dimensions: numbers of leading dimensions for which the loss is computed (Matryoshka). If empty, the loss is
+            computed for the whole embeddings.
 
     Raises:
         ValueError: an option is out of range.
@@ -71,7 +72,7 @@ class LigerContrastiveLoss(_EmbeddingLoss):
 
     Args:
         symmetric: whether each positive document must also be more similar to its query than to all other queries.
-        temperature, dimensions: as for all losses of embeddings; see the module.
+        temperature, dimensions: as for all losses for embeddings; see the module's docstring.
     """
 
     def __init__(self, temperature: float = 0.05, *, symmetric: bool = False, dimensions: Sequence[int] = ()) -> None:
@@ -92,11 +93,11 @@ class LigerContrastiveLoss(_EmbeddingLoss):
         Args:
             queries: [N, C].
             documents: [M, C], the positive and negative documents of all queries.
-            target: [N] int64, the index of each query's positive document. Default: document i for query i, so that
-                hard negatives follow the positive documents.
-            all_queries: [K, C], the queries with which positive documents are compared if the loss is symmetric.
-                Default: ``queries``. With several ranks, these are the queries of all ranks.
-            query_target: [N] int64, the index in ``all_queries`` of each query. Default: i.
+            target: [N] int64, the index of each query's positive document. By default, document i is the positive
+                document of query i, so hard negatives must follow the positive documents.
+            all_queries: [K, C], the queries to which positive documents are compared if the loss is symmetric. By
+                default, these are ``queries``. With several ranks, pass the queries of all ranks.
+            query_target: [N] int64, the index of each query in ``all_queries``. By default, query i has index i.
 
         Raises:
             ValueError: shapes do not match.
@@ -129,7 +130,7 @@ class LigerContrastiveLoss(_EmbeddingLoss):
         return total
 
     def _cross_entropy(self, rows: Tensor, columns: Tensor, target: Tensor) -> Tensor:
-        """Compute the mean cross entropy of the similarities of ``rows`` [N, C] and ``columns`` [M, C]."""
+        """Compute the mean cross entropy of the similarities between ``rows`` [N, C] and ``columns`` [M, C]."""
         # Similarities are divided by a small temperature, so autocast must not round them.
         with torch.autocast(rows.device.type, enabled=False):
             loss: Tensor = linear_cross_entropy(
@@ -139,14 +140,14 @@ class LigerContrastiveLoss(_EmbeddingLoss):
 
 
 class LigerCoSENTLoss(_EmbeddingLoss):
-    """CoSENT: of two examples, the one with the higher score must have the larger cosine."""
+    """CoSENT: of two examples, the one with the higher score must have the larger cosine similarity."""
 
     def forward(self, first: Tensor, second: Tensor, scores: Tensor) -> Tensor:
         """Compute the loss, [].
 
         Args:
             first, second: [N, C], the embeddings of the two texts of each example.
-            scores: [N]. Only their order counts.
+            scores: [N], the score of each example. Only the order of the scores matters.
 
         Raises:
             ValueError: shapes do not match.
@@ -156,16 +157,17 @@ class LigerCoSENTLoss(_EmbeddingLoss):
                 "LigerCoSENTLoss: first and second must be [N, C], and scores [N], got "
                 f"{list(first.shape)}, {list(second.shape)} and {list(scores.shape)}."
             )
-        # In the order of the scores, the examples with a higher score than example i begin at higher[i].
+        # After sorting by score, the examples with a higher score than example i begin at higher[i].
         ordered, order = scores.sort()
         higher = torch.searchsorted(ordered, ordered, right=True)
         total = torch.zeros((), dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
         for size in self._sizes(first):
             cosines = (_leading(first, size) * _leading(second, size)).sum(-1)
             scaled = cosines[order] / self.temperature
-            # log Σ exp(−c_j / τ) over the examples from each position on; none follow the last position.
+            # log Σ exp(−c_j / τ) over all examples from each position to the end. The entry after the last position is
+            # −inf.
             following = (-scaled).flip(0).logcumsumexp(0).flip(0)
             following = F.pad(following, (0, 1), value=float("-inf"))
             terms = (scaled + following[higher]).masked_fill(higher == len(scores), float("-inf"))
-            total = total + F.pad(terms, (1, 0)).logsumexp(0)  # the padding is the 1 in the logarithm
+            total = total + F.pad(terms, (1, 0)).logsumexp(0)  # the padding, exp(0), is the 1 in the logarithm
         return total

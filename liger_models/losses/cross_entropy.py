@@ -18,9 +18,9 @@ class LigerCrossEntropyLoss(nn.Module):
         lse_square_scale: coefficient of the z-loss.
         label_smoothing: in [0, 1].
         reduction: "mean", "sum" or "none".
-        softcap: bound of the logits' absolute value, softcap · tanh(logits / softcap); None for no softcap.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: whether to return a `CrossEntropyOutput` with
-            this field instead of the loss alone.
+        softcap: logits become softcap · tanh(logits / softcap); None for no softcap.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: whether to return a `CrossEntropyOutput` that
+            includes this result, instead of the loss alone.
     """
 
     weight: Tensor | None
@@ -76,7 +76,7 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
 
     Args:
         ce_weight: [V] class weights.
-        accum_dtype: must be None or float32, which have the same effect: gradients are summed over chunks as described
+        accum_dtype: must be None or float32. Both have the same effect: gradients are summed over chunks as described
             in `linear_cross_entropy`.
         use_token_scaling: must be False. Use ``token_weight`` of `linear_cross_entropy` instead.
         workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
@@ -128,6 +128,7 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
             target: [...] int64.
             bias: [V].
         """
-        # Here the weight comes before the hidden states, as in Liger-Kernel. The op takes the hidden states first.
+        # As in Liger-Kernel, this method takes the weight before the hidden states. The op takes the hidden states
+        # first.
         options = {**self._options, "bias": bias, "workspace_mib": self.workspace_mib}
         return self._selected(linear_cross_entropy(_input, lin_weight, target, **options))

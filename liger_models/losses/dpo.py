@@ -49,7 +49,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
         workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: the loss type is unknown, or an option is given that the loss type does not have.
+        ValueError: the loss type is unknown, or an option is given that the loss type does not use.
 
     Source: https://arxiv.org/abs/2305.18290, ipo https://arxiv.org/abs/2310.12036, robust
     https://arxiv.org/abs/2403.00409, exo https://arxiv.org/abs/2402.00856, nca https://arxiv.org/abs/2402.05369, bco
@@ -91,8 +91,8 @@ class LigerFusedLinearDPOLoss(PairLoss):
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Compute the losses [pairs] from r(y_w) [pairs] and r(y_l) [pairs]."""
         loss_type = self.loss_type
-        # These losses depend on r(y_w) and r(y_l) separately, except for discopop. `margin_losses` has the losses that
-        # depend only on the margin.
+        # `margin_losses` computes the losses that depend only on the margin. The losses below depend on r(y_w) and
+        # r(y_l) separately, except for discopop.
         w, l = self.beta * chosen, self.beta * rejected  # noqa: E741
         margin = self.beta * (chosen - rejected)
         if loss_type == "nca_pair":

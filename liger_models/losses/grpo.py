@@ -1,10 +1,10 @@
-"""Group-relative policy optimization (GRPO), and seven related losses for sampled completions.
+"""Group-relative policy optimization (GRPO), and seven related losses, for sampled completions.
 
-The log-probabilities of the reference model take one call of `fused_linear_logprobs` without gradients. The
-log-probabilities of the policy take one call of `loss_of_log_probs` or, if the caller has all logits, one call of
-`cross_entropy`. The loss is computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it.
-``from_log_probs`` computes only this last part, from log-probabilities that the caller has. ``token_losses`` computes
-the loss of each token.
+One call of `fused_linear_logprobs` without gradients computes the log-probabilities of the reference model. One call of
+`loss_of_log_probs` or, if the caller has all logits, of `cross_entropy` computes the log-probabilities of the policy.
+The loss is computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it. ``from_log_probs``
+computes only this last part, from log-probabilities that the caller provides. ``token_losses`` computes the loss of
+each token.
 """
 
 from typing import Any
@@ -21,15 +21,15 @@ from liger_models.losses.base import FusedLinearLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
-"""Loss types whose divisor is the number of tokens on all ranks."""
+"""Loss types that divide the sum of losses by the number of tokens on all ranks."""
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Loss types with the clipped minimum in the first term of L. They also support one ratio per sequence."""
+"""Loss types whose first term of L is the clipped minimum. They also support one ratio per sequence."""
 CHOICES = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
-"""Maps each option whose values are names to these names."""
+"""Maps each option that takes a name to the allowed names."""
 OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "importance_sampling_level": ("token", CLIPPED),
     "delta": (None, CLIPPED),
@@ -42,10 +42,10 @@ OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "vespo_k_neg": (3.0, ("vespo",)),
     "vespo_lambda_neg": (2.0, ("vespo",)),
 }
-"""Maps each option that only some loss types read to its default value and to these loss types."""
+"""Maps each option that only some loss types read to (its default value, these loss types)."""
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
-"""Bounds of log W of vespo, so that W lies between 1e-8 and e^20."""
+"""Bounds of log W for vespo, so that W lies between 1e-8 and e^20."""
 
 
 def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
@@ -59,10 +59,10 @@ def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
 class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     """Group-relative policy optimization (GRPO), and related losses, for sampled completions and their advantages.
 
-    For each token, l is the log-probability under the policy, l_old under the policy that sampled the token, and l_ref
-    under the reference model. A is the advantage of the token's sequence, and w = exp(l − l_old). If
-    ``importance_sampling_level`` is "sequence" (GSPO), all tokens of a sequence have the same w, the exponential of the
-    mean of l − l_old over the sequence. The loss L of a token is::
+    For each token, l is its log-probability under the policy, l_old is its log-probability under the policy that
+    sampled the token, and l_ref is its log-probability under the reference model. A is the advantage of the token's
+    sequence, and w is exp(l − l_old). If ``importance_sampling_level`` is "sequence" (GSPO), all tokens of a sequence
+    have the same w: the exponential of the sequence's mean of l − l_old. The loss L of a token is::
 
         L = −min(min(w, δ) · A, clip(w, 1 − ε_low, 1 + ε_high) · A) + β · KL
 
@@ -92,12 +92,14 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         epsilon_low, epsilon_high: ε_low and ε_high. An ε_high that is larger than ε_low is known as "clip-higher".
             Leave out ``epsilon_low`` with cispo, and both arguments with sapo and vespo.
         loss_type: one of the types listed above.
-        max_completion_length: used in the divisor of dr_grpo; other loss types ignore it.
+        max_completion_length: maximum number of tokens in a completion, for the divisor of dr_grpo; other loss types
+            ignore it.
         importance_sampling_level: "token" for one ratio w per token, or "sequence" for one ratio per sequence.
         sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for A <= 0, respectively.
-        temperature: divisor of the logits; must be the temperature with which the completions were sampled.
-        delta: δ, an upper bound of w for A < 0, where the clipping above does not bound w (two-sided clipping); None
-            for no bound.
+        temperature: number by which the logits are divided. It must be the temperature at which the completions were
+            sampled.
+        delta: δ, an upper bound of w (two-sided clipping). It matters for A < 0, where the clipping by ε does not bound
+            w. None for no bound.
         use_bias_correction_kl: whether to multiply the KL term by w.
         vespo_k_pos, vespo_lambda_pos: k and λ of vespo for A >= 0.
         vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A < 0.
@@ -149,7 +151,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.kl_estimator = kl_estimator
-        # Invalid options raise here instead of in the first step.
+        # Invalid options raise an error here, before the first step.
         self._check_ranges()
         self._check_combinations()
 
@@ -169,7 +171,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     def _check_combinations(self) -> None:
         """Raise ValueError if two options can't be combined."""
         name, loss_type = self._name, self.loss_type
-        # Options of one loss type must not be silently ignored by another.
+        # A loss type must not silently ignore an option that belongs to other loss types.
         for option, (default, loss_types) in OPTIONS_OF_TYPES.items():
             if loss_type not in loss_types and getattr(self, option) != default:
                 raise ValueError(
@@ -222,13 +224,13 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             advantages: [B], the advantage of each sequence.
             bias: [V] bias of the head.
             ref_per_token_logps: [B, T] log-probabilities under the reference model.
-            old_per_token_logps: [B, T] log-probabilities under the policy that sampled the completions; None if that is
-                the current policy, so that w = 1.
+            old_per_token_logps: [B, T] log-probabilities under the policy that sampled the completions. None if the
+                current policy sampled them, so that w = 1.
             ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias, given
                 instead of ``ref_per_token_logps``.
-            vllm_is_ratio: [B, T], [B, 1] or [B]. The first term of each token's loss is multiplied by this importance
-                ratio, which corrects for a sampler whose probabilities differ from the policy's. vespo multiplies W by
-                the ratio instead.
+            vllm_is_ratio: [B, T], [B, 1] or [B], an importance ratio by which the first term of each token's loss is
+                multiplied. It corrects for a sampler whose probabilities differ from the policy's. vespo multiplies W
+                by the ratio instead.
             num_items_in_batch: number of tokens over all ranks and accumulation steps; only for dapo, cispo and vespo.
 
         Returns:
@@ -252,7 +254,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         if not self.use_ref_model and any(references):
             raise ValueError(f"{self._name}: a reference was given with use_ref_model=False. Leave it out.")
 
-        # The reference model needs no gradients, and its logits are not kept.
+        # The reference model needs no gradients, so its logits are not kept.
         reference = ref_per_token_logps
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
@@ -281,7 +283,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute what `forward` returns, given the policy's log-probabilities [B, T] with the temperature applied."""
+        """Compute what `forward` returns, from the policy's log-probabilities [B, T] at the given temperature."""
         if num_items_in_batch is not None and self.loss_type not in TOKEN_MEANS:
             raise ValueError(
                 f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}."
@@ -309,12 +311,13 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         """Compute the loss L of each token from the policy's log-probabilities, without the reduction.
 
         Args:
-            log_probs: [B, T], the policy's log-probabilities with the temperature applied.
+            log_probs: [B, T], the policy's log-probabilities, computed from logits divided by the temperature.
             Others: as in `forward`.
 
         Returns:
-            Three tensors [B, T] that are 0 where the mask is 0. The first is L, and only it has a gradient. The second
-            is the KL term without β, or None if ``beta`` is 0. The third is 1 for clipped tokens and 0 for others.
+            Three tensors [B, T] that are 0 where the mask is 0. The first is L, and only L has a gradient. The second
+            is the KL term without β, or None if ``beta`` is 0. The third is 1 for clipped tokens and 0 for other
+            tokens.
 
         Raises:
             ValueError: shapes do not match, or the reference is missing.
@@ -323,7 +326,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         mask = attention_mask.to(log_probs.dtype)
         inside = mask != 0
 
-        # Values at masked positions may be NaN, and a product with 0 would leave NaN in values and gradients.
+        # Values at masked positions may be NaN. Multiplication by 0 would leave NaN in the values and gradients.
         log_probs = log_probs.where(inside, 0)
         old = log_probs.detach() if old_per_token_logps is None else old_per_token_logps.detach()
         log_ratio = (log_probs - old).where(inside, 0)  # [B, T]
@@ -395,7 +398,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
         """Return a bool tensor in the shape of ``ratio`` that is True where clipping stops the gradient."""
-        # Clipping stops the gradient only where the step would move w further out of the bounds.
+        # Clipping stops the gradient only where a step would move w further beyond the bounds.
         if self.loss_type in ("sapo", "vespo"):
             return torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss_type == "cispo":
@@ -406,7 +409,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         """Reduce the masked token losses [B, T] to the loss []."""
         sequences = max(len(mask), 1)  # B
         if self.loss_type in ("grpo", "sapo"):
-            # The mean over each sequence's tokens, then the mean over sequences.
+            # Average over the tokens of each sequence, then over sequences.
             return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
         if self.loss_type == "bnpo":
             return loss.sum() / mask.sum().clamp_min(1)
@@ -416,13 +419,13 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
-        # dapo, cispo and vespo use the mean over the tokens of all ranks, of which each rank computes its part.
+        # dapo, cispo and vespo average over the tokens of all ranks. Each rank computes its part of this mean.
         if num_items is None:
             num_items = _tokens_of_all_ranks(mask)
         else:
             check_num_items(num_items, torch.where(mask != 0, 0, IGNORED))
         tokens = torch.as_tensor(num_items, dtype=mask.dtype, device=mask.device)
-        # Data parallelism averages gradients over the ranks, so the number of tokens is divided by the number of ranks.
+        # Data parallelism averages gradients over ranks, so the number of tokens is divided by the number of ranks.
         return loss.sum() / (tokens / world_size()).clamp_min(1)
 
     def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:
@@ -464,10 +467,10 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
 
 class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
-    """The loss of `LigerFusedLinearGRPOLoss`, computed from all logits. The loss of each token can be returned, too.
+    """The loss of `LigerFusedLinearGRPOLoss`, computed from all logits. It can also return the loss of each token.
 
     Args:
-        softcap, logit_scale: set them only if the model has not yet applied them to the logits.
+        softcap, logit_scale: set these only if the model has not already applied them to the logits.
         Others: as in `LigerFusedLinearGRPOLoss`. ``workspace_mib`` has no effect.
 
     Raises:
@@ -491,9 +494,9 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
 
         Args:
             logits: [B, T, V] logits at the positions that predict the completions, or [B, T + 1, V] with one more
-                position at the end, which is not read. The tensor is never written to.
-            old_logp: [B, T] log-probabilities under the policy that sampled the completions; None if that is the
-                current policy.
+                position at the end, which is ignored. The tensor is never written to.
+            old_logp: [B, T] log-probabilities under the policy that sampled the completions; None if the current policy
+                did.
             ref_logp: [B, T] log-probabilities under the reference model; None if ``beta`` is 0.
             completion_ids: [B, T] int64. Ids where the mask is 0 are not read.
             advantages: [B], the advantage of each sequence.
@@ -507,7 +510,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
 
         Raises:
             ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given although the
-                loss is not divided by it.
+                loss type does not use it.
         """
         if not reduce and num_items_in_batch is not None:
             raise ValueError(
@@ -521,7 +524,8 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
                 f"{list(logits.shape)} and {list(completion_ids.shape)}."
             )
 
-        # The log-probabilities of the completions with the temperature applied, as the fused loss computes them.
+        # Compute the log-probabilities of the completions from logits divided by the temperature, as the fused loss
+        # does.
         mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
         if mask.shape != (B, T):
             raise ValueError(f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")

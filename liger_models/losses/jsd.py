@@ -9,7 +9,7 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDi
 
 
 def check_beta(name: str, beta: float) -> None:
-    """Raise ValueError unless β is in [0, 1]. ``name`` is the name of class and argument in the message."""
+    """Raise ValueError unless β is in [0, 1]. ``name`` names the class and the argument in the message."""
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {beta}.")
 
@@ -20,7 +20,7 @@ class LigerFusedLinearJSDLoss(FusedDistillationLoss):
     The loss is averaged over the tokens that are not ignored.
 
     Args:
-        beta: β in [0, 1]. 0 gives the forward KL divergence, and 1 the reverse KL divergence.
+        beta: β in [0, 1]. 0 gives the forward KL divergence, and 1 gives the reverse KL divergence.
         Others: as in `FusedDistillationLoss`.
 
     Raises:
@@ -39,10 +39,10 @@ class LigerFusedLinearJSD(FusedDivergence):
     """Generalized Jensen-Shannon divergence, fused with the heads of both models, without a cross entropy.
 
     Args:
-        jsd_beta: β in [0, 1]. 0 gives the forward KL divergence, and 1 the reverse KL divergence.
+        jsd_beta: β in [0, 1]. 0 gives the forward KL divergence, and 1 gives the reverse KL divergence.
         ignore_index: label of tokens that the loss skips.
-        temperature: divisor of both models' logits.
-        accum_dtype: must be None or float32, which have the same effect: gradients are summed over chunks as described
+        temperature: number by which both models' logits are divided.
+        accum_dtype: must be None or float32. Both have the same effect: gradients are summed over chunks as described
             in `linear_cross_entropy`.
         Others: as in `FusedDistillationLoss`.
 
@@ -102,7 +102,7 @@ class LigerJSD(nn.Module):
     """Generalized Jensen-Shannon divergence of log-probabilities, averaged over the rows that are not ignored.
 
     Args:
-        beta: β in [0, 1]. 0 gives the forward KL divergence KL(p ‖ q), and 1 the reverse KL divergence KL(q ‖ p).
+        beta: β in [0, 1]. 0 gives the forward KL divergence KL(p ‖ q), and 1 gives the reverse KL divergence KL(q ‖ p).
         ignore_index: label of rows that the loss skips.
     """
 
@@ -121,7 +121,7 @@ class LigerJSD(nn.Module):
                 no row is skipped.
         """
         check_distributions("LigerJSD", log_q, log_p, shift_labels)
-        divergence = kind_or_limit("jsd", self.beta)  # a KL divergence at β = 0 and 1
+        divergence = kind_or_limit("jsd", self.beta)  # a KL divergence if β is 0 or 1
         return distribution_divergence(
             log_q, log_p, divergence, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index
         )

@@ -1,4 +1,4 @@
-"""KL divergence, fused with the heads of both models or with the student's head, or computed from distributions."""
+"""KL divergence, fused with the heads of both models, fused with the student's head, or computed from distributions."""
 
 import torch
 from torch import Tensor, nn
@@ -10,33 +10,33 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, check_d
 
 
 class LigerFusedLinearForwardKLLoss(FusedDistillationLoss):
-    """Cross entropy plus the forward KL divergence KL(p ‖ q) of teacher p and student q.
+    """Cross entropy plus the forward KL divergence KL(p ‖ q) between teacher p and student q.
 
-    The arguments are those of `FusedDistillationLoss`, without ``beta``.
+    The arguments are as in `FusedDistillationLoss`, without ``beta``.
     """
 
     divergence = "forward_kl"
 
 
 class LigerFusedLinearReverseKLLoss(FusedDistillationLoss):
-    """Cross entropy plus the reverse KL divergence KL(q ‖ p) of teacher p and student q.
+    """Cross entropy plus the reverse KL divergence KL(q ‖ p) between student q and teacher p.
 
-    The arguments are those of `FusedDistillationLoss`, without ``beta``.
+    The arguments are as in `FusedDistillationLoss`, without ``beta``.
     """
 
     divergence = "reverse_kl"
 
 
 class LigerFusedLinearKLDivLoss(FusedLinearLoss):
-    """KL(p ‖ q) of a teacher's stored probabilities p and the student's distribution q, fused with the student's head.
+    """KL(p ‖ q) between a teacher's stored probabilities p and the student's q, fused with the student's head.
 
     Args:
-        reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over these tokens
-            and the vocabulary, or "sum".
+        reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over both these
+            tokens and the vocabulary, or "sum".
         ignore_index: label of tokens that the loss skips.
-        temperature: divisor of the student's logits. The teacher's probabilities are used unchanged.
+        temperature: number by which the student's logits are divided. The teacher's probabilities are used unchanged.
         eps: lower bound of a probability inside the logarithm.
-        accum_dtype: must be None or float32, which have the same effect: gradients are summed over chunks as described
+        accum_dtype: must be None or float32. Both have the same effect: gradients are summed over chunks as described
             in `linear_cross_entropy`.
         softcap, logit_scale: applied to the student's logits, as in `linear_kl_div`.
         workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
@@ -99,7 +99,7 @@ class LigerKLDIVLoss(nn.Module):
     """``Σ p · (log max(p, eps) − log q)`` for the prediction log q and the target p or log p. Terms with p = 0 are 0.
 
     Args:
-        eps: lower bound of p inside the logarithm. Leave it out with ``log_target``.
+        eps: lower bound of p inside the logarithm. Leave ``eps`` out if ``log_target`` is True.
         size_average, reduce: deprecated arguments of `torch.nn.KLDivLoss`; must be None.
         reduction: "none", "sum", "mean" for the mean over all terms (PyTorch's default), or "batchmean" for the mean
             over rows.
@@ -126,7 +126,7 @@ class LigerKLDIVLoss(nn.Module):
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """Compute the loss in fp32, [] or, with reduction "none", [..., V].
+        """Compute the loss in fp32. Its shape is [] or, with reduction "none", [..., V].
 
         Args:
             y_pred: [..., V] log-probabilities.

@@ -11,7 +11,7 @@ from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 
 
 class KTOMetrics(NamedTuple):
-    """Metrics of the KTO loss: sums [] over the desirable ("chosen") and the undesirable ("rejected") sequences.
+    """Metrics of the KTO loss: sums [] over the desirable ("chosen") and over the undesirable ("rejected") sequences.
 
     The fields are in the same order as Liger-Kernel's metrics. The logits are summed over sequences, tokens and
     vocabulary, before the softcap. `from_log_probs` sets the sums of the logits to None.
@@ -90,7 +90,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. The
                 hidden size may differ from C.
             kl: z, the estimated KL divergence from the reference model, as a number or a tensor [] or [B], which gets
-                no gradient. z must not be negative. None for 0.
+                no gradient. It must not be negative. None stands for 0.
             ref_log_probs: the reference model's log-probabilities of the tokens [B, T] or of the sequences [B], given
                 instead of ``ref_input``, ``ref_weight`` and ``ref_bias``.
 

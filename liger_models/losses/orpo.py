@@ -14,8 +14,8 @@ class ORPOMetrics(NamedTuple):
     """`PreferenceMetrics`, followed by two metrics of ORPO.
 
     Attributes:
-        log_odds_ratio: [] mean over pairs of the log of σ(log odds ratio).
-        log_odds_chosen: [] mean over pairs of the log odds ratio.
+        log_odds_ratio: [] mean over pairs of log σ(x), where x is the log odds ratio of a pair.
+        log_odds_chosen: [] mean over pairs of x.
         Others: as in `PreferenceMetrics`.
     """
 
@@ -82,13 +82,13 @@ class LigerFusedLinearORPOLoss(PairLoss):
         )  # fmt: skip
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the losses [pairs] from the mean log-probabilities of chosen and rejected sequences, [pairs] each."""
+        """Compute the losses [pairs] from mean log-probabilities of chosen and of rejected sequences, both [pairs]."""
         return -self.beta * self._odds(chosen, rejected)[1]
 
     def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the log odds ratio x and log σ(x) of each pair, [pairs] each.
+        """Compute the log odds ratio x and log σ(x) of each pair, both [pairs].
 
-        Both are 0 for a pair with a sequence whose log-probability is 0.
+        Both are 0 for a pair that has a sequence whose log-probability is 0.
         """
         both = (chosen != 0) & (rejected != 0)
         odds = log_odds(chosen) - log_odds(rejected)

@@ -10,7 +10,7 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, check_d
 class LigerFusedLinearTVDLoss(FusedDistillationLoss):
     """Cross entropy plus total variation distance.
 
-    The arguments are those of `FusedDistillationLoss`, without ``beta``.
+    The arguments are as in `FusedDistillationLoss`, without ``beta``.
 
     Source: https://arxiv.org/abs/2307.15190
     """
@@ -34,7 +34,7 @@ class LigerFusedCETVDLoss(nn.Module):
 
         Args:
             student_logits: [..., V]. The tensor is never written to.
-            teacher_logits: [..., V]; get no gradient.
+            teacher_logits: [..., V], which get no gradient.
             target: [...] int64, already shifted.
         """
         return logits_divergence(
@@ -43,7 +43,7 @@ class LigerFusedCETVDLoss(nn.Module):
 
 
 class LigerTVDLoss(nn.Module):
-    """Total variation distance ``½ · Σ |p − q|`` of probabilities.
+    """Total variation distance ``½ · Σ |p − q|`` between two distributions of probabilities.
 
     Args:
         reduction: "none", "sum", "mean" for the mean over all terms, or "batchmean" for the mean over rows.
@@ -59,7 +59,7 @@ class LigerTVDLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Compute the loss in fp32, [] or, with reduction "none", [..., V].
+        """Compute the loss in fp32. Its shape is [] or, with reduction "none", [..., V].
 
         Args:
             p: [..., V], the student's probabilities.
