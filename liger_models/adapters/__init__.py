@@ -1,4 +1,4 @@
-"""Additions to a trained model: LoRA, 4-bit and float8 linear layers, Medusa heads, and multi-token prediction."""
+"""Additions to trained models: LoRA, 4-bit and float8 linear layers, Medusa heads, and multi-token prediction."""
 
 from liger_models.common.lazy import lazy_exports
 

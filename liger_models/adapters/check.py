@@ -1,4 +1,4 @@
-"""Checks of whether training has changed every tensor of the adapters."""
+"""Checks that training has changed every tensor of the adapters."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from liger_models.layers.linear import local
 
 
 class Finding(NamedTuple):
-    """Something wrong with an adapter.
+    """A problem with an adapter.
 
     Attributes:
-        name: name of the tensor in PEFT's files, or of the setting.
+        name: name of the tensor in PEFT's files, or name of the setting.
         problem: what is wrong, and what to do.
     """
 
@@ -37,7 +37,7 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
-    """Return, for each tensor of the adapters, two sums [2] fp64 over this rank's part, which show changes."""
+    """Return two sums, [2] fp64, over this rank's part of each adapter tensor. A change of the tensor changes them."""
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
 
@@ -52,8 +52,8 @@ def check_trained(model: CausalLM, before: dict[str, Tensor], steps: int) -> lis
     Args:
         model: the model after training.
         before: the result of `adapter_sums` before training.
-        steps: number of steps between the two. B may stay at 0 in the first step of a warm-up, and A has no gradient
-            while B is 0, so B is checked after 2 steps and A after 3.
+        steps: number of training steps between ``before`` and now. B may stay at 0 in the first step of a warm-up, and
+            A has no gradient while B is 0. Therefore B is checked from 2 steps on, and A from 3 steps on.
     """
     return _judge(model, before, steps)[0]
 
@@ -77,7 +77,7 @@ def _judge(model: CausalLM, before: dict[str, Tensor], steps: int) -> tuple[list
 
 
 def adapter_line(model: CausalLM, before: dict[str, Tensor], steps: int) -> str:
-    """Return one line about `check_trained` for the log of a run."""
+    """Return a line about the result of `check_trained` for the log of a run."""
     findings, moved = _judge(model, before, steps)
     if not findings:
         if moved < len(before):

@@ -1,8 +1,8 @@
 """Training with float8 matrix products.
 
-The linear layers of the blocks round the operands of their three products (inputs, weights and gradients) to float8.
-Depending on the recipe, there is one scale per tensor or one per row, computed from the current values. Parameters and
-saved checkpoints keep their dtype.
+The linear layers of the blocks round the operands of their three matrix products (inputs, weights and gradients) to
+float8. Depending on the recipe, each tensor or each row has one scale, which is computed from the current values.
+Parameters and saved checkpoints keep their dtype.
 
 Source: https://arxiv.org/abs/2209.05433 (formats); https://github.com/pytorch/ao/tree/main/torchao/float8.
 """
@@ -32,12 +32,12 @@ MIN_CAPABILITY = (8, 9)
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8. Fused ops read its weight and `float8_recipe` instead of calling it.
+    """A linear layer that multiplies in float8. Fused ops read its weight and recipe instead of calling the layer.
 
     Attributes:
         float8_recipe: name of a recipe in `liger_models.kernels.float8.float8.RECIPES`.
-        gathered: the gathered float8 weight if `apply_fsdp` lets each rank round its own shard; otherwise None. While
-            it is set, the values of ``weight`` are undefined.
+        gathered: the gathered float8 weight, if `apply_fsdp` lets each rank round its own shard; otherwise None. While
+            ``gathered`` is set, the values of ``weight`` are undefined.
     """
 
     float8_recipe: str
@@ -57,7 +57,7 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, weight, bias, self.float8_recipe, self.gathered)
 
     def extra_repr(self) -> str:
-        """Return sizes and recipe for ``print(model)``."""
+        """Return the sizes and the recipe for ``print(model)``."""
         return f"{super().extra_repr()}, float8_recipe={self.float8_recipe}"
 
 
@@ -70,8 +70,8 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
     Args:
         model: a float32 or bfloat16 model on any device, including meta. Parameters and their names do not change.
         recipe: "tensorwise" (the fastest), "rowwise", or "rowwise_with_gw_hp" (the most accurate), as in torchao. For
-            other settings, such as ``enable_fsdp_float8_all_gather``, it is a ``torchao.float8.Float8LinearConfig``;
-            the layers are then those of torchao, which are fast only in compiled blocks.
+            other settings, such as ``enable_fsdp_float8_all_gather``, pass a ``torchao.float8.Float8LinearConfig``. The
+            layers then become torchao's layers, which are fast only in compiled blocks.
 
     Returns:
         ``model``. Linear layers whose sizes are not multiples of 16 are not converted; a warning lists them.
@@ -92,7 +92,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         )
     _check_model(model, not isinstance(recipe, str) and recipe.emulate)
 
-    # Find the plain linear layers of the blocks, and those among them whose sizes the kernels do not support.
+    # Find the plain linear layers of the blocks. Among these, find the layers whose sizes the kernels do not support.
     linears = {
         f"layers.{path}.{name}": (layer, name, linear)
         for path, layer in named_layers(model.layers)
@@ -116,7 +116,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
             stacklevel=2,
         )
 
-    # Convert the other layers: by torchao if its configuration is given, and otherwise by this package.
+    # Convert all other layers: with torchao if its configuration is given, and otherwise with this package.
     supported = linears.keys() - unsupported.keys()
     if isinstance(recipe, str):
         for path in supported:
@@ -130,7 +130,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
 
 
 def _is_config(recipe: Any) -> bool:
-    """Whether ``recipe`` is a torchao configuration, decided without importing torchao."""
+    """Whether ``recipe`` is a torchao configuration. This function does not import torchao."""
     return dataclasses.is_dataclass(recipe) and type(recipe).__name__ == "Float8LinearConfig"
 
 

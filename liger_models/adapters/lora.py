@@ -36,15 +36,16 @@ Model = TypeVar("Model", bound=CausalLM)
 def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     """Freeze a model and add trainable adapters in place. B starts at 0, so the model's output does not change.
 
-    Call this function before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and
-    the forward casts them to the dtype of the activations. Routers and the embedding get no adapters. Routed experts
-    get adapters only if ``config`` includes them explicitly, because adapters for all experts have many parameters.
+    Call this function before `apply_fsdp` and before compiling the model. Adapters are float32 (float64 in a float64
+    model), and the forward casts them to the dtype of the activations. Routers and the embedding get no adapters.
+    Routed experts get adapters only if ``config`` includes them explicitly, because adapters for all experts have many
+    parameters.
 
     Args:
         model: the model. If all ranks call ``torch.manual_seed`` with the same seed, they get the same adapters. The
-            model may be on the meta device in ``from_pretrained(folder, shard=lambda model:
-            apply_fsdp(apply_lora(model, config)))``, where each rank reads only its own shards and the adapters are
-            initialized afterwards.
+            model may be on the meta device, as in ``from_pretrained(folder, shard=lambda model:
+            apply_fsdp(apply_lora(model, config)))``. Each rank then reads only its own shards, and the adapters are
+            initialized after that.
         config: settings of the adapters, by default rank 8 for all linear layers of the blocks.
 
     Returns:
@@ -92,7 +93,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         if names:
             model.set_submodule(path, ADAPTED[type(linear)].around(linear, expression, names, config))
 
-    # The layer of the experts stays, and gets the adapters as a submodule.
+    # A layer with experts is not replaced. It gets the adapters as a submodule.
     for path, weights in experts.items():
         moe: Any = model.get_submodule(path)
         exchanged = format_of(type(model)).peft_exchanges
@@ -117,15 +118,15 @@ def remove_adapters(model: CausalLM) -> None:
 
 
 def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear") -> list[str]:
-    """Resolve ``targets`` to layers outside of the vision tower and its projection to image tokens.
+    """Resolve ``targets`` to layers that are neither in the vision tower nor in its projection to image tokens.
 
     Args:
         model: a vision-language model without adapters.
         targets: names as in ``LoRAConfig.target_modules``.
 
     Returns:
-        Full names for ``LoRAConfig(target_modules=...)``. For linear layers they are the names in the Hugging Face
-        checkpoint, and for routed experts the names of the parameters in transformers.
+        Full names for ``LoRAConfig(target_modules=...)``. A linear layer has its name in the Hugging Face checkpoint.
+        Routed experts have the names of their parameters in transformers.
 
     Raises:
         ValueError: a name matches no linear layer.
@@ -145,7 +146,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
         ValueError: the model has no adapters.
     """
     _check_adapted("without_adapters", model)
-    # Contexts may be nested, so the state before this context is restored.
+    # Contexts may be nested, so restore the state from before this context.
     adapters = [adapters_of(layer) for layer in adapted_layers(model).values()]
     before = [adapter.active for adapter in adapters]
     for adapter in adapters:
@@ -179,8 +180,8 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
-    # The matrices of experts become plain parameters, even if they were quantized. Matrices that are stored as in the
-    # checkpoint, and have no adapters, stay as they are.
+    # The experts' matrices become plain parameters, even if they were quantized. Matrices that are stored in the
+    # checkpoint's own format and have no adapters do not change.
     for path, moe in _experts(model).items():
         parts = frozen_parts(moe)
         kept = {name: part for name, part in parts.items() if part.format.is_kept and name not in moe.adapted}
@@ -210,7 +211,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
 
 
 def unmerge_lora(model: Model) -> Model:
-    """Undo ``merge_lora(model, reversible=True)``, so that adapters and weights are bitwise identical to before.
+    """Undo ``merge_lora(model, reversible=True)``. Adapters and weights are then bitwise identical to before.
 
     Raises:
         ValueError: the model was not merged with ``reversible=True``.
@@ -220,7 +221,7 @@ def unmerge_lora(model: Model) -> Model:
         raise ValueError("unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
 
-    # Restore weights and adapters, on the device of the merged layer, which may have been moved.
+    # Restore weights and adapters on the merged layer's current device, because the layer may have been moved.
     for path, (layer, weights, stored) in originals.items():
         merged: Any = model.get_submodule(path)
         device = next(merged.parameters()).device
@@ -254,7 +255,7 @@ class Original(NamedTuple):
 
 
 def unsupported_linears(model: nn.Module) -> list[str]:
-    """Return the class names of linear layers that can't have adapters because a tool has wrapped or replaced them."""
+    """Return the class names of linear layers that can't have adapters, because a tool has wrapped or replaced them."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return sorted({type(linear).__name__ for linear in linears if linear._parameters and type(linear) not in ADAPTED})
 
@@ -265,7 +266,7 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
     of_routers = {id(module) for router in routers for module in router.modules()}
     layers = {}
-    # The weight must consist of whole rows of the checkpoint's matrices, so that B can have the same rows.
+    # A weight must consist of whole rows of the checkpoint's matrices, so that B can have the same rows.
     for path, linear in model.named_modules():
         if isinstance(linear, nn.Linear) and type(linear) in ADAPTED and id(linear) not in of_routers:
             expression = entries.get(f"{path}.weight", Name(f"{path}.weight"))  # a tied head has no entry
@@ -275,9 +276,9 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 
 
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
-    """Map the path of each layer with routed experts to its parameters that can have adapters.
+    """Map the path of each layer with routed experts to the layer's parameters that can have adapters.
 
-    The parameters are a dict from our name to the name in transformers and the entry in the weight map.
+    The parameters are a dict from our name to (name in transformers, entry in the weight map).
     """
     entries = format_of(type(model)).expert_map(model.config).entries
     experts: dict[str, dict[str, tuple[str, Expression]]] = {}
@@ -308,15 +309,15 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """Return the entries of the weight map whose names PEFT's files use."""
+    """Return the entries of the weight map that has the names of PEFT's files."""
     return format_of(type(model)).module_map(model.config).entries
 
 
 def expert_names(model: CausalLM) -> dict[str, str]:
-    """Map each name of experts' matrices to the name of the parameter in transformers that holds the matrices.
+    """Map each name for experts' matrices to the name of the parameter in transformers that holds these matrices.
 
-    The names are those of all layouts of checkpoints, without the number of the expert: ``experts.gate_proj``,
-    ``experts.up_proj`` and ``experts.gate_up_proj`` belong to the same parameter.
+    The keys are the names in all checkpoint layouts, without the index of the expert. For example,
+    ``experts.gate_proj``, ``experts.up_proj`` and ``experts.gate_up_proj`` belong to the same parameter.
     """
     maps = format_of(type(model)).weight_maps(model.config)
     names: dict[str, str] = {}
@@ -333,7 +334,8 @@ def expert_names(model: CausalLM) -> dict[str, str]:
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     """Resolve the targets of ``config``.
 
-    The result has names of linear layers in the checkpoint, and names of experts' parameters in transformers.
+    The result contains the names of linear layers in the checkpoint and the names of experts' parameters in
+    transformers.
 
     Args:
         names: the names, in the checkpoint, of the weights of all linear layers.
@@ -363,7 +365,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
         endings = ", ".join(sorted(set(map(short_name, names))))
         raise ValueError(f"apply_lora: target_modules must name linear layers ({endings}), got none.")
 
-    # A string is a pattern for full names; a list has names or their last parts, which may also refer to experts.
+    # A string is a pattern for full names. A list has names or last parts of names, which may also refer to experts.
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
             matched = _matched(target, modules)
@@ -382,7 +384,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
 
 
 def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
-    """Return the values whose keys a regular expression matches as a whole."""
+    """Return the values of all keys that a regular expression matches in full."""
     try:
         pattern = Pattern(target)
         return {name for module, name in modules.items() if pattern.fullmatch(module)}
@@ -392,7 +394,7 @@ def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
     """Return advice for the error about a target that matches nothing."""
-    # The target may refer to experts or to modules without adapters, be a pattern, or be misspelled.
+    # The target may refer to experts or to modules that can't have adapters, may be a pattern, or may be misspelled.
     endings = sorted(set(map(short_name, names)))
     short_names = {short_name(name) for expression in _entries(model).values() for name in expression.names()}
     last = target.rpartition(".")[2]

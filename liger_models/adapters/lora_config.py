@@ -14,22 +14,22 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 class LoRAConfig:
     """The matrices that get adapters, and the form of the adapters.
 
-    Names and defaults are those of PEFT, except for the default of ``target_modules``.
+    Names and defaults are the same as in PEFT, except for the default of ``target_modules``.
 
     Args:
         r: rank of the adapters.
         lora_alpha: the output of an adapter is multiplied by ``lora_alpha / r``.
-        lora_dropout: probability that an element of the input of an adapter is dropped in training. All adapters of one
+        lora_dropout: probability with which an element of an adapter's input is dropped in training. All adapters of a
             packed projection drop the same elements.
-        target_modules: a list of names in the Hugging Face checkpoint, or of last parts of names, such as "q_proj". A
-            name whose second last part is ``experts``, such as "experts.down_proj", refers to routed experts. The
-            string "all-linear" selects all linear layers of the blocks; any other string is a regular expression that
-            must match a full name.
-        target_parameters: names, or last parts of names, of the parameters in transformers that hold the matrices of
-            all routed experts of a layer: "experts.gate_up_proj", "experts.down_proj". Each expert has its own A and B
-            for gate and up together, and another A and B for down.
+        target_modules: a list of module names in the Hugging Face checkpoint, or of last parts of such names, such as
+            "q_proj". A name whose second-to-last part is ``experts``, such as "experts.down_proj", refers to routed
+            experts. The string "all-linear" selects all linear layers of the blocks; any other string is a regular
+            expression that must match a full name.
+        target_parameters: names, or last parts of names, of parameters in transformers that hold the matrices of all
+            routed experts in a layer: "experts.gate_up_proj", "experts.down_proj". Each expert gets one pair A and B
+            for gate and up together, and another pair for down.
         use_rslora: whether to multiply by ``lora_alpha / sqrt(r)`` instead of ``lora_alpha / r``.
-        use_dora: whether to learn the norm of each row of the adapted matrices, too.
+        use_dora: whether to also learn the norm of each row of the adapted matrices (DoRA).
 
     Raises:
         ValueError: a value is out of range or has the wrong type.

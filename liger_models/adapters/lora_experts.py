@@ -1,9 +1,9 @@
-"""LoRA adapters A_e, B_e of the matrices W_e of each routed expert e.
+"""LoRA adapters A_e and B_e for the matrix W_e of each routed expert e.
 
     y_e = W_e x + s · B_e A_e x          s as in `lora_layers`
 
-The ops of the layer take A and B. Under tensor parallelism, B of gate and up is sharded by rows, and A of down by
-columns.
+The layer's ops take A and B. Under tensor parallelism, the B of gate and up is sharded by rows, and the A of down is
+sharded by columns.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ class ExpertAdapter(Layer):
 
     Args:
         weight: the matrices, [X, out, in].
-        name: name, in transformers, of the parameter that holds the matrices.
-        expression: the weight as an expression over the parameter in transformers.
+        name: the name that the parameter with the matrices has in transformers.
+        expression: the weight, as an expression in the parameter of transformers.
         config: settings of the adapters.
-        exchanged: whether A and B change places in PEFT's files; see `CheckpointFormat.peft_exchanges`.
+        exchanged: whether A and B are exchanged in PEFT's files; see `CheckpointFormat.peft_exchanges`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ExpertAdapter(Layer):
         super().__init__()
         X, out, width = weight.shape
 
-        # Adapters are fp32 because of their small updates, as for linear layers.
+        # As for linear layers, adapters are fp32, because their updates are small.
         options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
         self.name, self.expression, self.exchanged = name, expression, exchanged
         self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
@@ -54,16 +54,16 @@ class ExpertAdapter(Layer):
 
 
 class LoRAExperts(Layer):
-    """The adapters of a layer's routed experts, which are in the submodule ``lora``. The ops of the layer take A and B.
+    """The adapters of a layer's routed experts, in the layer's submodule ``lora``. The layer's ops take A and B.
 
     Args:
         adapters: maps the name of a parameter of the layer, "gate_up_weight" or "down_weight", to its adapter.
-        active_share: ``active_share`` of the layer.
+        active_share: the layer's ``active_share``.
         config: settings of the adapters.
     """
 
     active: bool = True
-    """Whether the adapters are used, not only the frozen weights; see `without_adapters`."""
+    """Whether the adapters are used in addition to the frozen weights; see `without_adapters`."""
     group: Group | None = None
     """The process group over which `apply_tp` has divided the width of each expert; otherwise None."""
 
@@ -75,13 +75,13 @@ class LoRAExperts(Layer):
         self.reset_adapters()
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Shard the adapters along the width of the experts: B of gate and up by rows, and A of down by columns."""
+        """Shard the adapters along the experts' width: the B of gate and up by rows, and the A of down by columns."""
         self.group = group
         dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}  # the dimension along which each tensor is sharded
         return {name: dim for name, dim in dims.items() if name.partition(".")[0] in self.names}
 
     def by_name(self) -> dict[str, ExpertAdapter]:
-        """Map the name of each adapted parameter in transformers to its adapter."""
+        """Map each adapted parameter's name in transformers to its adapter."""
         adapters = [cast(ExpertAdapter, self.get_submodule(name)) for name in self.names]
         return {adapter.name: adapter for adapter in adapters}
 
@@ -89,23 +89,23 @@ class LoRAExperts(Layer):
     def reset_adapters(self) -> None:
         """Draw A and set B to 0, so that the adapters have no effect.
 
-        Sharded adapters get their parts of the values that the first rank draws.
+        If the adapters are sharded, each rank gets its part of the values that the first rank draws.
         """
         for adapter in self.by_name().values():
             drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
-            bound = drawn.shape[2] ** -0.5  # as for A [r, in] of a linear layer
+            bound = drawn.shape[2] ** -0.5  # the same bound as for A [r, in] of a linear layer
             copy_into(adapter.lora_A, drawn.uniform_(-bound, bound))
             nn.init.zeros_(adapter.lora_B)
 
     @property
     def dropout(self) -> float:
-        """The current probability that an element of the adapters' input is dropped. It is 0 outside of training."""
+        """The current probability with which an element of the adapters' input is dropped; 0 outside of training."""
         return self.config.lora_dropout if self.training and self.active else 0.0
 
     def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
-        """Return A [X, r, in] and s · B [X, out, r] of this rank's experts, for gate and up, and for down.
+        """Return A [X, r, in] and s · B [X, out, r] of this rank's experts: a pair for gate and up, and one for down.
 
-        A pair is None if its matrices have no adapters or the adapters are switched off.
+        A pair is None if the matrices have no adapters, or if the adapters are switched off.
         """
         if not self.active:
             return None, None
@@ -132,11 +132,11 @@ class LoRAExperts(Layer):
 
     @torch.no_grad()
     def merged(self, name: str, weight: Weight) -> Tensor:
-        """Return the weight [X, out, in] of the parameter ``name`` with merged adapters, in the dtype of the weight."""
+        """Return ``weight``, the parameter ``name``, with merged adapters: [X, out, in] in the dtype of ``weight``."""
         adapter: Any = self.get_submodule(name)
         wide = torch.promote_types(weight.dtype, torch.float32)
         B = (adapter.lora_B.to(wide) * self.config.scaling).split(1)
 
-        # Experts are merged one by one, because the fp32 copies need memory.
+        # Experts are merged one by one, because their fp32 copies need memory.
         experts = zip(weight.split(1), B, adapter.lora_A.to(wide).split(1), strict=True)
         return torch.cat([torch.baddbmm(dense(W).to(wide), b, a).to(weight.dtype) for W, b, a in experts])

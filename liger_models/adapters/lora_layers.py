@@ -4,17 +4,17 @@
     y = m · (W x + s · B A x) / ‖W + s · B A‖      for each row, with no gradient of the norm (DoRA)
 
 An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
-several of these matrices, and the weight map gives the rows of each.
+several of these matrices, and the weight map says which rows belong to each matrix.
 
-Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are sharded
-by rows, too. If the weight is sharded by columns, A is sharded by columns, too; then A x is a partial sum, and the
-all-reduce of the layer sums B A x over the ranks. Each rank computes only a part of the gradients of replicated
-tensors, and these parts are summed::
+Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are also
+sharded by rows. If the weight is sharded by columns, A is also sharded by columns; then A x is a partial sum, and the
+layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a part of the gradient,
+and these parts are summed::
 
     weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
     weight by columns (o, down)            A sharded        B, m replicated
 
-`lora_experts` has the adapters of routed experts.
+The module `lora_experts` has the adapters of routed experts.
 
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 
 class Adapter(Layer):
-    """The adapter of one matrix of the checkpoint: A [r, C], B [O, r] and, with DoRA, magnitudes m [O]."""
+    """The adapter of one checkpoint matrix: A [r, C], B [O, r] and, with DoRA, the magnitudes m [O]."""
 
     def __init__(self, out_features: int, in_features: int, config: LoRAConfig, like: Tensor) -> None:
         super().__init__()
-        # Adapters are fp32, because their updates are so small that bfloat16 would round them away.
+        # Adapters are fp32, because their updates are so small that rounding to bfloat16 would lose them.
         options: dict[str, Any] = {"device": like.device, "dtype": torch.promote_types(like.dtype, torch.float32)}
         self.lora_A = nn.Parameter(torch.empty(config.r, in_features, **options))
         self.lora_B = nn.Parameter(torch.empty(out_features, config.r, **options))
@@ -80,26 +80,27 @@ class Dropout(nn.Dropout):
 
 
 class LinearAdapters(nn.ModuleDict):
-    """The adapters of a linear layer with a weight [O, C], which may consist of several checkpoint matrices.
+    """The adapters of a linear layer. The layer's weight [O, C] may consist of several checkpoint matrices.
 
     The keys are the last components of the checkpoint matrices' names, such as ``q_proj``.
 
     Args:
         linear: the layer.
-        expression: the weight of the layer as an expression over the checkpoint's matrices.
-        names: the names, in the checkpoint, of the matrices that get an adapter.
+        expression: the weight of the layer, as an expression in the checkpoint's matrices.
+        names: the checkpoint names of the matrices that get an adapter.
         config: settings of the adapters.
     """
 
     active: bool = True
-    """Whether the adapters are used, not only the frozen weight; see `without_adapters`."""
+    """Whether the adapters are used in addition to the frozen weight; see `without_adapters`."""
     group: Group | None = None
-    """Process group that sums gradients of replicated tensors; None if each rank computes the whole gradients."""
+    """Process group that sums the gradients of replicated tensors; None if each rank computes whole gradients.
+    """
     sharded_dim: int | None = None
     """Dimension along which `apply_tp` has sharded the weight; None if the weight is replicated."""
 
     def __init__(self, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> None:
-        # To count the rows of each matrix, unpack a vector with one element per row of the weight.
+        # To count the rows of each matrix, unpack a vector that has one element per row of the weight.
         rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
         sizes = {name: len(part) for name, part in rows.items()}
         super().__init__(
@@ -107,10 +108,10 @@ class LinearAdapters(nn.ModuleDict):
         )
         self.config, self.expression = config, expression
         self.sizes = sizes
-        """Maps the name of each checkpoint matrix in the weight to its number of rows."""
+        """Maps the name of each checkpoint matrix in the weight to the matrix's number of rows."""
 
     def by_name(self) -> dict[str, Adapter]:
-        """Map the name of each adapted checkpoint matrix to its adapter, in the order used by `factors`."""
+        """Map the name of each adapted checkpoint matrix to its adapter, in the order of `factors`."""
         return {name: cast(Adapter, self[short_name(name)]) for name in self.sizes if short_name(name) in self}
 
     def shard_rows(self, group: Group) -> dict[str, int]:
@@ -138,16 +139,17 @@ class LinearAdapters(nn.ModuleDict):
                 copy_into(adapter.lora_magnitude_vector, row_norms[name])
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the concatenated A [R, C] and s · B [O, R] of all adapters, where R is r · number of adapters.
+        """Return A [R, C] and s · B [O, R] of all adapters, concatenated, where R is r times the number of adapters.
 
-        The rows of B have the packed order of the weight. The columns of B that belong to an adapter are zero outside
-        of the adapter's rows, so a single small product computes all adapters.
+        The rows of B are in the packed order of the weight. In the columns of an adapter, B is zero outside of the
+        adapter's rows, so a single small product computes all adapters.
         """
         adapters = self.by_name()
         r, R = self.config.r, self.config.r * len(adapters)
         A = torch.cat([local(adapter.lora_A) for adapter in adapters.values()])  # [R, C]
 
-        # For each matrix, make [rows, R], which has B in the r columns of the matrix's adapter and zeros elsewhere.
+        # For each matrix, make a block [rows, R] that has B in the r columns of the matrix's adapter and zeros
+        # elsewhere.
         blocks, column = {}, 0
         for name, size in self.sizes.items():
             if name in adapters:
@@ -163,17 +165,17 @@ class LinearAdapters(nn.ModuleDict):
         return A.to(dtype), self._pack(blocks).to(dtype)
 
     def dora_scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        """Return what DoRA multiplies each row by, [O] fp32. It is 1 for rows without an adapter.
+        """Return the factor by which DoRA multiplies each row, [O] fp32. It is 1 for rows without an adapter.
 
         Args:
             W: this rank's part of the frozen weight [O, C], dense.
             A, B: the result of `factors`.
         """
         with torch.no_grad():
-            # Compute in fp32, because bf16 would round away the small change of the norm.
+            # Compute in fp32, because rounding to bf16 would lose the small change of the norm.
             W, A, B = (factor.to(torch.promote_types(factor.dtype, torch.float32)) for factor in (W, A, B))
 
-            # Compute ‖W + B A‖² of each row [O] as ‖W‖² + 2 W·B A + ‖B A‖², so that W + B A is never in memory.
+            # Compute each row's ‖W + B A‖², [O], as ‖W‖² + 2 W·B A + ‖B A‖², so that W + B A is never in memory.
             cross = ((W @ A.T) * B).sum(1) * 2
             squares = row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)
             group = self._active_group()
@@ -181,7 +183,7 @@ class LinearAdapters(nn.ModuleDict):
                 squares = all_reduce(squares, group)
             norms = squares.clamp_min(0).sqrt()
 
-        # Compute m / ‖W + B A‖ in the order of the packed rows.
+        # Compute m / ‖W + B A‖ in the packed order of the rows.
         adapters, magnitudes = self.by_name(), {}
         for name, size in self.sizes.items():
             magnitude = adapters[name].lora_magnitude_vector if name in adapters else None
@@ -194,11 +196,11 @@ class LinearAdapters(nn.ModuleDict):
         return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
 
     def _active_group(self) -> Group | None:
-        """Return `group`, or None while whole tensors replace the shards."""
+        """Return `group`, or None while unsharded tensors replace the shards."""
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Arrange the rows of matrices in the packed order of the weight or, if it is sharded, of this rank's rows.
+        """Arrange rows of matrices in the packed order of the weight. If it is sharded, return this rank's rows.
 
         Args:
             rows: maps the name of each checkpoint matrix to all rows of the matrix, or to this rank's rows of it.
@@ -214,20 +216,20 @@ class LinearAdapters(nn.ModuleDict):
         if group is None or (sharded and isinstance(self.expression, Name)):
             return self.expression.pack(rows)
 
-        # Pack whole matrices that have zeros for the rows of other ranks, and keep this rank's rows of the result.
+        # Pack whole matrices, which have zeros in the rows of other ranks, and keep this rank's rows of the result.
         whole = {}
         for name, part in rows.items():
             before = group.rank * len(part) if missing[name] else 0
             whole[name] = F.pad(part, (*(0, 0) * (part.dim() - 1), before, missing[name] - before))
         packed = self.expression.pack(whole)
 
-        # The gradients of rows that every rank has are summed over the ranks.
+        # If every rank has all rows, the gradients are summed over the ranks.
         packed = packed if sharded else sum_gradient(packed, group)
         return packed.chunk(group.size)[group.rank] if self.sharded_dim == 0 else packed
 
 
 def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `low_rank_linear`, which has no backward, takes x [..., C] and a weight in ``dtype``."""
+    """Whether `low_rank_linear`, which has no backward, supports x [..., C] and a weight in ``dtype``."""
     return (
         not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
         and x.dtype in TRITON_DTYPES
@@ -237,7 +239,7 @@ def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Return y [..., O] plus the low-rank term of x [..., C], A [R, C] and B [O, R]."""
+    """Return y [..., O] plus the low-rank term ``B A x``, where x is [..., C], A is [R, C] and B is [O, R]."""
     low = F.linear(x, A).to(y.dtype)  # [..., R]
     if is_batch_invariant():
         return y + F.linear(low, B.to(y.dtype))
@@ -245,7 +247,7 @@ def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
 
 
 class LoRALinear(nn.Linear, Layer):
-    """A linear layer with a frozen weight [O, C] and adapters for some of the matrices that are packed in it."""
+    """A linear layer with a frozen weight [O, C], and adapters for some of the matrices that the weight packs."""
 
     lora: LinearAdapters
     dropout: Dropout
@@ -270,7 +272,7 @@ class LoRALinear(nn.Linear, Layer):
         Args:
             weight: the dense weight of the new layer; None keeps the frozen weight.
         """
-        # A weight in fewer bits is kept in its format, unless a dense weight replaces it.
+        # A quantized weight keeps its format, unless a dense weight replaces it.
         stored = "weight" in frozen_parts(self)
         linear: nn.Linear = with_class(self, FrozenLinear if stored and weight is None else self.plain_class)
         del linear.lora, linear.dropout
@@ -295,12 +297,12 @@ class LoRALinear(nn.Linear, Layer):
         self.lora.reset(norms)
 
     def dense_weight(self) -> Tensor:
-        """Return the weight [O, C], dequantized if necessary. After `apply_tp`, this is only this rank's slice."""
+        """Return the weight [O, C], dequantized if necessary. After `apply_tp`, the result is this rank's slice."""
         frozen = self.frozen_weight
         return self.weight if frozen is None else frozen.dense()
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A, s · B, and `LinearAdapters.scale` or None. Decoding computes these only once for all tokens."""
+        """Return A, s · B, and `LinearAdapters.dora_scale` or None. Decoding computes them once for all tokens."""
         return derive(self, dtype, lambda: self._derived(dtype))
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -311,20 +313,20 @@ class LoRALinear(nn.Linear, Layer):
     def is_low_rank(self) -> bool:
         """Whether the layer is just ``W x + b + s · B A x``, which fused ops can compute.
 
-        This is False with DoRA, in training with dropout, and if the weight is sharded in another way than by
+        This is False with DoRA, in training with dropout, and if the weight is sharded by anything other than
         `apply_tp`.
         """
         if self.lora.config.use_dora or (self.training and self.dropout.p > 0):
             return False
 
-        # Parallel layers use local weights. In all other layers, the weight must have a type that fused ops support.
+        # Parallel layers use local shards. In all other layers, the weight must have a type that fused ops support.
         if type(self) in (LoRAColumnParallelLinear, LoRARowParallelLinear):
             return True
         return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or frozen_format(self) is not None)
 
     @property
     def frozen_weight(self) -> FrozenWeight | None:
-        """The weight in the form that fused ops take if it is quantized, also by torchao; None if it is dense."""
+        """The weight in the form that fused ops take, if it is quantized (also by torchao); None if it is dense."""
         frozen = frozen_parts(self).get("weight")
         if frozen is not None:
             return frozen.join(self.weight)
@@ -337,7 +339,7 @@ class LoRALinear(nn.Linear, Layer):
             freeze(self, "weight", weight)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return A [R, C] and s · B [O, R] in ``dtype``, or None while adapters are off; requires `is_low_rank`."""
+        """Return A [R, C] and s · B [O, R] in ``dtype``; None while adapters are off. Requires `is_low_rank`."""
         return self.derived(dtype)[:2] if self.lora.active else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -355,7 +357,7 @@ class LoRALinear(nn.Linear, Layer):
             frozen = self.frozen_weight
             return low_rank_linear(x, self.weight if frozen is None else frozen.to(x.dtype), bias, (A, B))
 
-        # Compute the product with the frozen weight, and then the term of the adapters.
+        # Compute the product with the frozen weight, and then add the term of the adapters.
         y = self.base_product(x, bias if scale is None else None)
         y = add_low_rank(y, self.dropout(x), A, B)
         if scale is not None:  # DoRA scales the product before the bias is added
@@ -386,21 +388,22 @@ class LoRALinear(nn.Linear, Layer):
         """Return the weight [O, C] with merged adapters, in the dtype of the frozen weight."""
         weight = self.dense_weight()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        A, B, scale = self._derived(wide)  # in fp32, because bf16 would round small updates away
+        A, B, scale = self._derived(wide)  # in fp32, because rounding to bf16 would lose small updates
         total = torch.addmm(weight.to(wide), B, A)
         return (total if scale is None else total * scale[:, None]).to(weight.dtype)
 
 
 class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. If the ranks have equal random generators, they drop the same elements."""
+    """`ColumnParallelLinear` with adapters. Ranks whose random generators have equal states drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard B and m by rows if a shard of the weight consists of consecutive rows of each matrix."""
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
 
-        # From the rank of each row of the packed weight, compute the rank of each row of each matrix. For example, with
-        # 2 ranks, matrices a and b packed as a0 b0 a1 b1 have ranks 0 0 1 1 there, so a and b have ranks 0 1 each.
+        # From the ranks that hold the rows of the packed weight, compute the ranks that hold the rows of each matrix.
+        # For example, if there are 2 ranks and two matrices are packed as a0 b0 a1 b1, the packed rows are on the ranks
+        # 0 0 1 1, so the rows of each matrix are on the ranks 0 1.
         rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
         rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
@@ -420,7 +423,7 @@ class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
 
 
 class LoRAReplicatedLinear(LoRALinear, ReplicatedLinear):
-    """`ReplicatedLinear` with adapters. With dropout, ranks that have the same tokens must draw the same numbers."""
+    """`ReplicatedLinear` with adapters. With dropout, ranks that have the same tokens must drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard nothing, but sum the gradients over the ranks if the ranks have different tokens."""
@@ -438,7 +441,7 @@ LoRALinear.parallel_kinds = {
 
 
 class LoRALMHead(LoRALinear, LigerLMHead):
-    """`LigerLMHead` with an adapter. In the fused loss, A x and s · B are r further columns of input and weight."""
+    """`LigerLMHead` with an adapter. In the fused loss, A x and s · B are r extra columns of input and weight."""
 
     forward = LigerLMHead.forward
     plain_class = LigerLMHead
@@ -453,7 +456,8 @@ class LoRALMHead(LoRALinear, LigerLMHead):
             return super().operands(x)
 
         A, B, scale = self.derived(x.dtype)
-        # With wider operands, a single product suffices, and the loss needs no second pass over the vocabulary.
+        # With these wider operands, one product computes the logits, and the loss needs no second pass over the
+        # vocabulary.
         weight = torch.cat([local(self.weight).to(x.dtype), B], 1)  # [V, C + r]
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]
@@ -465,7 +469,7 @@ ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
     FrozenLinear: LoRALinear,
     LigerLMHead: LoRALMHead,
 }
-"""Maps a class of linear layers to its class with adapters. Other subclasses of `nn.Linear` can't have adapters."""
+"""Maps a class of linear layers to the class with adapters. Other subclasses of `nn.Linear` can't have adapters."""
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
@@ -479,14 +483,14 @@ def adapters_of(layer: LoRALinear | LoRAExperts) -> LinearAdapters | LoRAExperts
 
 
 def adapter_config(model: nn.Module) -> LoRAConfig | None:
-    """Return the config of a model's adapters; None if the model has no adapters, or has merged ones."""
+    """Return the config of a model's adapters; None if the model has no adapters, or if they have been merged."""
     return next((adapters_of(layer).config for layer in adapted_layers(model).values()), None)
 
 
 def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
     """Make a module of class ``cls`` with the same parameters, submodules and attributes as ``module``."""
-    # `cls(...)` is not called, because it would allocate new parameters. The two dicts are copied, so that a parameter
-    # that is added to one module is not added to the other.
+    # `cls(...)` is not called, because it would allocate new parameters. Both dicts are copied, so that a parameter
+    # that is later added to one module is not added to the other.
     converted = cls.__new__(cls)
     members = {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
     converted.__dict__ = {**module.__dict__, **members}

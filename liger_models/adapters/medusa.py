@@ -1,14 +1,14 @@
-"""Medusa: additional heads that predict the tokens after the next one, for speculative decoding.
+"""Medusa: additional heads that predict the tokens after the next token, for speculative decoding.
 
-Let h be the last hidden states. Head k = 1 ... K predicts the token k + 1 positions ahead. Head 0 is the model's own
-head::
+Let h be the last hidden states. Head k = 1 ... K predicts the token that is k + 1 positions ahead. Head 0 is the
+model's own head::
 
     p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
     loss = [L_0 +] heads_weight · Σ decay^k · L_k
 
-L_k is the mean cross entropy of head k over all tokens whose target, k + 1 positions ahead, is in the same document and
-not ignored. Training does not materialize the logits. A and b are initialized to 0, and W_k to a copy of the model's
-own head.
+L_k is the mean cross entropy of head k over all tokens that have a target: the token k + 1 positions ahead must be in
+the same document and must not be ignored. Training does not materialize the logits. A and b are initialized to 0. W_k
+is initialized to a copy of the model's own head.
 
 Source: https://arxiv.org/abs/2401.10774
 """
@@ -47,13 +47,13 @@ class MedusaOutput(NamedTuple):
 
     Attributes:
         loss: [] fp32.
-        base_loss: [] L_0, without gradient. None if the model is frozen, or if all heads share a projection, because
-            then only the sum of the losses is computed.
+        base_loss: [] L_0, without gradient. None if the model is frozen. Also None if all heads share a projection,
+            because then only the sum of the losses is computed.
         head_losses: [K] L_1 ... L_K, without gradient. None if all heads share a projection.
-        aux_loss: [] auxiliary loss of mixture-of-experts layers; part of ``loss`` unless the model is frozen.
-        log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, beginning with the model's own head; 0 for
+        aux_loss: [] auxiliary loss of mixture-of-experts layers. It is part of ``loss`` unless the model is frozen.
+        log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, where index 0 is the model's own head; 0 for
             tokens without a target.
-        logits: [1 + K, B, T, V], beginning with the model's own head.
+        logits: [1 + K, B, T, V], where index 0 is the model's own head.
     """
 
     loss: Tensor | None = None
@@ -65,7 +65,7 @@ class MedusaOutput(NamedTuple):
 
 
 class ResidualBlock(nn.Module):
-    """``x + SiLU(A · x + b)``, which is initialized to the identity.
+    """``x + SiLU(A · x + b)``, initialized to the identity function.
 
     Args:
         hidden_size: C.
@@ -85,8 +85,8 @@ class ResidualBlock(nn.Module):
 class MedusaHead(nn.Sequential):
     """Residual blocks, followed by a projection to the vocabulary unless the heads share a projection.
 
-    It is a Sequential, because this gives the parameters the names of the file format. The projection runs inside the
-    forward of this module, because FSDP has gathered the projection's weight there.
+    The class is a Sequential, because its parameters then have the names of the file format. The projection runs inside
+    the forward of this module, where FSDP has gathered the projection's weight.
 
     Args:
         hidden_size: C.
@@ -100,25 +100,25 @@ class MedusaHead(nn.Sequential):
         self.num_layers = num_layers
 
     def forward(self, x: Tensor, *target: Tensor, **options: Any) -> Any:  # type: ignore[override]
-        """Pass x [..., C] through the blocks, and then through the projection, which gets the other arguments."""
+        """Pass x [..., C] through the blocks, and then through the projection, which also gets the other arguments."""
         for block in itertools.islice(self, self.num_layers):
             x = block(x)
         return self[-1](x, *target, **options) if len(self) > self.num_layers else x
 
 
 class LigerMedusa(nn.Module):
-    """A model with Medusa heads. The forward trains the heads. ``model`` can still be used by itself.
+    """A model with Medusa heads. The forward computes the heads' loss. ``model`` can still be used by itself.
 
     Args:
-        model: any model of this package whose weights are loaded. `apply_fsdp` may be applied to the model before, or
-            to this module afterwards.
+        model: any model of this package whose weights are loaded. `apply_fsdp` may be applied to the model before this
+            module is created, or to this module afterwards.
         num_heads: K.
         num_layers: number of residual blocks in each head.
-        share_lm_head: whether the heads use the projection of the model's own head, which saves K · V · C weights.
+        share_lm_head: whether the heads share the projection of the model's own head, which saves K · V · C weights.
         freeze: whether to train only the heads, without L_0 in the loss (Medusa-1). If False, the model is also trained
-            (Medusa-2); of a model with LoRA adapters, only the adapters are trained.
+            (Medusa-2). If the model has LoRA adapters, only its adapters are trained.
         decay: the weight of head k's loss is ``decay ** k``.
-        heads_weight: weight of the sum of the losses of the heads. A schedule may change this attribute.
+        heads_weight: weight of the sum of the heads' losses. A schedule may change this attribute.
 
     Raises:
         ValueError: there are no heads or no blocks, ``decay`` is negative, or the model is sharded by `apply_tp` or
@@ -161,8 +161,8 @@ class LigerMedusa(nn.Module):
         for layer in adapted.values():
             adapters_of(layer).requires_grad_(not freeze)
 
-        # Unless the heads share the model's own projection, each head starts with a copy of it. The copy has no bias,
-        # because the file format has no name for one.
+        # Unless the heads share the projection of the model's own head, each head starts with a copy of it. The copy
+        # has no bias, because the file format has no name for a bias.
         lm_head: Any = model.lm_head
         hidden_size = model.config.hidden_size
         scaling = {"logit_scale": lm_head.logit_scale, "softcap": lm_head.softcap}
@@ -192,7 +192,8 @@ class LigerMedusa(nn.Module):
         Args:
             input_ids: [B, T] int64.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            num_items_in_batch: divisor of the summed loss of each head, by default the number of targets of the head.
+            num_items_in_batch: number by which each head's summed loss is divided, by default the head's number of
+                targets.
             return_log_probs: whether to return the log-probabilities of the targets of all heads instead of the loss.
             inputs: other arguments of `Decoder.forward`: ``position_ids``, ``attention_mask``, ``cu_seqlens``,
                 ``inputs_embeds``.
@@ -210,7 +211,7 @@ class LigerMedusa(nn.Module):
         # Without labels, compute the logits of all heads.
         if labels is None:
             tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
-            # Without targets, the loss function returns the hidden states for the heads.
+            # No token has a target here. A loss function is used only to get the hidden states for the heads.
             nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)
             out = self.model(
                 input_ids, labels=nothing, loss_function=lambda x, *_: self._hidden(x), return_logits=True, **inputs
@@ -222,9 +223,9 @@ class LigerMedusa(nn.Module):
         ahead = self.targets(labels, inputs.get("attention_mask"), cu_seqlens)  # [K, B, T]
         check_num_items(num_items_in_batch, ahead)
 
-        # The losses are computed inside the model's head, because FSDP has gathered the head's weight there.
+        # The losses are computed inside the model's head, where FSDP has gathered the head's weight.
         def loss_of_heads(x: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
-            # Compute all heads by the shared projection, or each head by its own projection.
+            # Compute all heads with the shared projection, or each head with its own projection.
             if return_log_probs:
                 return MedusaOutput(log_probs=self._log_probs(x, weight, torch.cat([target[None], ahead])))
             if self.share_lm_head:
@@ -251,19 +252,19 @@ class LigerMedusa(nn.Module):
         return result
 
     def draft_logits(self, hidden: Tensor, index: int) -> Tensor:
-        """Return the logits [..., V] of the head with ``index`` 0 ... K − 1 for the last hidden states [..., C].
+        """Return the logits [..., V] of one head, ``index`` 0 ... K − 1, for the last hidden states [..., C].
 
-        The head with index 0 predicts the token after the next one. The model's own head predicts the next token.
+        The head with index 0 predicts the token after the next token, which the model's own head predicts.
         """
         output: Tensor = self.heads[index](hidden)
         return self.model.lm_head(output) if self.share_lm_head else output
 
     def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
-        """Return the tokens of the model's `CausalLM.generate`, using drafts of the heads to save forwards."""
+        """Return the tokens of the model's `CausalLM.generate`. The heads' drafts save forwards."""
         return self.model.generate(input_ids, max_new_tokens=max_new_tokens, draft_model=self, **options)
 
     def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Return the targets of the heads, [K, B, T] int64. The target of head k is the label k + 1 positions ahead.
+        """Return the heads' targets, [K, B, T] int64. The target of head k is the label that is k + 1 positions ahead.
 
         A target is −100 if it would lie past the end of the document or row.
 
@@ -283,35 +284,35 @@ class LigerMedusa(nn.Module):
         return torch.stack(ahead)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden states [..., C] from the input of the model's own head, which may have more columns."""
+        """Return the hidden states [..., C], given the input of the model's own head, which may have more columns."""
         return x[..., : self.model.config.hidden_size]
 
     def _rows(self, x: Tensor) -> list[Tensor]:
-        """Return the inputs of the shared projection, one for each head, from the input of the model's own head."""
+        """Return each head's input of the shared projection, given the input of the model's own head."""
         hidden, columns = self._hidden(x), x[..., self.model.config.hidden_size :]
         return [torch.cat([head(hidden), columns], -1) if columns.numel() else head(hidden) for head in self.heads]
 
     def _weights(self, device: torch.device) -> Tensor:
-        """Return the weights of the losses of the heads, [K] fp32."""
+        """Return the weights of the heads' losses, [K] fp32."""
         powers = torch.arange(1, len(self.heads) + 1, dtype=torch.float32, device=device)
         return self.heads_weight * self.decay**powers
 
     def _cross_entropy(self, x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
-        """Compute the cross entropy of the logits x · weightᵀ with the softcap and the scale of the model's head."""
+        """Compute the cross entropy of the logits x · weightᵀ, with the softcap and the scale of the model's head."""
         head = self.model.lm_head
         return linear_cross_entropy(x, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options)
 
     def _shared_loss(
         self, x: Tensor, weight: Tensor, targets: Tensor, num_items: Tensor | float | None
     ) -> MedusaOutput:
-        """Compute the loss of all heads in one pass over the shared projection, whose gradient is computed once."""
+        """Compute the loss of all heads in one pass over the shared projection, with one gradient computation."""
         rows, factors = self._rows(x), self._weights(x.device)
         if self.freeze:
             targets = targets[1:]
         else:
             rows, factors = [x, *rows], torch.cat([factors.new_ones(1), factors])
-        # The loss of a head is a mean, so the weight of a token is the weight of its head divided by the head's number
-        # of targets.
+        # The loss of a head is a mean over its targets. Each token's weight is therefore the weight of its head,
+        # divided by the head's number of targets.
         counts = (targets != IGNORED).sum((1, 2)).clamp(min=1) if num_items is None else num_items
         token_weight = (factors / counts)[:, None, None].expand(targets.shape)
         loss = self._cross_entropy(torch.stack(rows), weight, targets, token_weight=token_weight, reduction="sum").loss
@@ -337,12 +338,12 @@ class LigerMedusa(nn.Module):
         """Write the heads in the format of the released Medusa checkpoints, without the model.
 
         If the model is sharded, every rank must call this method. A shared projection is written once per head, so that
-        readers of the files need not know that it is shared.
+        programs that read the files need not know that it is shared.
 
         Args:
             folder: a folder for the heads only, which is created if it does not exist.
             base_model_name_or_path: name of the model that the heads belong to, for config.json.
-            dtype: dtype of the tensors in the file, by default the dtype of the heads.
+            dtype: dtype of the tensors in the file, by default the heads' dtype.
 
         Raises:
             ValueError: the folder already contains a model.
@@ -358,7 +359,7 @@ class LigerMedusa(nn.Module):
                 )
         for module in self.modules():
             reshard: Any = getattr(module, "reshard", None)
-            if reshard is not None:  # FSDP leaves parameters gathered after an evaluation
+            if reshard is not None:  # after an evaluation, FSDP leaves parameters gathered
                 reshard()
 
         # A shared projection is written under the name of each head. Rank 0 keeps the gathered tensors.
@@ -401,7 +402,8 @@ class LigerMedusa(nn.Module):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: config.json lacks the number of heads, or tensors are missing, unexpected or of the wrong shape.
+            ValueError: config.json lacks the number of heads, or tensors are missing, unexpected or have the wrong
+                shape.
         """
         # Read the number and the size of the heads.
         folder = Path(folder)
@@ -418,7 +420,7 @@ class LigerMedusa(nn.Module):
                 "safetensors.torch.save_file; the tensors have the same names."
             )
 
-        # Nothing is allocated for heads that the file does not have. Each layer of a head has tensors of its own.
+        # Check the counts before anything is allocated. Each layer of a head must have its own tensors in the file.
         with safe_open(folder / HEADS, framework="pt") as file:
             count = len(file.keys())
         if max(heads, 1) * max(layers, 1) > count:

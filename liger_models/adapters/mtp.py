@@ -1,4 +1,4 @@
-"""Multi-token prediction by a block that predicts the token after the next one.
+"""Multi-token prediction with a block that predicts the token after the next token.
 
 Let e_t be the embedding of token t, and h_t the normalized output of the model's last block::
 
@@ -7,9 +7,10 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
 
 The block can also draft tokens: it is a ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
 
-The block is a block of the model's family, in Qwen3.5 one with full attention, and in DeepSeek V3 one with experts. L
-is the model's own loss. L' is the mean cross entropy of the model's head applied to h'_t, over all tokens whose target,
-two positions ahead, is in the same document and not ignored. Training does not materialize the logits.
+The block is of the same kind as the model's own blocks: in Qwen3.5 it has full attention, and in DeepSeek V3 it has
+experts. L is the model's own loss. To compute L', the model's head is applied to h'_t: L' is the mean cross entropy
+over all tokens whose target, two positions ahead, is in the same document and not ignored. Training does not
+materialize the logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
@@ -52,8 +53,7 @@ class MTPOutput(NamedTuple):
         loss: [] fp32.
         base_loss: [] fp32, L, without gradient.
         mtp_loss: [] fp32, L', without gradient.
-        aux_loss: [] auxiliary loss of the model's mixtures of experts, which is a part of ``loss``; None for a dense
-            model.
+        aux_loss: [] auxiliary loss of the model's mixtures of experts. It is part of ``loss``. None for a dense model.
     """
 
     loss: Tensor
@@ -63,7 +63,7 @@ class MTPOutput(NamedTuple):
 
 
 def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
-    """Whether the op `embed_norms` computes the embedding of a token and the norms, which have the same constants."""
+    """Whether the op `embed_norms` can compute the embedding and the norms, which must have the same constants."""
     return (
         type(embedding) is LigerEmbedding
         and embedding.scale is None
@@ -74,23 +74,23 @@ def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
 
 
 class LigerMTP(nn.Module):
-    """A model and its block for multi-token prediction. The forward trains both. ``model`` can be used by itself.
+    """A model and its block for multi-token prediction. The forward computes both losses. ``model`` also works alone.
 
     The weights of the block come from the checkpoint that the model was loaded from. If the checkpoint has no such
-    weights, they are initialized like those of a new model. Once this object exists, ``model.save_pretrained``
-    also writes the current weights of the block. The block has the checkpointing policy of the model's last block
+    weights, the block is initialized like a new model. Once this object exists, ``model.save_pretrained`` also writes
+    the current weights of the block. The block has the checkpointing policy of the model's last block
     (`Decoder.set_checkpointing`).
 
     Args:
-        model: a model of a family with such a block (Qwen3-Next, Qwen3.5, DeepSeek V3, GLM-4.5 to 4.7, Nemotron 3)
-            whose weights are loaded. This module can be wrapped by `torch.nn.parallel.DistributedDataParallel`;
+        model: a model whose weights are loaded, and whose family has such a block (Qwen3-Next, Qwen3.5, DeepSeek V3,
+            GLM-4.5 to 4.7, Nemotron 3). This module can be wrapped by `torch.nn.parallel.DistributedDataParallel`;
             sharding is not supported.
         loss_weight: weight of L'. A schedule may change this attribute.
-        detached: whether L' trains only the block, and neither the model nor its embedding and head.
+        detached: whether L' trains only the block, and not the model (including its embedding and head).
 
     Raises:
         ValueError: the model belongs to another family, has no weights yet, or has an adapter on its head; or the
-            tensors of the block in the checkpoint do not match one block.
+            block's tensors in the checkpoint do not form exactly one block.
     """
 
     def __init__(self, model: CausalLM, *, loss_weight: float = 0.1, detached: bool = False) -> None:
@@ -121,21 +121,21 @@ class LigerMTP(nn.Module):
             predictor.to_empty(device=model.device)
             predictor.reset_parameters()
 
-        # Build the norms and the projection in front of the block.
+        # Build the norms and the projection that come before the block.
         C = config.hidden_size
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (copy.deepcopy(predictor.norm) for _ in range(2))
         with torch.device(predictor.device):
             self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)
         self.layers, self.norm = predictor.layers, predictor.norm
-        self._predictor = [predictor]  # in a list, its embedding and head are hidden from `parameters`
+        self._predictor = [predictor]  # a list hides its embedding and head from `parameters`
 
-        # In a cache, the layers of the block come after those of the model.
+        # In a cache, the layers of the block come after the layers of the model.
         for layer in layers_of(self.layers):
             if layer.attention is not None:
                 layer.layer += config.num_hidden_layers
 
-        # The dtypes of parameters that stay in fp32. Loading a checkpoint replaces these by the dtypes in the
-        # checkpoint.
+        # The dtypes with which parameters that stay in fp32 are saved. Loading a checkpoint replaces these by its own
+        # dtypes.
         self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
         if stored:
@@ -145,11 +145,11 @@ class LigerMTP(nn.Module):
         model.trained_tensors = self.tensors
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of this module without those of ``model``."""
+        """Return the parameters of this module except the parameters of ``model``."""
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
-        """For each checkpoint layout, map our names to expressions, and the names in an expression to stored names."""
+        """For each checkpoint layout, map our names to (expression, map from names in the expression to stored names)."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             layout: dict[str, tuple[Expression, dict[str, str]]] = {}
@@ -168,12 +168,13 @@ class LigerMTP(nn.Module):
         return layouts
 
     def _load(self, stored: dict[str, Tensor]) -> None:
-        """Replace the parameters by tensors of a checkpoint."""
+        """Replace the parameters by a checkpoint's tensors."""
 
         def names(layout: dict[str, tuple[Expression, dict[str, str]]]) -> set[str]:
             return {theirs for _, names in layout.values() for theirs in names.values()}
 
-        # Choose the layout that fits best, so that an error lists as few tensors as possible. Copies may be missing.
+        # Choose the layout that fits best, so that an error lists as few tensors as possible. Copies of weights may be
+        # missing.
         stored = {name: tensor for name, tensor in stored.items() if name not in self.format.copies}
         self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
         wrong = sorted(names(self._layout) ^ stored.keys())
@@ -212,7 +213,8 @@ class LigerMTP(nn.Module):
         Args:
             input_ids: [B, T] int64.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            num_items_in_batch: divisor of both summed losses, by default the number of targets of each loss.
+            num_items_in_batch: number by which both summed losses are divided; by default, each loss is divided by its
+                own number of targets.
             inputs: other arguments of the model's forward: ``position_ids``, ``attention_mask``, ``cu_seqlens`` (also
                 under the names that the collator of transformers uses), and, for models with images, pixels and grids.
 
@@ -226,7 +228,7 @@ class LigerMTP(nn.Module):
             share = None if items is None else self.model.groups.share_of_step(target, items)
             return linear_cross_entropy(hidden, weight, target, num_items=items).loss, share
 
-        # With a divisor for the whole step, the auxiliary loss is weighted by this batch's share of the step's targets.
+        # If `items` counts the targets of a whole step, the auxiliary loss is weighted by this batch's share of them.
         (base, share), mtp, aux = self.losses(input_ids, labels=labels, loss_function=own, num_items=items, **inputs)
         loss = base + self.loss_weight * mtp
         if aux is not None:
@@ -244,12 +246,12 @@ class LigerMTP(nn.Module):
         routed_experts: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:
-        """Compute any loss of the model, and L', in one forward.
+        """Compute any loss of the model, and also L', in one forward.
 
         Args:
             input_ids, labels, inputs: as in `forward`.
             loss_function, routed_experts: as in `Decoder.forward`.
-            num_items: divisor of L'; None for its number of targets.
+            num_items: number by which the summed L' is divided; None for the number of its targets.
 
         Returns:
             The result of ``loss_function``, L' [] fp32, and the auxiliary loss of the model, which is None for a dense
@@ -267,7 +269,7 @@ class LigerMTP(nn.Module):
             mtp: Tensor = linear_cross_entropy(second, head, layout.shift(target), num_items=num_items).loss
             return loss_function(hidden, weight, target), mtp
 
-        # Both losses read the weight of the head, so they are computed in the forward of the head.
+        # Both losses read the head's weight, so they are computed in the head's forward.
         out: Any = self.model.run(embeds, layout, labels=labels, loss_function=both, routed_experts=routed_experts)
         base, mtp = out.loss
         return base, mtp, out.aux_loss
@@ -282,9 +284,9 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def acceptance(self, input_ids: Tensor, *, labels: Tensor, **inputs: Any) -> Tensor:
-        """Count the tokens of a text for which the most likely draft is the model's most likely token.
+        """Count the tokens of a text for which the block's most likely draft is also the model's most likely token.
 
-        This is the number of first drafts that greedy decoding would accept if the text were the model's own.
+        This is the number of first drafts that greedy decoding would accept if the model itself had written the text.
 
         Args:
             input_ids, labels, inputs: as in `forward`. Tokens without a label do not count.
@@ -298,13 +300,13 @@ class LigerMTP(nn.Module):
         embeds, layout = self._prepare(input_ids, inputs)
         hidden: Any = self.model.run(embeds, layout, return_logits=False).hidden_states
         drafted = self.hidden(hidden[-1], embeds, layout)
-        # A draft for the second next token is compared with the choice of the next position.
+        # A draft for the token two positions ahead is compared with what the model chooses at the next position.
         own, draft = (self._most_likely(x) for x in (hidden[-1], drafted))
         counted = layout.shift(layout.shift(labels)) != -100
         return torch.stack([((draft == own.roll(-1, 1)) & counted).sum(), counted.sum()])
 
     def _most_likely(self, hidden: Tensor) -> Tensor:
-        """Return the most likely tokens [B, T] for inputs of the head [B, T, C], a few thousand rows at a time."""
+        """Return the most likely tokens [B, T] for the head's inputs [B, T, C]. Computes `CHUNK` rows at a time."""
         rows = hidden.flatten(0, 1).split(CHUNK)
         return torch.cat([self.model.lm_head(x).argmax(-1) for x in rows]).view(hidden.shape[:2])
 
@@ -321,15 +323,16 @@ class LigerMTP(nn.Module):
             embeds: e, [B, T, C].
             layout: layout of the batch.
         """
-        # Take the embedding of the next token. At the last token of a document it is unrelated, but there is no target.
+        # Take the embedding of the next token. For the last token of a document, this token is unrelated, but its
+        # result is not used.
         return self.predict(hidden, embeds.roll(-1, 1), layout)
 
     def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute h', [B, T, C], also for tokens whose next token is not in the batch.
+        """Compute h', [B, T, C], even for tokens whose next token is not in the batch.
 
         Args:
             hidden: h, [B, T, C].
-            ahead: the embedding of the next token of each token, [B, T, C].
+            ahead: the embedding of each token's next token, [B, T, C].
             layout: layout of the batch. If it has a cache, the tokens are appended to the cache.
         """
         both = torch.cat([self.pre_fc_norm_embedding(ahead), self.pre_fc_norm_hidden(hidden)], -1)  # [B, T, 2 C]

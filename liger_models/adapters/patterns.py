@@ -1,9 +1,9 @@
 """Safe matching of regular expressions from an adapter_config.json, which may come from an untrusted author.
 
-`re` tries one way to match after the other. For a pattern such as ``(a+)+b``, the number of ways doubles with each
-character of the text, and the search cannot be interrupted. `Pattern` follows all ways at once: each part of a pattern
-maps the set of positions at which the part may begin to the set of positions at which the part may end. Patterns are
-parsed by `re`, and their smallest parts are compiled by `re`, so that patterns have the same meaning as in `re`.
+`re` tries the possible ways to match one after the other. For a pattern such as ``(a+)+b``, the number of ways doubles
+with each character of the text, and the search cannot be interrupted. `Pattern` follows all ways at once: each part of
+a pattern maps the set of positions where the part may begin to the set of positions where it may end. `re` parses each
+pattern and compiles its smallest parts, so that patterns have the same meaning as in `re`.
 
 Source: https://swtch.com/~rsc/regexp/regexp1.html.
 """
@@ -19,8 +19,8 @@ _PARSER, _COMPILER = (
 )
 
 WORK = 10_000_000
-"""Maximum number of positions that are visited for one pattern. A layer's name needs about one visit for each pair of
-a character of the name and a part of the pattern."""
+"""Maximum number of positions that are visited for one pattern. Matching a layer's name visits about one position for
+each pair of a character in the name and a part of the pattern."""
 
 
 class Pattern:

@@ -1,4 +1,4 @@
-"""Saving and loading adapters in the file format of PEFT."""
+"""Saving and loading of adapters in PEFT's file format."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ REFUSED = (
     "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern",
     "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
-"""Keys of adapter_config.json for features that are not implemented. Their values must be empty."""
+"""Keys of adapter_config.json that belong to features that are not implemented. Their values must be empty."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the base weights unchanged.
 
@@ -57,7 +57,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     Args:
         model: a model with adapters. It may be sharded.
         folder: the folder, which is created if it does not exist.
-        base: folder of the base model, or its name on the hub. PEFT and vLLM read it.
+        base: folder of the base model, or its name on the hub, which PEFT and vLLM read.
 
     Raises:
         ValueError: the model has no adapters.
@@ -66,7 +66,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     if config is None:
         raise ValueError(f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
 
-    # Gather the tensors one by one from all ranks.
+    # Gather each tensor from all ranks, one after the other.
     tensors: dict[str, Tensor] = {}
     for layer in adapted_layers(model).values():
         for name, tensor in peft_tensors(layer).items():
@@ -114,19 +114,19 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
     misread = set() if config.use_dora else {name for name in names if short_name(name) in _misread(model)}
     names -= misread
 
-    # Keep the targets of the config if they mean the same to PEFT, and otherwise write names.
+    # Keep the config's targets if PEFT understands them in the same way. Otherwise write names.
     targets = config.target_modules
     short = sorted(set(map(short_name, names)))
     if targets == "all-linear" and model.visual is None and not any(map(str.isdigit, short)):
         targets = short
     elif isinstance(targets, str) or model.visual is not None:
-        # Write full names, because other modules may have the same last part, and PEFT would adapt them: "proj" in a
-        # tower, or the number of a projection in a list, which is also that of a block.
+        # Write full names, because PEFT would adapt every module with the same last part: for example, "proj" in a
+        # tower, or the index of a projection in a list, which is also the index of a block.
         targets = sorted(names)
     else:
         targets = [target for target in targets if any(matches(name, target) for name in names)]
 
-    # Write the last parts of the names of experts' parameters, unless they also match experts without adapters.
+    # Write the last parts of the names of experts' parameters, unless these would also match experts without adapters.
     endings = {".".join(name.split(".")[-2:]) for name in experts}
     all_experts = {name for weights in adaptable_experts(model).values() for name, _ in weights.values()}
     if experts != {name for name in all_experts if any(matches(name, ending) for ending in endings)}:
@@ -135,10 +135,10 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
 
 def _misread(model: CausalLM) -> set[str]:
-    """Return last parts of names that PEFT always resolves to experts if they are in ``target_modules``.
+    """Return the last parts of names that PEFT always takes for experts if they are in ``target_modules``.
 
-    These are names of the experts' separate tensors in a checkpoint, for which transformers has one parameter. The
-    layers of a shared expert or of a dense MLP may have the same last parts.
+    A checkpoint has separate tensors with these names for each expert, where transformers has one parameter. The layers
+    of a shared expert or of a dense MLP may have names with the same last parts.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())
@@ -146,7 +146,7 @@ def _misread(model: CausalLM) -> set[str]:
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
-    """Add adapters to a model in place, from a folder that PEFT or `save_adapter` has written.
+    """Add adapters to a model in place, from a folder written by PEFT or `save_adapter`.
 
     Args:
         model: as in `apply_lora`.
@@ -154,7 +154,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: the adapters have another type, or belong to another model. The model is unchanged in this case.
+        ValueError: the adapters have another type, or belong to another model. In this case, the model does not change.
     """
     folder = Path(folder)
     check_complete(folder, CONFIG)
@@ -167,20 +167,20 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = _read_config(folder / CONFIG, model, tensors)
     ranks = [tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name and tensor.dim() > 0]
-    if config.r > max(ranks, default=0):  # nothing of this size is allocated
+    if config.r > max(ranks, default=0):  # allocate nothing of this size
         raise ValueError(
             f"{folder / CONFIG}: r must be the rank of the adapters in {WEIGHTS}, got {config.r} and at most "
             f"{max(ranks, default=0)} rows in a matrix A. Correct it, or save the adapters again."
         )
 
-    # If anything fails, the model is restored.
+    # If anything fails, restore the model.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = adapter_config(model) is None
     try:
         apply_lora(model, config)
         _fill_adapters(model, tensors, folder / WEIGHTS)
     except BaseException:
-        if plain:  # otherwise the model had the adapters before
+        if plain:  # otherwise the model already had the adapters
             remove_adapters(model)
             for parameter in trainable:
                 parameter.requires_grad_(True)
@@ -189,7 +189,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
 
 def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> LoRAConfig:
-    """Read an adapter_config.json, leaving out targets that the model lacks. Raises ValueError like `load_adapter`."""
+    """Read an adapter_config.json without the targets that the model lacks. Raises ValueError like `load_adapter`."""
     # Raise an error for features that are not implemented.
     keys = read_json(file)
     if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":
@@ -207,7 +207,7 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
             f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
 
-    # Read the targets. If there are parameters, there may be no modules.
+    # Read the targets. A file that lists parameters need not list modules.
     parameters = keys.get("target_parameters") or []
     targets = keys.get("target_modules")
     if targets is None and parameters:
@@ -246,7 +246,7 @@ def _are_names(value: Any) -> bool:
 
 
 class PeftTensor(NamedTuple):
-    """A parameter of an adapter, and the conversions between the parameter and the tensor in PEFT's files.
+    """A parameter of an adapter, and the conversions between it and the tensor in PEFT's files.
 
     Attributes:
         parameter: the parameter.
@@ -262,8 +262,8 @@ class PeftTensor(NamedTuple):
 def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
     """Map the names in PEFT's files to the parameters of a layer's adapters."""
     if isinstance(layer, LoRAExperts):
-        # PEFT wraps the module of the experts once per parameter; the wrapper of the first is inside that of the
-        # second.
+        # PEFT wraps the module of the experts once per parameter. The wrapper for the first parameter is inside the
+        # wrapper for the second.
         wrapped = zip(["", ".base_layer"], reversed(layer.by_name().values()), strict=False)
         return {
             name: tensor
@@ -284,9 +284,9 @@ def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
 def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
     """Map the names in PEFT's files to the tensors of an expert adapter.
 
-    In the files, A is [X · r, in], expert after expert. B is [out, r · X], where the index of the expert varies fastest
-    and the rows have the order of transformers. If A and B are exchanged, the file's A has the columns of B, and the
-    file's B has the rows of A: their product is the transposed matrix.
+    In the files, A is [X · r, in], where the rows of each expert are contiguous. B is [out, r · X], where the index of
+    the expert varies fastest and the rows are in transformers' order. If A and B are exchanged, the file's A has the
+    columns of B, and the file's B has the rows of A, so their product is the transposed matrix.
     """
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
     if adapter.exchanged:
@@ -318,8 +318,8 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
 
 
 def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> None:
-    """Copy the tensors of a file into the adapters of a model. Names and shapes must match exactly."""
-    # A head in the file must equal that of the model, and is not loaded.
+    """Copy a file's tensors into the adapters of a model. Names and shapes must match exactly."""
+    # If the file has a head, it must equal the model's head, and is not loaded.
     head = tensors.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves the head along with its adapter
     if head is not None and not torch.equal(head.to(model.lm_head.weight), model.lm_head.weight):
         raise ValueError(
@@ -338,7 +338,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
             "were trained on."
         )
 
-    # Check that the shapes are those that the model itself would write, and copy the values.
+    # Check that the shapes equal the shapes that this model would write, and copy the values.
     for name, (parameter, write, read) in targets.items():
         shape, tensor = write(empty_on("meta", parameter)).shape, tensors[name]
         if tensor.shape != shape or not tensor.is_floating_point():

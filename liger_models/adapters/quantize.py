@@ -1,4 +1,4 @@
-"""Quantization of frozen weights, for linear layers with adapters (QLoRA) or without, and for routed experts."""
+"""Quantization of frozen weights: of linear layers with adapters (QLoRA) or without, and of routed experts."""
 
 from typing import Any, TypeVar
 
@@ -21,20 +21,20 @@ Model = TypeVar("Model", bound=CausalLM)
 def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
     """Freeze the weights of linear layers and routed experts, and store them in 4 bits or in float8, in place.
 
-    If the model has adapters, only the linear layers with adapters are quantized, and otherwise all linear layers of
-    the blocks. Experts are always quantized, because they hold almost all weights of a mixture of experts. The head and
-    the embedding are not quantized. This function needs torchao.
+    If the model has adapters, only linear layers with adapters are quantized. Otherwise, all linear layers of the
+    blocks are quantized. Experts are always quantized, because they hold almost all weights of a mixture of experts.
+    The head and the embedding are not quantized. This function needs torchao.
 
     Args:
-        model: a model with or without adapters; adapters may also be added later. After `apply_ep` each rank quantizes
+        model: a model with or without adapters; adapters may also be added later. After `apply_ep`, each rank quantizes
             its own experts.
-        device: the device to move the model to; by default it stays on its device. Weights are quantized on this device
-            one after the other, and experts one by one. The device therefore needs memory for the quantized model and
-            about 14 bytes for each element of a single weight.
+        device: the device to move the model to; by default, the model stays on its device. Weights are quantized on
+            this device one after the other, and experts are also quantized one by one. The device therefore needs
+            memory for the quantized model and about 14 bytes for each element of a single weight.
         dtype: "nf4" or "float8". "nf4", as in QLoRA, takes about 4.1 bits per element: 64 elements share an 8-bit
             scale, and products are computed in the model's dtype. "float8" takes 8 bits per element (e4m3), with one
-            scale per row. On a GPU that supports float8, linear layers of a bfloat16 model then compute their products
-            in float8 in forward and backward, while experts are dequantized.
+            scale per row. On a GPU that supports float8, linear layers of a bfloat16 model then compute the products of
+            forward and backward in float8, whereas experts are dequantized.
 
     Raises:
         ImportError: torchao is not installed.
@@ -73,7 +73,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
             "apply_fsdp."
         )
 
-    # No local variable may refer to a dense weight after its layer is quantized, so that its memory is freed.
+    # Once a layer is quantized, no local variable may refer to its dense weight, so that the memory is freed.
     del adapted
     for path in [*layers]:
         layer = layers.pop(path)
@@ -103,7 +103,7 @@ def _mixtures(model: nn.Module) -> list[LigerMoE]:
 
 
 def quantized_experts(model: nn.Module) -> list[Weight]:
-    """Return the matrices of experts [X, O, C] that `quantize_base` quantizes or has quantized."""
+    """Return the experts' matrices [X, O, C] that `quantize_base` quantizes or has quantized."""
     return [
         layer.matrices(name) if name in frozen_parts(layer) else getattr(layer, name)
         for layer in _mixtures(model)
@@ -112,6 +112,6 @@ def quantized_experts(model: nn.Module) -> list[Weight]:
 
 
 def quantized_bytes(weight: Weight, dtype: str) -> int:
-    """Return the number of bytes of a weight [O, C], or of this rank's experts [X, O, C], in a format."""
+    """Return the number of bytes that a weight [O, C], or this rank's experts [X, O, C], would take in a format."""
     weight = local(weight) if isinstance(weight, Tensor) else weight
     return FORMATS[dtype].nbytes(weight.shape, weight.dtype)

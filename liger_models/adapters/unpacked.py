@@ -1,7 +1,7 @@
-"""A tree of modules, for PEFT, that gives the modules of a model the names that they have in transformers.
+"""A tree of modules for PEFT. In the tree, a model's modules have the names that they have in transformers.
 
-PEFT finds modules by their names and replaces them. Packed projections have other names and hold several matrices, so
-they are first split into one linear layer per matrix. The model keeps its blocks, its attention and its loss:
+PEFT finds modules by name and replaces them. Packed projections have other names and hold several matrices, so they are
+first split into one linear layer per matrix. The model keeps its blocks, its attention and its loss:
 
     UnpackedModel                the tree, whose leaves are modules of the model
       model.layers.0.self_attn     Node
@@ -9,7 +9,7 @@ they are first split into one linear layer per matrix. The model keeps its block
         o_proj                       nn.Linear with the model's own weight, the only part of its UnpackedLinear
       model.layers.0.mlp.experts   Node with the parameters that PEFT cannot adapt
 
-PEFT changes only the tree. `UnpackedModel.sync` puts the modules of the tree into the model. It runs when PEFT sets or
+PEFT changes only the tree. `UnpackedModel.sync` copies the tree's modules into the model. It runs when PEFT sets or
 deletes ``peft_config``, and before every forward.
 """
 
@@ -43,9 +43,9 @@ from liger_models.layers.lm_head import LigerLMHead
 
 
 def unpack_projections(model: nn.Module) -> "UnpackedModel":
-    """Split the packed projections of a model in place, and give its modules the names that they have in transformers.
+    """Split a model's packed projections in place, and return a tree in which modules have their names in transformers.
 
-    Call this function before PEFT: ``get_peft_model(unpack_projections(model), config)``. Each projection becomes a
+    Call this function before PEFT: ``get_peft_model(unpack_projections(model), config)``. Each matrix becomes a
     separate linear layer (q_proj, k_proj, v_proj, gate_proj, up_proj), so fused ops that need packed weights are not
     used.
 
@@ -60,7 +60,8 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
     Raises:
         ValueError: the model is sharded, has adapters, or has linear layers of another class.
     """
-    # There must be one model of this package that is not sharded, has no adapters, and has no other linear layers.
+    # There must be exactly one model of this package. It must not be sharded, and must have neither adapters nor linear
+    # layers of other classes.
     where = f"unpack_projections: {type(model).__name__}"
     if any(isinstance(module, (UnpackedModel, UnpackedLinear)) for module in model.modules()):
         raise ValueError(
@@ -85,18 +86,18 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
 
 
 class UnpackedLMHead(Layer):
-    """A `LigerLMHead` that is not an `nn.Linear`. PEFT would replace an `nn.Linear` by a layer without the loss."""
+    """A `LigerLMHead` that is not an `nn.Linear`, which PEFT would replace by a layer without the loss."""
 
     forward = LigerLMHead.forward
     operands, product, with_bias = LigerLMHead.operands, LigerLMHead.product, LigerLMHead.with_bias
 
     def extra_repr(self) -> str:
-        """Return the advice that the head takes no adapter, which PEFT shows in its error."""
+        """Return the advice that the head can't have an adapter. PEFT shows it in its error."""
         return "lm_head has the loss inside: train it with modules_to_save or liger_models.adapters.apply_lora"
 
 
 class Node(nn.Module):
-    """An inner module of the tree. Its leaves are modules of the model with other names. PEFT may replace leaves."""
+    """An inner module of the tree. Its leaves are the model's modules under other names. PEFT may replace leaves."""
 
     leaves: dict[str, tuple[nn.Module, str]]
     """Maps the name of each leaf to the leaf's owner in the model, and to the leaf's name in this owner."""
@@ -120,7 +121,7 @@ class Node(nn.Module):
         return node
 
     def sync_leaves(self) -> None:
-        """Put the leaves, some of which PEFT may have replaced, into the model."""
+        """Copy the leaves, some of which PEFT may have replaced, into the model."""
         for name, module in self.named_children():
             if isinstance(module, Node):
                 module.sync_leaves()
@@ -136,21 +137,21 @@ class Node(nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        """Return the names of the parameters without adapters, which PEFT shows in its error."""
+        """Return the names of the parameters that can't have adapters. PEFT shows them in its error."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return f"{', '.join(names)}, which cannot have adapters" if names else ""
 
 
 @dataclasses.dataclass
 class WrappedModel:
-    """Holds the model whose modules are in the tree. It is not a module, so each parameter has only one name."""
+    """Holds the model whose modules are in the tree. The class is not a module, so each parameter has one name."""
 
     inner: nn.Module
     causal_lm: CausalLM
 
 
 class UnpackedModel(Node):
-    """A model whose modules have the names of transformers; see `unpack_projections`.
+    """A model whose modules have the names that they have in transformers; see `unpack_projections`.
 
     Missing attributes, such as ``generate``, ``set_checkpointing`` and ``tokenizer``, are looked up in the model.
 
@@ -160,18 +161,18 @@ class UnpackedModel(Node):
     """
 
     is_gradient_checkpointing = False
-    """False, because otherwise PEFT would let the embedding's output require a gradient, which is not needed here."""
+    """False, because otherwise PEFT would make the embedding's output require a gradient, which is not needed."""
     fixed: list[str]
     """Checkpoint names of parameters that can't have adapters, such as experts, routers and patch embeddings.
     """
     skipped: set[str]
-    """Last parts of those names in `fixed` that are linear layers or experts in transformers."""
+    """Last parts of the names in `fixed` that belong to linear layers or experts in transformers."""
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
     said: set[str]
-    """Warnings that have been given; see `UnpackedLinear`."""
+    """Reasons about which a warning has been issued; see `UnpackedLinear`."""
     adapter_configs: dict[str, Any] | None
-    """Maps adapters' names to their PEFT configurations; None before the first adapter and after unloading."""
+    """Maps adapter names to PEFT configurations; None before the first adapter and after unloading."""
     checked: set[str]
     """Names of the adapters whose configurations have been checked."""
 
@@ -186,15 +187,15 @@ class UnpackedModel(Node):
         self._add_modules_beside(inner, causal_lm)
         self.plain_names = self._parameter_names()
 
-        # PEFT reads these attributes of the module that it adapts.
+        # PEFT reads these attributes from the module that it adapts.
         self.name_or_path = getattr(inner, "name_or_path", None)
         embedding = causal_lm.embed_tokens
-        self.embeds_by_lookup = embedding.is_lookup  # now, because PEFT may replace the embedding
+        self.embeds_by_lookup = embedding.is_lookup  # read now, because PEFT may replace the embedding
         if embedding.scale is not None:
             setattr(embedding, "embed_scale", embedding.scale)  # noqa: B010  # for adapters of the embedding
 
-        # From here on, `__getattr__` looks up missing attributes in the model. Before each forward, hooks put the
-        # modules of the tree into the model.
+        # From here on, `__getattr__` looks up missing attributes in the model. Before each forward, hooks copy the
+        # tree's modules into the model.
         self.wrapped = WrappedModel(inner, causal_lm)
         self.hooks = [module.register_forward_pre_hook(self._before_forward) for module in {inner, causal_lm}]
 
@@ -219,14 +220,14 @@ class UnpackedModel(Node):
     # Building the tree
 
     def _add_causal_lm(self, causal_lm: CausalLM) -> None:
-        """Add the modules of a model to the tree, with the names that their parameters have in the checkpoint."""
+        """Add a model's modules to the tree, under the names that their parameters have in the checkpoint."""
         entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
         linears, counterparts = adaptable_layers(causal_lm), _counterparts(entries)
         for path, module in [*causal_lm.named_modules()]:  # a list, because the loop replaces modules
             owner_path, _, owner_name = path.rpartition(".")
             owner = causal_lm.get_submodule(owner_path)
 
-            # The module's own parameters as expressions over the checkpoint's tensors.
+            # Find the module's own parameters, as expressions in the checkpoint's tensors.
             expressions = {}
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{path}.{name}".lstrip(".")
@@ -260,21 +261,22 @@ class UnpackedModel(Node):
         tensors = expression.names()
         self.fixed.extend(tensor.removesuffix(".weight") for tensor in tensors)
 
-        # What "all-linear" could be expected to adapt: linear layers, and the matrices of experts [X, O, C]. Our patch
-        # embeddings are linear layers too, but their weights in the checkpoint belong to convolutions.
+        # Users may expect "all-linear" to adapt linear layers and the experts' matrices [X, O, C]. Our patch embeddings
+        # are also linear layers, but their weights in the checkpoint belong to convolutions.
         unpacked = expression.unpack(empty_on("meta", parameter))
         is_linear = isinstance(module, nn.Linear) and unpacked[tensors[0]].dim() == 2
         if is_linear or parameter.dim() == 3:
             self.skipped.update(short_name(tensor) for tensor in tensors if tensor.endswith(("weight", "_proj")))
 
-        # Add the parameter at the path of its tensor. Several tensors, such as those of experts, have a common path.
+        # Add the parameter at the path of its tensor. If it has several tensors, such as one per expert, find their
+        # common path.
         path, _, last = tensors[0].rpartition(".")
         if len(tensors) > 1:
             path, last = posixpath.commonpath([tensor.replace(".", "/") for tensor in tensors]).replace("/", "."), name
         self.node(path).register_parameter(last, parameter)
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
-        """Add modules outside of the `CausalLM`, such as a classification head, to the tree with their own names."""
+        """Add modules outside of the `CausalLM`, such as a classification head, to the tree under their own names."""
         # Visit the modules that contain the `CausalLM`, from the outermost one inwards.
         for path, wrapper in inner.named_modules():
             if wrapper is causal_lm or causal_lm not in wrapper.modules():
@@ -298,10 +300,10 @@ class UnpackedModel(Node):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """Maps adapters' names to their PEFT configurations.
+        """Maps adapter names to PEFT configurations.
 
         PEFT sets this attribute after it has replaced modules for the first adapter, and deletes it after it has
-        removed all adapters. In both cases, the modules of the tree are put into the model.
+        removed all adapters. In both cases, the tree's modules are copied into the model.
         """
         if self.adapter_configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters.")
@@ -318,13 +320,13 @@ class UnpackedModel(Node):
         self.sync()
 
     def sync(self) -> None:
-        """Put the modules of the tree into the model, and check the configurations of new adapters.
+        """Copy the tree's modules into the model, and check the configurations of new adapters.
 
         Raises:
-            ValueError: PEFT has replaced a module that can't have adapters here, or a configuration has a setting that
-                PEFT would silently ignore.
+            ValueError: PEFT has replaced a module that can't have adapters in this package, or a configuration has a
+                setting that PEFT would silently ignore.
         """
-        # The configurations come first, because their errors name the setting.
+        # Check the configurations first, because their errors name the setting.
         for name, config in (self.adapter_configs or {}).items():
             if name not in self.checked:
                 check_config(
@@ -340,7 +342,7 @@ class UnpackedModel(Node):
     _before_forward.only_prepares = True  # type: ignore[attr-defined]  # see `run_preparing_hooks`
 
     def _warn_of_skipped(self, config: Any) -> None:
-        """Warn if PEFT has adapted every linear layer of the tree, but the model in transformers has more of them."""
+        """Warn if PEFT has adapted every linear layer of the tree, but transformers' model has more linear layers."""
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(
@@ -354,7 +356,7 @@ class UnpackedModel(Node):
                 yield from (node.get_submodule(name) for name in node.leaves)
 
     def check_names(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raise ValueError if the state dict has tensors of modules that the tree does not have."""
+        """Raise ValueError if the state dict has tensors for modules that the tree does not have."""
         expected = {prefix + name for name in self.state_dict(keep_vars=True)}
         unexpected = [name for name in state_dict if name.startswith(prefix) and name not in expected]
         if unexpected:
@@ -388,15 +390,15 @@ class UnpackedModel(Node):
         position_ids: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """Call the forward of the model without the arguments that are None, because PEFT passes many of these."""
+        """Call the model's forward without the arguments that are None, because PEFT passes many such arguments."""
         if attention_mask is not None and attention_mask.is_floating_point() and self.inner is self.causal_lm:
-            # For learned prompts, PEFT puts ones of the default dtype before the mask.
+            # For learned prompts, PEFT prepends ones of the default dtype to the mask.
             check_values(
                 (attention_mask == attention_mask.bool()).all(),
                 "forward: attention_mask must be 1 for tokens and 0 for padding, got other numbers. Pass mask > 0.",
             )
             attention_mask = attention_mask.bool()
-        # An argument that is None is not passed, because the model may not have this argument.
+        # Arguments that are None are not passed, because the model may not have these arguments.
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})
@@ -412,7 +414,7 @@ class UnpackedModel(Node):
 
     @property
     def loss_function(self) -> Any:
-        """The loss function of the logits, which users can replace in the models of transformers."""
+        """The loss function that is applied to the logits. Users can replace it in transformers' models."""
         return self.inner.loss_function
 
     @loss_function.setter
@@ -424,11 +426,11 @@ class UnpackedModel(Node):
         self.inner.loss_function = function
 
     def get_encoder(self) -> "UnpackedModel":
-        """Return the model itself, which means that there is no encoder, as in transformers."""
+        """Return the model itself. As in transformers, this means that there is no encoder."""
         return self
 
     def enable_input_require_grads(self) -> None:
-        """Let the output of the embedding require a gradient, which other tools need for reentrant checkpointing."""
+        """Make the embedding's output require a gradient, which other tools need for reentrant checkpointing."""
         self.disable_input_require_grads()
         hook = self.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_(True))
         self.input_hooks = [hook]
@@ -440,7 +442,7 @@ class UnpackedModel(Node):
         self.input_hooks = []
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding, or the module that PEFT has replaced it by."""
+        """Return the embedding, or the module that PEFT has put in its place."""
         self.sync_leaves()
         return self.causal_lm.embed_tokens
 
@@ -451,7 +453,7 @@ class UnpackedModel(Node):
 
     @property
     def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
-        """The method of the model. PEFT replaces it during generation to add learned prompts.
+        """The model's method of this name. PEFT replaces it during generation to add learned prompts.
 
         The ``generate`` of this package does not call it.
         """
@@ -478,7 +480,7 @@ class UnpackedModel(Node):
     # Packing
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Write a Hugging Face checkpoint with the ``save_pretrained`` of the model.
+        """Write a Hugging Face checkpoint with the model's own ``save_pretrained``.
 
         Raises:
             ValueError: the model has adapters.
@@ -489,7 +491,7 @@ class UnpackedModel(Node):
     def pack(self) -> Any:
         """Pack the projections again, and return the original model, which can use all fused ops.
 
-        Afterwards this module is empty. Parameters that PEFT has frozen stay frozen.
+        Afterwards, this module is empty. Parameters that PEFT has frozen stay frozen.
 
         Raises:
             ValueError: the model has adapters.
@@ -515,7 +517,7 @@ class UnpackedModel(Node):
         """Context manager within which the model has packed projections in host memory."""
         self._check_plain()
         self.sync()
-        # The unpacked layers stay on the device, and only their packed copies are in host memory.
+        # The unpacked layers stay on the device. Only their packed copies are in host memory.
         model = self.causal_lm
         config, head = model.config, model.lm_head
         unpacked: dict[str, Any] = {path: model.get_submodule(path) for path in self._unpacked_paths()}
@@ -553,7 +555,7 @@ class UnpackedModel(Node):
 
 
 def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
-    """Map each module of the checkpoint to our modules that have its parameters or those of its submodules."""
+    """Map each module of the checkpoint to our modules that have parameters of it or of its submodules."""
     counterparts: dict[str, set[str]] = {}
     for parameter, expression in entries.items():
         for tensor in expression.names():
@@ -567,17 +569,18 @@ def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
     """Whether transformers has the same module, for example a norm or the embedding.
 
-    Linear layers do not count as the same, because each is replaced by an `UnpackedLinear`, which has fused ops for
-    adapters. The head counts.
+    Linear layers other than the head do not count as the same module, because each is replaced by an `UnpackedLinear`,
+    which has fused ops for adapters.
 
     Args:
         module: the module.
-        expressions: the module's own parameters as expressions over the checkpoint's tensors.
+        expressions: the module's own parameters, as expressions in the checkpoint's tensors.
         counterparts: see `_counterparts`.
     """
     if isinstance(module, nn.Linear) and not isinstance(module, LigerLMHead):
         return False
-    # The parameters must be those of one module, under the same names. Neither module may have other parameters.
+    # The parameters must belong to one module of the checkpoint and have the same names. Neither module may have
+    # others.
     paths = {name.rpartition(".")[0] for expression in expressions.values() for name in expression.names()}
     unchanged = all(
         isinstance(expression, Name) and expression.name.endswith(f".{name}")
@@ -589,7 +592,7 @@ def _is_same_module(module: nn.Module, expressions: dict[str, Expression], count
 
 
 def _untie_if_different(model: CausalLM) -> None:
-    """Untie the head, so that it is saved, if ``modules_to_save`` has trained it separately from the embedding."""
+    """Untie the head, so that it is saved, if ``modules_to_save`` has trained it apart from the embedding."""
     head = cast(Any, model.lm_head)
     if model.config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:
         model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
@@ -597,7 +600,7 @@ def _untie_if_different(model: CausalLM) -> None:
 
 @functools.cache
 def _peft_config_class(config_class: type, model_type: str) -> type:
-    """Return a subclass of a configuration that has the methods and the ``model_type`` that PEFT reads."""
+    """Return a subclass of a configuration class that has the methods and the ``model_type`` that PEFT reads."""
     attributes: dict[str, Any] = {"model_type": model_type, "from_pretrained": staticmethod(_stored_vocabulary)}
     attributes["to_dict"] = lambda config: dataclasses.asdict(config) | {"model_type": model_type}
     attributes["get_text_config"] = lambda config: config
@@ -605,7 +608,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """Return the ``vocab_size`` of a folder or a hub repository, which PEFT compares with the model when it saves."""
+    """Return the ``vocab_size`` of a folder or hub repository. PEFT compares it with the model's when it saves."""
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

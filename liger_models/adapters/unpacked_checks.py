@@ -18,7 +18,7 @@ def check_config(
         config: the configuration of an adapter.
         inner: the argument of `unpack_projections`.
         causal_lm: the `CausalLM` in ``inner``, or ``inner`` itself.
-        fixed: names, in transformers, of the parameters that can't have adapters.
+        fixed: the names, in transformers, of the parameters that can't have adapters.
         embeds_by_lookup: whether the embedding of ``causal_lm`` only looks up rows.
     """
     _check_targets(config, fixed)
@@ -53,7 +53,7 @@ def _check_outputs(config: Any, inner: nn.Module, causal_lm: CausalLM) -> None:
 
 
 def _check_parameters(config: Any) -> None:
-    """Refuse parameters of experts as targets."""
+    """Refuse the experts' parameters as targets."""
     parameters = getattr(config, "target_parameters", None)
     if parameters:
         raise ValueError(
@@ -64,7 +64,7 @@ def _check_parameters(config: Any) -> None:
 
 
 def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train single tokens if the embedding is also the head. A classification model's head has no weight."""
+    """Refuse to train single tokens if the head shares the embedding's weight, unless the model is a classifier."""
     has_head = next(causal_lm.lm_head.parameters(), None) is not None
     if not (causal_lm.config.tie_word_embeddings and has_head):
         return
@@ -78,7 +78,7 @@ def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
 
 
 def _check_single_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train single tokens: PEFT looks up their rows itself, and skips later steps of the embedding."""
+    """Refuse to train single tokens, because PEFT would look up their rows and skip the embedding's other steps."""
     for option in ("trainable_token_indices", "token_indices"):
         value = getattr(config, option, None)
         if value:

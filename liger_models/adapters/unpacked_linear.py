@@ -1,13 +1,14 @@
-"""A projection of a model whose matrices are separate linear layers, which PEFT may adapt.
+"""A projection whose matrices are separate linear layers, which PEFT may adapt.
 
-The linear layers share the memory of one joined weight, so a fused op can read all of them as one matrix, and PEFT can
-read and write each of them::
+The linear layers share the memory of one joined weight. A fused op can therefore read all of them as one matrix, and
+PEFT can read and write each of them::
 
     gate_up_proj   rows of gate and up in turn; gate_proj.weight is rows 0, 2, 4, ... of the joined weight
     qkv_proj       all rows of q, then k, then v; the outputs are moved to the order of the packed rows
 
-If PEFT has wrapped a linear layer in its ``lora.Linear``, the adapters are passed to the ops of `LoRALinear`. PEFT's
-parameters get the gradients. Whatever the ops cannot compute (DoRA, wrappers of other methods, hooks), PEFT computes.
+If PEFT has wrapped a linear layer in its ``lora.Linear``, the adapters are passed to the ops of `LoRALinear`, and
+PEFT's parameters get the gradients. PEFT itself computes whatever the ops cannot (DoRA, wrappers of other methods,
+hooks).
 """
 
 import sys
@@ -35,9 +36,9 @@ class Term(NamedTuple):
 
     Attributes:
         name: name of the adapter.
-        A, B: [r, C] and [rows, r], parameters of PEFT.
-        scaling: the number that B A is multiplied by.
-        dropout: probability that an element of x is dropped. It is 0 outside of training.
+        A, B: PEFT's parameters, [r, C] and [rows, r].
+        scaling: the number by which B A is multiplied.
+        dropout: probability with which an element of x is dropped. It is 0 outside of training.
     """
 
     name: str
@@ -48,11 +49,11 @@ class Term(NamedTuple):
 
 
 class CannotFuse(Exception):
-    """Raised if PEFT must compute a layer. The message is the reason, or empty if there is nothing to warn of."""
+    """Raised if PEFT must compute a layer. The message is the reason, or empty if no warning is needed."""
 
 
 class RowOrder:
-    """The order of the rows of a packed weight, relative to the order in which its matrices are joined.
+    """The order of a packed weight's rows, relative to the order in which its matrices are joined.
 
     Args:
         rows: [O] int64. Row i of the joined matrices is row ``rows[i]`` of the packed weight.
@@ -68,17 +69,17 @@ class RowOrder:
         lengths = torch.cat([starts, torch.tensor([len(order)])]).diff()  # [runs]
         first_rows = order[starts]  # [runs]
 
-        # If the packed weight is regular, as that of q, k and v is, outputs are moved by `split` and `cat` instead of
-        # an index: the weight consists of groups, and each group has the same number of rows of every matrix.
+        # If the packed weight is regular, as for q, k and v, `split` and `cat` move the outputs instead of an index. A
+        # regular weight consists of groups, and all groups have the same number of rows of each matrix.
         counts = [count for count in range(len(starts), 0, -1) if len(starts) % count == 0]
         self.groups: int = next((count for count in counts if self._is_regular(first_rows, lengths, count)), 0)
         """Number of groups; 0 if the order is not regular."""
         self.lengths: list[int] = lengths[: len(lengths) // self.groups].tolist() if self.groups else []
-        """Number of rows of each matrix in a group."""
+        """The number of rows of each matrix in a group."""
 
     @staticmethod
     def _is_regular(first_rows: Tensor, lengths: Tensor, groups: int) -> bool:
-        """Whether runs, with their first joined rows and their lengths, form groups with one run of each matrix."""
+        """Whether runs with these first joined rows and lengths form groups that have one run of each matrix."""
         first_rows, lengths = first_rows.view(groups, -1), lengths.view(groups, -1)  # [groups, matrices]
         group_lengths = lengths[0]
         starts = F.pad((groups * group_lengths).cumsum(0)[:-1], (1, 0))  # the first joined row of each matrix
@@ -94,14 +95,14 @@ class RowOrder:
         """Move y [..., O] from the joined to the packed order, without autograd."""
         if not self.groups:
             return y.index_select(-1, self.order.to(y.device))
-        outputs = y.split([self.groups * length for length in self.lengths], -1)  # of each matrix
+        outputs = y.split([self.groups * length for length in self.lengths], -1)  # one per matrix
         return torch.cat([output.unflatten(-1, (self.groups, -1)) for output in outputs], -1).flatten(-2)
 
     def to_joined(self, y: Tensor) -> Tensor:
         """Move y [..., O] from the packed to the joined order, without autograd."""
         if not self.groups:
             return y.index_select(-1, self.rows.to(y.device))
-        outputs = y.unflatten(-1, (self.groups, -1)).split(self.lengths, -1)  # of each matrix, by group
+        outputs = y.unflatten(-1, (self.groups, -1)).split(self.lengths, -1)  # one per matrix, by group
         return torch.cat([output.flatten(-2) for output in outputs], -1)
 
 
@@ -121,14 +122,14 @@ class _Moved(torch.autograd.Function):
 class UnpackedLinear(Layer):
     """A projection from [C] to [O], with one linear layer per matrix of the checkpoint.
 
-    Fused ops use the attributes `weight`, `bias`, `is_low_rank` and `low_rank`, as of a `LoRALinear`. The outputs of
+    As with a `LoRALinear`, fused ops use the attributes `weight`, `bias`, `is_low_rank` and `low_rank`. The outputs of
     such an op are in the joined order, and `row_order` moves them to the packed order.
 
     Args:
         packed: the projection.
-        weight: its weight as an expression over the checkpoint's matrices.
-        bias: its bias as an expression over the checkpoint's vectors; None for a projection without bias.
-        said: the reasons for which a warning was already issued that PEFT computes a layer. All layers of the model
+        weight: the projection's weight, as an expression in the checkpoint's matrices.
+        bias: the projection's bias, as an expression in the checkpoint's vectors; None for a projection without bias.
+        said: the reasons about which a warning (that PEFT computes a layer) was already issued. All layers of the model
             share this set.
     """
 
@@ -137,20 +138,20 @@ class UnpackedLinear(Layer):
         self.weight_expression, self.bias_expression, self.said = weight, bias, said
         self.in_features, self.out_features = packed.in_features, packed.out_features
 
-        # The rows of each matrix in the packed weight are a slice if they are evenly spaced. Otherwise, the joined
+        # If the rows of each matrix are evenly spaced in the packed weight, they form a slice. Otherwise, the joined
         # weight has one matrix after the other.
         rows = list(weight.unpack(torch.arange(packed.out_features, device="cpu")).values())
         slices = [_as_slice(indices) for indices in rows]
         self.row_order: RowOrder | None = None
-        """Moves outputs from the joined to the packed order; None if these are the same."""
+        """Moves outputs from the joined to the packed order; None if both orders are the same."""
         if None in slices:
             self.row_order = RowOrder(torch.cat(rows))
             ends = torch.tensor([len(indices) for indices in rows]).cumsum(0).tolist()
             slices = [slice(end - len(indices), end, 1) for end, indices in zip(ends, rows, strict=True)]
         self.slices: list[slice] = slices  # type: ignore[assignment]
-        """The rows of each matrix in the joined weight."""
+        """The slice of rows that each matrix has in the joined weight."""
 
-        # The matrices, as views of the joined weight if they are ordinary tensors.
+        # Make the matrices. If they are ordinary tensors, they are views of the joined weight.
         matrices = [*weight.unpack(packed.weight.detach()).values()]
         self.joined: Tensor | None = None
         """The joined weight [O, C]. The weights of the linear layers are views of it, unless they have been moved."""
@@ -158,7 +159,7 @@ class UnpackedLinear(Layer):
             self.joined = packed.weight.detach() if self.row_order is None else torch.cat(matrices)
             matrices = [self.joined[matrix_rows] for matrix_rows in self.slices]
 
-        # A linear layer for each matrix. The weight of a single matrix stays the same parameter.
+        # Make a linear layer for each matrix. If there is only one matrix, its weight stays the same parameter.
         self.names = [short_name(name) for name in weight.names()]
         biases = [None] * len(rows) if bias is None else [*bias.unpack(packed.bias.detach()).values()]
         is_single = len(rows) == 1 and self.row_order is None
@@ -172,14 +173,15 @@ class UnpackedLinear(Layer):
     # The weight
 
     def bases(self) -> list[nn.Linear]:
-        """Return the linear layers that hold the matrices, below PEFT's wrappers."""
+        """Return the linear layers that hold the matrices, without PEFT's wrappers around them."""
         layers: list[Any] = [*self.children()]
         return [getattr(layer, "base_layer", layer) for layer in layers]
 
     def _join(self) -> Tensor | None:
-        """Return the joined weight [O, C], and join the matrices again if they have been moved.
+        """Return the joined weight [O, C]. If the matrices have been moved, join them again.
 
-        None if they cannot share memory, because their dtypes or devices differ or one is not an ordinary tensor.
+        The result is None if they cannot share memory, because their dtypes or devices differ or one is not an ordinary
+        tensor.
         """
         weights = [base.weight for base in self.bases()]
         first = weights[0]
@@ -187,7 +189,8 @@ class UnpackedLinear(Layer):
             return None
         if len(weights) == 1 and self.row_order is None:
             return first.detach()
-        # A compiled graph can't move weights, and some tensors have no memory that could be shared: copy the rows.
+        # Copy the rows if weights can't be moved (in a compiled graph) or if tensors have no memory that could be
+        # shared.
         if is_traced() or first.is_meta or type(first.data) is not Tensor:
             return self._pack_rows([weight.detach() for weight in weights])
         joined = self.joined
@@ -229,7 +232,7 @@ class UnpackedLinear(Layer):
     # The adapters
 
     def _terms(self) -> list[list[Term]]:
-        """Return the active adapters of each linear layer. Raises CannotFuse if PEFT must compute one."""
+        """Return the active adapters of each linear layer. Raises CannotFuse if PEFT must compute one of the layers."""
         return [[*_terms_of(layer)] for layer in self._modules.values()]
 
     def _weight_and_terms(self) -> tuple[Tensor, list[list[Term]]]:
@@ -252,7 +255,7 @@ class UnpackedLinear(Layer):
         return not any(term.dropout for layer_terms in terms for term in layer_terms)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return A [R, C] and s · B [O, R] in ``dtype``, or None without active adapters; requires `is_low_rank`."""
+        """Return A [R, C] and s · B [O, R] in ``dtype``; None without active adapters. Needs `is_low_rank`."""
         return self._low_rank(self._terms(), dtype)
 
     def _low_rank(self, terms: list[list[Term]], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -262,11 +265,11 @@ class UnpackedLinear(Layer):
         return derive(self, key, lambda: self._factors(terms, dtype))
 
     def _factors(self, terms: list[list[Term]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the concatenated A [R, C] and s · B [O, R] of all adapters, in the joined order of rows."""
+        """Return A [R, C] and s · B [O, R] of all adapters, concatenated, in the joined order of rows."""
         A = torch.cat([term.A.to(dtype) for layer_terms in terms for term in layer_terms])
         blocks, column, R = [], 0, len(A)
         for layer_terms, base in zip(terms, self.bases(), strict=True):
-            # Place a layer's s · B, [rows, r], among R columns that are 0 for the adapters of other layers.
+            # Extend a layer's s · B, [rows, r], to R columns, which are 0 for the adapters of other layers.
             if layer_terms:
                 B = torch.cat([(term.B * term.scaling).to(dtype) for term in layer_terms], 1)
                 blocks.append(F.pad(B, (column, R - column - B.shape[1])))  # [rows, R]
@@ -291,13 +294,13 @@ class UnpackedLinear(Layer):
         bias, low_rank = self.bias, self._low_rank(terms, x.dtype)
         if low_rank is None:
             return inference_linear(x, weight, bias)
-        dropout = next(term.dropout for layer_terms in terms for term in layer_terms)  # all have the same
+        dropout = next(term.dropout for layer_terms in terms for term in layer_terms)  # the same in all terms
         if dropout == 0 and takes_adapters(x, weight.dtype):
             return low_rank_linear(x, weight, bias, low_rank)
         return add_low_rank(F.linear(x, weight, bias), Dropout(dropout)(x), *low_rank)
 
     def _separately(self, x: Tensor) -> Tensor:
-        """Call each linear layer or PEFT's wrapper of it, and pack the outputs."""
+        """Call each linear layer (or PEFT's wrapper of it), and pack the outputs."""
         # The expression that packs the rows of the weight also packs the outputs of a token; `vmap` applies it to all
         # tokens.
         names = self.weight_expression.names()
@@ -316,7 +319,8 @@ class UnpackedLinear(Layer):
         """Pack the linear layers, which must have no adapters, into one linear layer with new parameters."""
         bases = self.bases()
         names = self.weight_expression.names()
-        # The joined weight is the packed weight if both have the same order of rows. Otherwise the rows are copied.
+        # If the joined and the packed order are the same, the joined weight is the packed weight. Otherwise, copy the
+        # rows.
         weight = None if self.row_order is not None else self._join()
         if weight is None:
             matrices = {name: base.weight.detach() for name, base in zip(names, bases, strict=True)}
@@ -338,7 +342,7 @@ def _terms_of(layer: Any) -> Iterator[Term]:
 
     Raises CannotFuse if PEFT must compute the layer.
     """
-    # Without PEFT, and below its wrapper, there is an ordinary linear layer whose weight is frozen.
+    # The layer, or the layer inside of PEFT's wrapper, must be an ordinary linear layer with a frozen weight.
     lora = sys.modules.get("peft.tuners.lora.layer")
     is_wrapped = lora is not None and type(layer) is lora.Linear
     base = layer.base_layer if is_wrapped else layer
@@ -349,7 +353,7 @@ def _terms_of(layer: Any) -> Iterator[Term]:
     if base.weight.requires_grad and torch.is_grad_enabled():
         raise CannotFuse("weights below adapters are trained" if is_wrapped else "")
 
-    # Adapters that are merged into the weight, or switched off, add nothing.
+    # Adapters that are merged into the weight or switched off add nothing.
     if not is_wrapped:
         return
     if layer.disable_adapters and layer.merged:
@@ -374,7 +378,7 @@ def _terms_of(layer: Any) -> Iterator[Term]:
 
 
 def _as_slice(indices: Tensor) -> slice | None:
-    """Return the slice that selects evenly spaced, rising indices [n]; None for other indices."""
+    """Return the slice that selects the indices [n] if they rise evenly; otherwise None."""
     first, step = int(indices[0]), int(indices[1] - indices[0]) if len(indices) > 1 else 1
     if step < 1 or not indices.equal(torch.arange(first, first + step * len(indices), step)):
         return None
