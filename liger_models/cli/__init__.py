@@ -7,7 +7,7 @@ from liger_models.common.printable import show_warnings_as_lines
 
 def main() -> None:
     """Run the command line."""
-    # The extra may be missing. Any other failing import is a bug and keeps its traceback.
+    # The extra may be missing. If any other import fails, this is a bug, and the traceback is shown.
     try:
         from liger_models.cli.commands import app
     except ImportError as error:

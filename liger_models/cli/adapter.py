@@ -1,4 +1,4 @@
-"""`liger-models verify --adapter`: whether every tensor of a LoRA adapter was trained, is read, and can be served."""
+"""`liger-models verify --adapter`: checks that every tensor of a LoRA adapter is trained, used and servable."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 def verify_adapter(
     name: str, adapter: Path, *, served: bool, device: str, progress: bool
 ) -> Iterator[tuple[str, list[Finding]]]:
-    """Check an adapter with the model that it belongs to.
+    """Check an adapter together with the model that it belongs to.
 
     Args:
         name: folder of the model, or its name on the hub.
@@ -38,12 +38,12 @@ def verify_adapter(
         progress: whether loading shows a progress bar.
 
     Yields:
-        For each check its description, with the numbers that it found, and what is wrong.
+        For each check, a description with the numbers that the check found, and a list of problems.
     """
     model = load_by_name(name, dtype=torch.float32, device=device, progress=progress)
     config = _read(adapter)
 
-    # Check the files alone first, because loading them into the model may fail.
+    # First check only the files, because loading them into the model may fail.
     yield "every target name matches a module", list(_unmatched(model, config))
     if served:
         tensors = _names(adapter)
@@ -56,7 +56,7 @@ def verify_adapter(
         yield "the model loads the adapter", [Finding(str(adapter), str(error))]
         return
 
-    # The tensors, and one backward through them.
+    # Check the tensors, and run one backward through them.
     parameters = adapter_parameters(model)
     yield f"all {len(parameters)} tensors moved from their initial values", list(_unmoved(parameters))
     ids = random_text(model.config, 2, 64).to(device)
@@ -82,7 +82,7 @@ def verify_adapter(
             ],
         )
 
-    # PEFT on transformers, with the same adapter.
+    # Compare with PEFT on transformers, with the same adapter.
     different = _compare_with_peft(name, model, adapter, ids, logits)
     if isinstance(different, str):
         yield f"logits not compared with PEFT: {different}", []
@@ -92,7 +92,7 @@ def verify_adapter(
 
 
 def module_names(model: CausalLM) -> set[str]:
-    """Return the names of the linear layers of a model, in all layouts of checkpoints."""
+    """Return the names that a model's linear layers have in all checkpoint layouts."""
     names = set()
     for weights in format_of(type(model)).weight_maps(model.config):
         for path, (_, expression) in adaptable_layers(model).items():
@@ -114,7 +114,7 @@ def _names(adapter: Path) -> list[str]:
 
 
 def _unmatched(model: CausalLM, config: dict[str, Any]) -> Iterator[Finding]:
-    """Yield the targets of a config that name nothing in the model."""
+    """Yield the targets of a config that match nothing in the model."""
     modules = module_names(model) | {*expert_names(model)}
     parameters = {name for weights in adaptable_experts(model).values() for name, _ in weights.values()}
     parameters |= {f"{module}.weight" for module in modules}
@@ -138,7 +138,7 @@ def _unmoved(parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
 
 
 def _without_gradient(model: CausalLM, parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
-    """Yield the tensors that got no gradient, except those that a text without images does not use."""
+    """Yield the tensors that got no gradient, except tensors that a text without images does not use."""
     paths = [path for path, _ in model.named_parameters()]
     unreached = ("visual.", *{path.partition("cross_attn.")[0] for path in paths if "cross_attn." in path})
     images = {id(parameter) for path, parameter in model.named_parameters() if path.startswith(unreached)}
@@ -158,7 +158,7 @@ def _logits(model: CausalLM, ids: Tensor) -> Tensor:
 
 
 def _compare_with_peft(name: str, model: CausalLM, adapter: Path, ids: Tensor, logits: Tensor) -> float | str:
-    """Return the difference of the logits from PEFT's, or the reason why they are not compared."""
+    """Return the difference between our logits and PEFT's, or the reason why they are not compared."""
     try:
         peft: Any = importlib.import_module("peft")
         transformers: Any = importlib.import_module("transformers")
@@ -172,10 +172,10 @@ def _compare_with_peft(name: str, model: CausalLM, adapter: Path, ids: Tensor, l
         warnings.simplefilter("ignore")  # about features that no adapter of this package uses
         try:
             theirs = auto.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").to(ids.device)
-        except ImportError as error:  # the library of a quantized format
+        except ImportError as error:  # a missing library for a quantized format
             return f"transformers can't load the checkpoint: {error}"
         try:
             theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
-        except ValueError as error:  # such as output projections of state-space layers
+        except ValueError as error:  # such as one about output projections of state-space layers
             return f"PEFT refuses the adapter: {error}"
         return relative_error(logits, theirs(input_ids=ids).logits)

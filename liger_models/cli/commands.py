@@ -21,7 +21,7 @@ from liger_models.common.printable import printable
 if TYPE_CHECKING:
     from liger_models.base.causal_lm import CausalLM
 
-# Each command imports torch and the package itself, so that --help and completion answer at once.
+# torch and the package are imported inside of each command, so that --help and completion answer at once.
 
 FAILED, WRONG, DIFFERS = 1, 2, 3
 """Exit codes for a failure, for a wrong command line, and for differences. 0 is success."""
@@ -37,7 +37,7 @@ class _Screen(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Convert a string to a `Text`. Lines and tables call this method for each of their strings."""
+        """Convert a string to a `Text`. Rich calls this method for each string in lines and tables."""
         return super().render_str(printable(text), **options)
 
 
@@ -51,15 +51,15 @@ screen, messages = _Screen(), _Screen(stderr=True)
 
 class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. An expected error is printed in one line; any other error is printed with its traceback."""
+        """Run a command. Expected errors are printed in one line; any other error is printed with its traceback."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except typer.BadParameter as error:
-            if error.param is not None:  # raised by typer, which shows the usage
+            if error.param is not None:  # raised by typer, which then shows the usage
                 raise
-            # A frame would break the hint into pieces that nobody can copy.
+            # A frame would break the hint into pieces that users could not copy.
             messages.print(Text("error:", "bold red"), error.message, soft_wrap=True)
             raise typer.Exit(WRONG) from error
         except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -73,7 +73,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="markdow
 
 
 def path(text: str) -> Path:
-    """Convert an argument to a path. An empty text would be the working directory."""
+    """Convert an argument to a path. Empty text is refused, because it would mean the working directory."""
     if not text:
         raise typer.BadParameter("a path must have a name, got ''. Give one.")
     return Path(text)
@@ -133,7 +133,7 @@ def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_model_types
 
-    # The docstring of a module begins with the names of its checkpoints, up to a colon or the end of the paragraph.
+    # A module's docstring begins with the names of its checkpoints. They end at a colon or at the end of the paragraph.
     families = []
     for name in list_model_types():
         model_class = get_arch(name)
@@ -143,7 +143,7 @@ def list_command(as_json: AsJson = False) -> None:
     if as_json:
         return _print_json(families)
 
-    # A table for people.
+    # Print a table for people.
     table = Table("model_type", "class", "reads")
     for row in families:
         table.add_row(*row.values())
@@ -172,14 +172,14 @@ def info(
     from liger_models.memory.estimate import training_memory
     from liger_models.memory.plan import plan_memory
 
-    # The model on the meta device, the estimate and, with a budget, the plan.
+    # Create the model on the meta device, the estimate and, if there is a budget, the plan.
     empty = _empty_model(model, revision)
     memory = training_memory(empty, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
     plan = None
     if budget is not None:  # Muon's momentum stays on the device, and Muon needs whole gradients
         plan = plan_memory(empty, tokens, budget, memory=memory, host_moments=not muon, in_backward=not muon)
 
-    # The result for scripts.
+    # Collect the result for scripts.
     sizes = {name: value for name, value in dataclasses.asdict(empty.config).items() if value is not None}
     result: dict[str, Any] = {
         "class": type(empty).__name__,
@@ -197,7 +197,7 @@ def info(
     if as_json:
         return _print_json(result)
 
-    # Tables for people: the architecture, and the estimate by policy.
+    # Print tables for people: the architecture, and the estimate for each policy.
     table = Table(show_header=False)
     table.add_row("class", result["class"])
     table.add_row("parameters", f"{result['parameters']:,}")
@@ -234,7 +234,7 @@ def download(
             f"model must be a name on the hub, got the folder {model}. There is nothing to download."
         )
 
-    # config.json comes first, so that an unsupported model is refused before its weights are downloaded.
+    # Read config.json first, so that an unsupported model is refused before its weights are downloaded.
     folder = hub.download(
         model, lambda config: get_arch(read_model_type(config)), revision=revision, progress=not as_json
     )
@@ -284,7 +284,7 @@ def verify(
         return _verify_adapter(model, adapter, served, _device(device), as_json)
     from liger_models.cli.compare import LIMIT, verify_checkpoint
 
-    # The models run one after the other, ours first.
+    # Run both models one after the other, ours first.
     verification = verify_checkpoint(Path(model), length=length or 64, device=_device(device), progress=not as_json)
     # Print the differences, the error of the logits, and the verdict.
     if as_json:
@@ -313,7 +313,7 @@ def _verify_packing(model: str, device: str, as_json: bool) -> None:
     empty = empty_default(model) if is_type else _empty_model(model, None)
     loaded, reason = model_to_pack(model, empty, device, progress=not as_json)
 
-    # Each check is shown when it is done.
+    # Show each check when it is done.
     weights = f"random weights, because {reason}" if reason else "its weights"
     about = f"{type(loaded).__name__}: {len(loaded.layers)} layers, {loaded.dtype} on {device}, {weights}"
     checks = []
@@ -324,7 +324,7 @@ def _verify_packing(model: str, device: str, as_json: bool) -> None:
         if not as_json:
             screen.print(str(check), soft_wrap=True)
 
-    # The verdict.
+    # Print the verdict.
     passed = all(check.passed for check in checks)
     if as_json:
         _print_json({"model": about, "checks": [check._asdict() for check in checks], "same": passed})
@@ -338,7 +338,7 @@ def _verify_packing(model: str, device: str, as_json: bool) -> None:
 def _verify_adapter(model: str, adapter: Path, served: bool, device: str, as_json: bool) -> None:
     from liger_models.cli.adapter import verify_adapter
 
-    # Each check is shown when it is done; each finding has a line of its own.
+    # Show each check when it is done. Each finding has its own line.
     problems, checks = 0, []
     for text, findings in verify_adapter(model, adapter, served=served, device=device, progress=not as_json):
         problems += len(findings)
@@ -347,7 +347,7 @@ def _verify_adapter(model: str, adapter: Path, served: bool, device: str, as_jso
             lines = [f"PROBLEM: {finding}" for finding in findings] or [f"ok: {text}"]
             screen.print(*lines, sep="\n", soft_wrap=True)
 
-    # The verdict.
+    # Print the verdict.
     if as_json:
         _print_json({"checks": checks, "problems": problems})
     else:
@@ -384,7 +384,7 @@ def convert(
     from liger_models.convert.gguf import check_target, save_gguf
     from liger_models.retrieval.settings import MODULES, copy_settings, has_settings, settings_folder
 
-    # Wrong arguments are errors before the model is loaded.
+    # Report wrong arguments before the model is loaded.
     if gguf is not None and mxfp4 is not None:
         raise typer.BadParameter("--mxfp4 and --gguf must not be given together. Choose one of the formats.")
     if gguf is not None and max_shard_size is not None:
@@ -398,10 +398,11 @@ def convert(
             f"OUTPUT must be another folder than MODEL with an adapter, got '{output}' for both. Merging replaces the "
             "weights for which the adapter was made, and a second time would add it again."
         )
-    # Adapters are merged in the target dtype. Otherwise saving converts, tensor by tensor.
+    # With an adapter, load in the target dtype, because adapters are merged in it. Otherwise, saving converts each
+    # tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     load_dtype = "auto" if adapter is None and gguf is None else dtype
-    # Models of embeddings may have no head.
+    # Embedding models may have no head.
     source = settings_folder(model, revision=revision)
     embeds = has_settings(source) or (adapter is not None and has_settings(adapter))
     loaded = _load(
@@ -416,7 +417,7 @@ def convert(
             return _print_json({"file": str(output)})
         return print(output)
 
-    # Files of another checkpoint, such as its chat template, would be read together with the new ones.
+    # Old files of another checkpoint in the folder, such as a chat template, would be read together with the new files.
     settings = source if adapter is None else adapter
     replaced = {*loaded.current_assets(), *([MODULES] if has_settings(settings) else [])}
     names = [name for name in (*ASSETS, MODULES, "adapter_config.json") if name.endswith((".json", ".jinja", ".model"))]
@@ -427,7 +428,7 @@ def convert(
             f"in '{output}'. Remove them, or choose another folder."
         )
 
-    # The folder is complete before it replaces an earlier one.
+    # The new folder is completed before it replaces an earlier one.
     with messages.status(Text(f"Writing {printable(str(output))}")):
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size or "5GB", mxfp4=mxfp4)
         copy_settings(settings, output)
@@ -463,7 +464,7 @@ def train(ctx: typer.Context) -> None:
     """
     from liger_models.train.loop import main
 
-    # `main` reads the arguments itself. Errors reach `_Commands`, which prints them.
+    # `main` parses the arguments itself. Its errors reach `_Commands`, which prints them.
     main(ctx.args, ctx.command_path, standalone=False)
 
 
@@ -493,7 +494,7 @@ def recipe(
     from liger_models.memory.plan import parse_memory
     from liger_models.train.recipe import Planner
 
-    # The memory of the given GPU, or of the GPU of this machine.
+    # Find the given memory, or the memory of this machine's GPU.
     if memory is None:
         if not torch.accelerator.is_available():
             raise typer.BadParameter("give --memory, such as 24GB: this machine has no GPU")
@@ -501,7 +502,7 @@ def recipe(
     else:
         size = parse_memory("recipe: memory", memory, torch.accelerator.current_accelerator(check_available=True))
 
-    # The options, in a file named after the model and the method.
+    # Choose the options, and write them to a file that is named after the model and the method.
     chosen = Planner(_empty_model(model, revision).config).plan(size, method, length)
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     text = chosen.yaml(model, f"{name.lower()}-{chosen.method}")
@@ -571,14 +572,14 @@ def generate(
 
     from liger_models.cli.conversation import Conversation, open_medium
 
-    # Media are opened first, so that errors come before a large model is loaded.
+    # Open media first, so that errors come before a large model is loaded.
     sources = [("image", source) for source in image or ()] + [("video", source) for source in video or ()]
     media = [open_medium(medium, source) for medium, source in sources]
     if seed is not None:
         torch.manual_seed(seed)
 
-    # The model, the options, and a draft model.
-    # Options that are None are those of the checkpoint's generation_config.json.
+    # Load the model and the draft model, and collect the options. Options that are None come from the checkpoint's
+    # generation_config.json.
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
     settings: dict[str, Any] = {
         "do_sample": sample, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -599,13 +600,13 @@ def generate(
         settings["seed"] = torch.initial_seed() % 2**62
     conversation = Conversation(loaded, settings, media, chat or bool(media), system)
 
-    # A single answer.
+    # Print a single answer.
     if as_json:
         return _print_json({"prompt": prompt, "text": "".join(conversation.answer(prompt or ""))})
     if prompt is not None:
         return _print_pieces(conversation.answer(prompt))
 
-    # A conversation that ends with the input. Invalid UTF-8 in the input must not end it.
+    # Run a conversation until the input ends. Invalid UTF-8 in the input must not end it.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while True:
@@ -621,18 +622,18 @@ def generate(
                 conversation.attach(command, argument.strip())
             except (OSError, ValueError) as error:
                 messages.print(str(error), soft_wrap=True)
-        elif re.fullmatch(r"/\w+", command):  # a path has another slash
+        elif re.fullmatch(r"/\w+", command):  # a path would have a second slash
             unknown = "" if command == "/help" else f"{command} is no command. "
             messages.print(f"{unknown}{CHAT_COMMANDS}", soft_wrap=True)
         elif line.strip() or conversation.media:
             try:
                 _print_pieces(conversation.answer(line))
-            except ValueError as error:  # such as one of the chat template
+            except ValueError as error:  # such as an error of the chat template
                 messages.print(str(error), soft_wrap=True)
 
 
 def _print_pieces(pieces: Iterable[str]) -> None:
-    # A file or another program gets the text as it is.
+    # A file or another program gets the text unchanged.
     show = printable if sys.stdout.isatty() else str
     for piece in pieces:
         print(show(piece), end="", flush=True)
@@ -674,14 +675,14 @@ def bench(
         if accelerated:
             torch.accelerator.synchronize(target)
 
-    # The first step compiles kernels and fills caches.
+    # The first step is not timed, because it compiles kernels and fills caches.
     step()
     start = time.perf_counter()
     for _ in track(range(steps), "Steps", console=messages, disable=as_json):
         step()
     seconds = (time.perf_counter() - start) / steps
 
-    # Speed, and its fraction of the device's peak. Each row is a document of its own.
+    # Compute the speed, and its fraction of the device's peak. Each row is a separate document.
     bounds = torch.arange(0, rows * length + 1, length)
     operations = flops(loaded, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
     name = torch.get_device_module(target).get_device_name(target) if accelerated else "cpu"
@@ -696,7 +697,7 @@ def bench(
     if as_json:
         return _print_json(result)
 
-    # A table for people, without what was not measured.
+    # Print a table for people, without values that were not measured.
     table = Table(show_header=False)
     for key, value in result.items():
         if value is not None:
@@ -732,7 +733,7 @@ def new_arch_command(
     for note in written.notes:
         messages.print(f"note: {note}", soft_wrap=True)
 
-    # The next steps go to stderr, so that stdout has only the files.
+    # Print the next steps to stderr, so that stdout has only the files.
     module = written.files[0]
     steps = [
         f"{module} is a copy of {written.nearest}, the nearest architecture. Change it until nothing differs:",

@@ -1,4 +1,4 @@
-"""Comparison with transformers' model of the same checkpoint: tensors, logits, and the first part that differs.
+"""Comparison with transformers' model for the same checkpoint: tensors, logits, and the first part that differs.
 
 `liger-models verify`, `liger-models new-arch` and the tests of the architectures use this comparison.
 """
@@ -25,15 +25,15 @@ from liger_models.layers.norm import add_norm
 from liger_models.retrieval.settings import has_settings
 
 LIMIT = 1e-4
-"""Largest accepted relative difference of logits in fp32. Equal models differ by about 1e-6, due to rounding."""
+"""Largest accepted relative difference of logits in fp32. Due to rounding, equal models differ by about 1e-6."""
 
 PART_LIMIT = 1e-5
 """Largest accepted relative difference of the output of a single part, such as a norm, in fp32."""
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the norm of the difference, divided by the norm of ``theirs``."""
-    # The difference is computed in float64, so that its own rounding does not count.
+    """Return the norm of ``ours − theirs``, divided by the norm of ``theirs``."""
+    # Compute the difference in float64, so that rounding of the difference itself does not matter.
     theirs = theirs.detach().double().cpu()
     difference = ours.detach().double().cpu() - theirs
     return float(difference.norm() / theirs.norm().clamp_min(1e-30))
@@ -43,7 +43,7 @@ KINDS = ("missing", "extra", "shapes")
 
 
 class TensorDifference(NamedTuple):
-    """A difference between the tensors of a model and of a checkpoint.
+    """A difference between a model's tensors and a checkpoint's tensors.
 
     Attributes:
         kind: "missing" if the checkpoint lacks the tensor, "extra" if the model lacks it, "shapes" if the shapes
@@ -68,9 +68,10 @@ def tensor_differences(expected: Mapping[str, Any], stored: Mapping[str, Any]) -
     """List the differences between the tensors that a model expects and the tensors of a checkpoint.
 
     Args:
-        expected, stored: map names to tensors, to other objects with a ``shape``, or to shapes.
+        expected, stored: mappings from names to tensors, to other objects with a ``shape``, or to shapes.
     """
-    # Missing tensors are listed in the order of the model, and extra ones by name, because files have no order.
+    # Missing tensors are listed in the order of the model. Extra tensors are sorted by name, because files have no
+    # order.
     ours, theirs = ({name: _shape(tensor) for name, tensor in tensors.items()} for tensors in (expected, stored))
     missing = [TensorDifference("missing", name, shape) for name, shape in ours.items() if name not in theirs]
     extra = [TensorDifference("extra", name, theirs[name]) for name in sorted(theirs.keys() - ours.keys())]
@@ -91,8 +92,8 @@ class Trace:
     """The intermediate and final results of a transformers model for a batch.
 
     Attributes:
-        blocks: for each block, maps the name of each child, and `BLOCK` for the block itself, to its input and output,
-            [B, T, C] each.
+        blocks: for each block, maps the name of each child module, and `BLOCK` for the block itself, to (input,
+            output), each [B, T, C].
         head_input: the normalized output of the last block, [B, T, C].
         logits: [B, T, V].
     """
@@ -107,28 +108,29 @@ BLOCK = ""
 
 
 def trace(theirs: Any, **inputs: Any) -> Trace:
-    """Run a transformers model, and record the inputs and outputs of its blocks and of the blocks' children.
+    """Run a transformers model, and record the inputs and outputs of its blocks and their child modules.
 
     Args:
         theirs: a causal language model, or a vision-language model.
         inputs: arguments of the model's forward.
     """
-    decoder = theirs.get_decoder()  # with images it may be a language model with a head
+    decoder = theirs.get_decoder()  # for a model with images, it may be a language model with a head
     blocks = getattr(getattr(decoder, "model", decoder), "layers", [])
     recorded = Trace([{} for _ in blocks], torch.empty(0), torch.empty(0))
 
     def record(parts: dict[str, tuple[Tensor, Tensor]], name: str, _: Any, args: Any, options: Any, out: Any) -> None:
-        # Attention is called with hidden_states by name. It also returns its weights, and mixtures router logits.
+        # Attention gets hidden_states as a keyword argument, and also returns its weights. Mixtures also return router
+        # logits.
         x = args[0] if args else options.get("hidden_states", options.get("x"))
         y = out[0] if isinstance(out, tuple) else out
         if isinstance(x, Tensor) and isinstance(y, Tensor) and name not in parts:
-            # Of several streams [n, B, T, C], the first is the residual stream.
+            # If there are several streams [n, B, T, C], the first one is the residual stream.
             parts[name] = (x[0], y[0]) if name == BLOCK and x.dim() == y.dim() == 4 else (x, y)
 
     def record_head(_: Any, args: tuple[Any, ...]) -> None:
         recorded.head_input = args[0]
 
-    # Hooks on all blocks and their children, and on the head, for one forward.
+    # For one forward, set hooks on all blocks, their child modules and the head.
     with ExitStack() as hooks, torch.no_grad():
         for parts, block in zip(recorded.blocks, blocks, strict=True):
             for name, module in [(BLOCK, block), *block.named_children()]:
@@ -141,21 +143,21 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
 
 @dataclass
 class _Parts:
-    """Collects the relative errors of the parts of a model, in the order in which the parts run."""
+    """Collects the relative error of each part of a model, in the order in which the parts run."""
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, path: str, part: str, ours: Tensor, theirs: Tensor) -> None:
         """Record the error of a part. If a part runs twice, only the first run counts."""
-        # Parts of other sizes, such as packed projections, have no counterpart.
+        # Parts whose outputs have other sizes, such as packed projections, have no counterpart.
         if ours.numel() == theirs.numel():
             self.errors.setdefault(path, {}).setdefault(part, relative_error(ours, theirs.view_as(ours)))
 
 
 def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dict[str, float]]:
-    """Compute the relative error of each part of a model when every part gets the input of transformers' part.
+    """Compute the relative error of each part of a model, where every part gets the input of transformers' part.
 
-    An error of one block, norm, attention or MLP therefore causes no error in the following parts.
+    An error in one block, norm, attention or MLP therefore causes no error in the parts that follow.
 
     Args:
         ours: the model.
@@ -166,7 +168,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
         A mapping from paths, such as ``"layers.0"``, to mappings from names of parts to errors, in the order in which
         the parts run. The part ``"output"`` of a block is the sum of the block's branches.
     """
-    # Without the same blocks there is nothing to compare.
+    # If the numbers of blocks differ, there is nothing to compare.
     parts = _Parts()
     if len(recorded.blocks) != len(ours.layers):
         return {}
@@ -175,7 +177,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
         parts.add("norm", "output", args[0], recorded.head_input)
         return (recorded.head_input, *args[1:])
 
-    # One forward, in which each part runs on transformers' input.
+    # Run one forward in which each part gets transformers' input.
     with ExitStack() as changes, torch.no_grad():
         for index, (block, theirs) in enumerate(zip(ours.layers, recorded.blocks, strict=True)):
             if theirs:  # a block that attends to images does not run without images
@@ -191,7 +193,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
 def _corrected_block(
     block: nn.Module, index: int, theirs: Mapping[str, tuple[Tensor, Tensor]], parts: _Parts
 ) -> Iterator[None]:
-    """Context manager in which a block and its children get transformers' inputs and return transformers' outputs.
+    """Context manager in which a block and its child modules get transformers' inputs and return its outputs.
 
     The error of an output is recorded before the output is replaced.
     """
@@ -217,7 +219,7 @@ def _corrected_block(
         parts.add(path, name, y, theirs[name][1])
         return theirs[name][1].view_as(y)
 
-    # All changes are undone at the end, also after an error.
+    # All changes are undone at the end, even after an error.
     with ExitStack() as changes:
         changes.callback(block.register_forward_pre_hook(replace_input).remove)
         changes.callback(block.register_forward_hook(replace_output).remove)
@@ -226,7 +228,7 @@ def _corrected_block(
             if name not in theirs:
                 continue
             if hasattr(child, "add_norm"):
-                # Blocks run a branch by this method. An attribute of the instance hides the method of the class.
+                # Blocks run a branch through this method. An attribute of the instance hides the method of the class.
                 branch: Any = child
                 branch.add_norm = _corrected_branch(branch.add_norm, path, name, names, theirs[name], parts)
                 changes.callback(delattr, branch, "add_norm")
@@ -247,7 +249,7 @@ def _corrected_branch(
     branch_input, branch_output = theirs
 
     def add_norm_and_run(norm: nn.Module | None, x: Tensor | None, residual: Tensor, *options: Any) -> Any:
-        # The norm gets our stream, a sum of transformers' outputs. The branch gets the input of transformers' branch.
+        # The norm gets our stream, which is a sum of transformers' outputs. The branch gets transformers' input.
         normed, residual = add_norm(norm, x, residual)
         parts.add(path, names.get(id(norm), f"input of {name}"), normed, branch_input)
         y, _, *rest = branch(None, None, branch_input.view_as(normed), *options)
@@ -258,11 +260,11 @@ def _corrected_branch(
 
 
 def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = PART_LIMIT) -> str:
-    """Return the first path with an error beyond the limit, and the errors of its parts; "" if there is none.
+    """Return the first path that has an error beyond the limit, and the errors of its parts; "" if there is none.
 
     An example of a result is ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """
-    # Not `error > limit`: NaN must count as wrong, too.
+    # This is not written as `error > limit`, because NaN must also count as wrong.
     wrong = [path for path, parts in errors.items() if not all(error <= limit for error in parts.values())]
     if not wrong:
         return ""
@@ -275,7 +277,7 @@ def where_it_differs(ours: CausalLM, theirs: Any, only_theirs: Mapping[str, Any]
 
     Args:
         ours, theirs: the models.
-        only_theirs: inputs that only transformers' model takes.
+        only_theirs: inputs for transformers' model alone.
         inputs: the batch.
     """
     recorded = trace(theirs, **inputs, **(only_theirs or {}))
@@ -290,8 +292,8 @@ class Verification:
     Attributes:
         tensors: number of tensors in the files.
         differences: the result of `tensor_differences`.
-        logits_error: relative difference of the logits from transformers' logits; None if they were not compared.
-        not_compared: the reason why logits were not compared; "" if they were.
+        logits_error: relative difference between our logits and transformers' logits; None if they were not compared.
+        not_compared: the reason why logits were not compared; "" if they were compared.
         place: the result of `first_difference` if the logits differ.
     """
 
@@ -307,7 +309,7 @@ class Verification:
         return not self.differences and (self.logits_error is None or self.logits_error <= LIMIT)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for scripts, with tensor names by kind of difference. NaN becomes a string in JSON."""
+        """Return the result for scripts, with tensor names grouped by kind of difference. NaN becomes a string."""
         error = self.logits_error
         return {
             "tensors": self.tensors,
@@ -319,7 +321,7 @@ class Verification:
 
 
 def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool) -> Verification:
-    """Compare the tensors of a checkpoint with its config.json, and its logits with the logits of transformers.
+    """Compare the tensors of a checkpoint with its config.json, and its logits with transformers' logits.
 
     Args:
         folder: the checkpoint.
@@ -330,12 +332,12 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     name = read_model_type(read_json_config(folder))
     empty = empty_model(folder)
 
-    # Compare the tensors by their headers.
+    # Compare the tensors, reading only the headers of the files.
     parameters, maps = dict(empty.named_parameters()), format_of(type(empty)).file_maps(empty.config)
     stored = of_whole_model(read_headers(folder), maps)
     weights = pick_map(maps, stored, parameters)
     expected = weights.shapes(parameters)
-    # A model of embeddings may have been saved without its head.
+    # An embedding model may have been saved without its head.
     head = {name for name in expected if name.endswith("lm_head.weight")}
     headless = has_settings(folder) and not head & stored.keys() and bool(head)
     if headless:
@@ -349,7 +351,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
         result.not_compared = "the checkpoint has no language-model head"
         return result
 
-    # transformers may be missing, or older than the model.
+    # transformers may not be installed, or may be older than the model.
     try:
         transformers: Any = importlib.import_module("transformers")
         result.not_compared = unknown_to(transformers, name, read_quantization(folder))
@@ -358,7 +360,8 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     if result.differences or result.not_compared:
         return result
 
-    # One model after the other, so that the device holds only one. Ours is loaded again only to find the difference.
+    # Run one model after the other, so that the device holds only one. Ours is loaded again only to find the
+    # difference.
     ids = random_text(empty.config, 2, length).to(device)
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
     with torch.no_grad():
@@ -380,9 +383,9 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
 
 def unknown_to(transformers: Any, model_type: str, quantization: Mapping[str, Any]) -> str:
-    """Return a sentence about what transformers does not know in a checkpoint; "" if it knows everything.
+    """Return a sentence that says what in a checkpoint transformers does not know; "" if it knows everything.
 
-    transformers reads the codes of an unknown format as if they were weights.
+    The check is needed because transformers reads the codes of an unknown format as if they were weights.
     """
     if model_type not in transformers.CONFIG_MAPPING:
         return f"transformers does not know {model_type}"
@@ -395,7 +398,7 @@ def unknown_to(transformers: Any, model_type: str, quantization: Mapping[str, An
 
 def empty_model(folder: Path) -> CausalLM:
     """Return the model of a checkpoint on the meta device, without weights."""
-    # The constructor checks the config's values, and its errors name the file.
+    # The constructor of the config checks the values, and its errors name the file.
     hf_config = read_json_config(folder)
     model_class = get_arch(read_model_type(hf_config))
     config = read_config(model_class.config_class, hf_config)
@@ -404,7 +407,7 @@ def empty_model(folder: Path) -> CausalLM:
 
 
 def random_text(config: Any, rows: int, length: int) -> Tensor:
-    """Return random ids [rows, length], the same in every run, without placeholders for images, videos or audio."""
+    """Return random ids [rows, length] without placeholders for images, videos or audio, the same in every run."""
     names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
     media = {getattr(config, name, None) for name in names}
     words = torch.tensor([token for token in range(config.vocab_size) if token not in media])

@@ -12,14 +12,14 @@ from liger_models.data.prompts import encode_prompt
 
 
 class Conversation:
-    """A sequence of prompts to a model and of the model's answers.
+    """A sequence of prompts to a model and the model's answers.
 
     Args:
         model: the model.
         settings: arguments of `generate`.
         media: images and videos for the first prompt, from `open_medium`.
         chat: whether prompts are turns of a chat. Otherwise each prompt is a text to continue.
-        system: system message of the chat; None for none.
+        system: system message of the chat; None for no system message.
 
     Raises:
         ValueError: the model does not accept media of this kind.
@@ -50,9 +50,9 @@ class Conversation:
         self.media.append(open_medium(medium, source))
 
     def answer(self, prompt: str) -> Iterator[str]:
-        """Yield the answer to a prompt in pieces of whole characters. In a chat, the history gets prompt and answer.
+        """Yield the answer to a prompt in pieces of whole characters. A chat adds prompt and answer to its history.
 
-        If an error is raised, the history and the attached media stay as they were.
+        If an error is raised, the history and the attached media do not change.
 
         Raises:
             ValueError: the prompt has no tokens, or the chat template does not accept it.
@@ -66,7 +66,7 @@ class Conversation:
             raise
 
     def _answer(self, prompt: str) -> Iterator[str]:
-        # A chat sends the whole conversation with all of its media. Otherwise the prompt alone is continued.
+        # In a chat, the model gets the whole conversation with all media. Otherwise, it continues only the prompt.
         inputs: dict[str, Any] = {}
         if self.chat:
             content: Any = [*self.media, {"type": "text", "text": prompt}] if self.media else prompt
@@ -79,7 +79,7 @@ class Conversation:
         if not ids:
             raise ValueError(f"generate: the prompt must have at least one token, got {prompt!r}. Write a text.")
 
-        # The answer becomes a turn only when it is complete.
+        # The answer becomes a turn of the chat only when it is complete.
         text = ""
         for piece in self.model.tokenizer.decode_stream(self.model.stream(ids, **inputs, **self.settings)):
             text += piece
@@ -88,8 +88,8 @@ class Conversation:
 
 
 def open_medium(medium: str, source: str) -> dict[str, Any]:
-    """Create the part of a message for an image or a video. Images are decoded; of videos only the header is read."""
-    # A bad file is an error before the model is loaded.
+    """Create the message part for an image or a video. An image is decoded; for a video, only the header is read."""
+    # Report a bad file before the model is loaded.
     try:
         if medium == "image":
             return {"type": medium, medium: open_image(source)}

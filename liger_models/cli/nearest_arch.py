@@ -1,4 +1,4 @@
-"""Search for the architecture nearest to a transformers architecture, and renamed copies of its module."""
+"""Search for the architecture nearest to a new architecture of transformers, and renaming copies of its module."""
 
 import ast
 import dataclasses
@@ -34,13 +34,13 @@ LATER_LAYER = re.compile(r"\.layers\.[1-9]")
 
 
 class Nearest(NamedTuple):
-    """An architecture and its differences from transformers' model of a new architecture.
+    """An architecture, and its differences from transformers' model of a new architecture.
 
     Attributes:
-        model_class: class of the architecture.
-        unknown: keys of the new architecture that the config class does not have.
-        tensors: different tensors in the first block and outside of blocks.
-        parts: maps each part with a wrong result, in the first block or outside of blocks, to its error. Parts are
+        model_class: the class that implements the architecture.
+        unknown: keys of the new architecture's config that this architecture's config class does not have.
+        tensors: the differences between tensors, in the first block and outside of blocks.
+        parts: maps each part that has a wrong result, in the first block or outside of blocks, to its error. Parts are
             compared only if no tensor differs.
         act: the new architecture's ``hidden_act`` if this architecture does not compute it; otherwise "".
     """
@@ -59,7 +59,7 @@ class Nearest(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The number of differences and the number of lines of the module, by which architectures are ranked."""
+        """The key for ranking architectures: the number of differences, then the number of lines of the module."""
         lines = inspect.getsource(module_of(self.model_class)).count("\n")
         return len(self.unknown) + len(self.changes), lines
 
@@ -70,14 +70,14 @@ def module_of(model_class: type) -> Any:
 
 
 def arguments(config_class: Any) -> dict[str, Any]:
-    """Map the arguments of a transformers config class that have defaults to these defaults."""
+    """Map each argument of a transformers config class that has a default to this default."""
     parameters = inspect.signature(config_class).parameters
     return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
 
 
 def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """Return the keys of config.json that describe the architecture but are not fields of ``config_class``."""
-    # Rope settings have rules of their own, except for a share that some config classes have as a field.
+    """Return the keys of a config.json that describe the architecture but are not fields of ``config_class``."""
+    # Rope settings are handled elsewhere, except `partial_rotary_factor`, which is a field of some config classes.
     rope = hf.get("rope_parameters") or {}
     keys = {**hf, **{key: value for key, value in rope.items() if key == "partial_rotary_factor"}}
     known = {field.name for field in dataclasses.fields(config_class)} | {*ROPE_KEYS} | IGNORED_KEYS
@@ -85,9 +85,9 @@ def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
 
 
 def nearest(theirs: Any, folder: Path) -> Nearest:
-    """Find the architecture with the fewest differences from a tiny model of transformers.
+    """Find the architecture that has the fewest differences from a tiny model of transformers.
 
-    Only architectures in a single module are compared.
+    Only architectures that are a single module are compared.
 
     Args:
         theirs: transformers' model, in fp32.
@@ -99,7 +99,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
     candidates: list[Nearest] = []
     for name in built_in():
         model_class = get_arch(name)
-        if Path(module_of(model_class).__file__).stem != name:  # a family in a folder
+        if Path(module_of(model_class).__file__).stem != name:  # the family is a folder
             continue
         try:
             with warnings.catch_warnings():
@@ -113,8 +113,8 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
 def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
-    """Return the differences of an architecture from the model in a folder, as a list of one; [] for vision models."""
-    # Build a model with those of the settings that the architecture has.
+    """Compare an architecture with the model in a folder. The result is a list of one; [] for vision models."""
+    # Build a model with all settings that the architecture has.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")
     known = act in config_class.activations
@@ -156,11 +156,11 @@ def copied_source(
         config_class: the new architecture's config class in transformers. The copy gets the defaults of this class.
         ignored: keys that the copied config class does not have.
     """
-    # Only text is exchanged, so that comments and layout of the module stay.
+    # Only names in the text are replaced, so that the module keeps its comments and layout.
     source = inspect.getsource(module_of(model_class))
     old, old_prefix = format_of(model_class).model_type, model_class.__name__.removeprefix("Liger")
 
-    # A docstring to be completed replaces the old one.
+    # Replace the old docstring by one that the author must complete.
     docstring = ast.get_docstring(ast.parse(source), clean=False)
     begun = f"""{prefix}: model_type ``{name}``.
 
@@ -170,7 +170,7 @@ Source: TODO the paper, transformers ``models/{name}``.
 """
     source = source.replace(f'"""{docstring}"""', f'"""{begun}"""', 1)
 
-    # Names of classes, the model type, and the keys that the copied config does not have.
+    # Replace the names of classes and the model type, and list the keys that the copied config does not have.
     head, body = source.split("\n\n\n", 1)
     body = re.sub(rf"\b(Liger|_)?{old_prefix}(?=[A-Z]\w|\b(?!\.\d))", rf"\g<1>{prefix}", body)
     body = re.sub(r'model_type="\w+"', f'model_type="{name}"', body)
@@ -187,8 +187,8 @@ Source: TODO the paper, transformers ``models/{name}``.
 
 
 def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
-    """Replace the defaults of the config class in a source text by transformers' defaults."""
-    # Field -> its statement, where the class has one; others are inherited.
+    """Replace the config class's defaults in a source text by transformers' defaults."""
+    # Map each field to its statement, if the class has one. Other fields are inherited.
     defaults = arguments(theirs)
     if hasattr(theirs, "default_theta"):
         defaults["rope_theta"] = theirs.default_theta
@@ -212,7 +212,7 @@ def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
         else:
             added.append(line)
 
-    # Fields that the class inherits are added after the docstring. A blank line in front of its own fields is dropped.
+    # Add inherited fields after the docstring. Drop a blank line before the class's own fields.
     end = body[0].end_lineno or 0
     if added:
         lines[end:end] = ["", *added]

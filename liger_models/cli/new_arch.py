@@ -1,7 +1,7 @@
 """Creation of the files of a new architecture from a config.json: a copy of the nearest module, and test data.
 
 Every architecture is compared with a tiny model of transformers, and the nearest one is copied. Tests fail where the
-copy differs from transformers, and the author changes the copy until they pass.
+copy differs from transformers. The author changes the copy until all tests pass.
 """
 
 import copy
@@ -29,10 +29,10 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "sliding_window": 7, "sliding_window_pattern": 2,
 }  # fmt: skip
-"""Sizes in the tiny configuration. The windows are shorter than the sequences of the tests."""
+"""Sizes in the tiny configuration. The windows are shorter than the sequences in the tests."""
 
 LARGEST = 8
-"""Largest size in the tiny configuration for keys that are not in `TINY`."""
+"""Largest size that the tiny configuration has for keys that are not in `TINY`."""
 
 
 class NewArch(NamedTuple):
@@ -43,7 +43,7 @@ class NewArch(NamedTuple):
         nearest: ``model_type`` of the architecture that was copied.
         differences: a line for each difference between the copy and transformers' tiny model.
         notes: a line for each guess that the author should check.
-        public: the lines for public names in ``liger_models/__init__.pyi``.
+        public: the lines that export the public names in ``liger_models/__init__.pyi``.
     """
 
     files: list[str]
@@ -58,17 +58,18 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
 
     Args:
         name: ``model_type``, which is also the name of the module and of the data folder.
-        config_file: config.json of a released checkpoint. If its safetensors are in the same folder, the shapes come
-            from them.
-        model: name of the released model, for the names of its files; None for ``name``.
+        config_file: config.json of a released checkpoint. If the checkpoint's safetensors are in the same folder, the
+            shapes are read from them.
+        model: name of the released model, after which its test files are named; None for ``name``.
 
     Raises:
         FileExistsError: one of the files exists.
         FileNotFoundError: the working directory is not the root of a checkout.
         ImportError: transformers is not installed, or does not know the architecture.
-        ValueError: ``name`` is no valid module name or exists, or the config.json does not describe a text decoder.
+        ValueError: ``name`` is not a valid module name or already exists, or the config.json does not describe a text
+            decoder.
     """
-    # transformers' model of the released size, on the meta device.
+    # Build transformers' model of the released size on the meta device.
     hf = parse_json(config_file.read_bytes(), config_file)
     _check(name, hf)
     transformers = _transformers(name)
@@ -85,7 +86,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
         torch.manual_seed(0)
         small = transformers.AutoConfig.for_model(name, **copy.deepcopy({**tiny["base"], **first}))
         theirs = transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
-        with torch.no_grad():  # norms must differ from 1, and biases from 0
+        with torch.no_grad():  # norm weights must differ from 1, and biases from 0
             for parameter in theirs.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         theirs.save_pretrained(scratch)
@@ -93,7 +94,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     unknown = sorted(own_keys({**small.to_dict(), **hf}, copied.model_class.config_class))
     source = copied_source(copied.model_class, name, prefix, hf_class, config_class, unknown)
 
-    # The test data: config.json, and shapes and frequencies at the released size.
+    # Collect the test data: config.json, and the shapes and frequencies at the released size.
     shapes, ropes = _oracle(oracle)
     weights = [file for pattern in (WEIGHTS, SHARDS) for file in config_file.parent.glob(pattern)]
     notes = [f"IGNORED_KEYS has {', '.join(unknown)}: make fields of those that change the model."] if unknown else []
@@ -115,7 +116,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
         files[folder / "rope_oracle.json"] = json.dumps({model: ropes}) + "\n"
     _write(files)
 
-    # The author adds the public names.
+    # List the public names, which the author must add.
     public = sorted([f"Liger{prefix}", f"{prefix}Config"])
     imports = [f"from liger_models.arch.{name} import {public_name} as {public_name}" for public_name in public]
     return NewArch(
@@ -128,7 +129,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
 
 
 def _check(name: str, hf: Mapping[str, Any]) -> None:
-    # Check the name, the config.json, and the working directory, before anything is built.
+    # Check the name, the config.json and the working directory before anything is built.
     if not name.isidentifier() or name != name.lower() or name.startswith("_"):
         raise ValueError(f"new-arch: NAME must be model_type, a Python name in lower case, got {name!r}. Rename it.")
     if name in built_in():
@@ -149,7 +150,7 @@ def _check(name: str, hf: Mapping[str, Any]) -> None:
 
 
 def _transformers(name: str) -> Any:
-    """Import transformers, with whose models the tests compare."""
+    """Import transformers, because tests compare the new architecture with transformers' model."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -165,25 +166,25 @@ def _transformers(name: str) -> Any:
 
 
 def _added(config: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of an architecture that are in transformers' config but not in config.json."""
+    """Return the keys of an architecture that transformers' config has but config.json lacks."""
     every = importlib.import_module("transformers").PretrainedConfig().to_dict()
     return {key: value for key, value in config.to_dict().items() if key not in hf and key not in every}
 
 
 def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Return the shapes of the parameters and the frequencies of the rotary embeddings of transformers' model."""
+    """Return the shapes of the parameters, and the frequencies of the rotary embeddings, in transformers' model."""
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     ropes = {}
     for path, meta in model.named_modules():
         if hasattr(meta, "inv_freq") and hasattr(meta, "attention_scaling"):
-            # The frequencies need values, so the module is built again on the CPU.
+            # The frequencies must have values, so build the module again on the CPU.
             rotary = type(meta)(model.config)
             ropes[path] = {
                 "class": type(rotary).__name__,
                 "inv_freq": rotary.inv_freq.tolist(),
                 "attention_scaling": rotary.attention_scaling,
             }
-            # The long frequencies apply from a length of one more than the original.
+            # The long frequencies apply to lengths beyond the original length.
             if rotary.rope_type == "longrope":
                 functions = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
                 beyond = model.config.rope_parameters["original_max_position_embeddings"] + 1
@@ -192,10 +193,10 @@ def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
 
 def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Return the tiny configuration, and a variant of it for each setting that has two possible values."""
+    """Return the tiny configuration, and a variant of it for each setting with two possible values."""
     theirs, specific = arguments(config_class), own_keys(hf, RMSNormDecoderConfig)
 
-    # Small sizes, no dropout, and the architecture's own settings.
+    # Use small sizes, no dropout, and the architecture's own settings.
     base: dict[str, Any] = {key: size for key, size in TINY.items() if hf.get(key) is not None}
     base["pad_token_id"] = TINY["pad_token_id"]
     base |= {key: 0.0 for key, value in theirs.items() if "drop" in key and isinstance(value, float)}
@@ -209,7 +210,8 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
         elif isinstance(value, float):
             base[key] = value
 
-    # One layer of each type. If the model has a single type and may have windows, one layer with and one without.
+    # Use one layer of each type. If the model has a single type but supports windows, use one layer with and one
+    # without.
     types: Any = hf.get("layer_types")
     released = {}
     if types:
@@ -220,7 +222,7 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             base["sliding_window"] = TINY["sliding_window"]
         base["num_hidden_layers"] = len(base["layer_types"])
 
-    # Variants: the other value of each switch, and the settings that matter in every family.
+    # Add variants: the other value of each switch, and the settings that matter in every family.
     tied = base["tie_word_embeddings"] = hf.get("tie_word_embeddings", theirs.get("tie_word_embeddings", False))
     switches = {key: value for key, value in base.items() if isinstance(value, bool) and key != "tie_word_embeddings"}
     rotated = {"layer_types": ["sliding_attention"] * base["num_hidden_layers"]} if types else {}
@@ -235,7 +237,7 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
         },
     }
 
-    # The released model's rope scaling, with an original length that the tests' sequences exceed.
+    # Use the released model's rope scaling, with an original length that the sequences in the tests exceed.
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     rope_type = rope.pop("type", None)
     rope_type = rope.pop("rope_type", rope_type)
@@ -253,7 +255,7 @@ def _json(content: Any) -> str:
 
 def _write(files: Mapping[Path, str]) -> None:
     """Write new files. One rename creates the data folder, and another rename creates the module."""
-    # Nothing is overwritten, and a failure leaves nothing behind.
+    # Overwrite nothing, and leave nothing behind after a failure.
     module, *data = files
     folder = data[0].parent
     for path in (module, module.with_suffix(""), folder):
@@ -267,7 +269,7 @@ def _write(files: Mapping[Path, str]) -> None:
         staged_module = Path(staging) / module.name
         staged_module.write_text(files[module], encoding="utf-8")
 
-        # The data folder comes first. If the module cannot follow, the folder is removed again.
+        # Create the data folder first. If the module then cannot be created, remove the folder again.
         staged.rename(folder)
         try:
             staged_module.rename(module)

@@ -1,4 +1,4 @@
-"""`liger-models verify --packing`: documents that are packed into one row must not depend on each other."""
+"""`liger-models verify --packing`: checks that documents in one packed row do not depend on each other."""
 
 import copy
 import dataclasses
@@ -21,13 +21,13 @@ from liger_models.generation.deterministic import deterministic_forward, refusal
 from liger_models.layers.layer import named_layers
 
 LENGTHS = (65, 1, 64, 2, 130, 63)
-"""Numbers of tokens of the documents, near multiples of the kernels' tiles and of linear attention's chunks.
+"""Lengths of the documents in tokens. Most are close to multiples of kernel tiles and linear-attention chunks.
 
-Short documents follow long ones, which they could read.
+Short documents follow long ones, so that they could wrongly read a long document.
 """
 
 HALF_LIMIT = 5e-2
-"""Largest accepted relative difference of gradients in bfloat16, whose sums are rounded in another order."""
+"""Largest accepted relative difference of gradients in bfloat16, because their sums have another order of rounding."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 WIDTHS = (
@@ -38,16 +38,16 @@ WIDTHS = (
 )  # fmt: skip
 """Fields of a language model's config that `narrow` divides."""
 LARGEST = {"sliding_window": 48, "attention_chunk_size": 48, "vocab_size": 1024, "vocab_size_per_layer_input": 1024}
-"""Largest values in a reduced model. Windows must be shorter than the documents, to have an effect."""
+"""Largest values in a reduced model. Windows must be shorter than the documents to have an effect."""
 FITTING: dict[str, dict[str, Any]] = {"glm4v": {"partial_rotary_factor": 0.5}, "glm4v_moe": {"head_dim": 128}}
-"""Values of released checkpoints, for families whose default sizes do not fit together, in transformers as well."""
+"""Values from released checkpoints, for families whose default sizes do not fit together (also in transformers)."""
 
 
 class Check(NamedTuple):
     """The result of one check.
 
     Attributes:
-        text: what was compared, with the differences.
+        text: what was compared, and the differences.
         passed: whether the differences are within the limits.
     """
 
@@ -66,19 +66,19 @@ def empty_default(model_type: str) -> CausalLM:
 
 
 def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) -> tuple[CausalLM, str]:
-    """Load the model whose documents are packed, or build a smaller one.
+    """Load the model to check, or build a smaller one.
 
-    A checkpoint is loaded if its weights and their gradients fit into the free memory of the device. The model is
-    float32 on the CPU. On an accelerator it is bfloat16 if `deterministic_forward` supports it.
+    A checkpoint is loaded if its weights and their gradients fit into the free memory of the device. On the CPU, the
+    model is float32. On an accelerator, it is bfloat16 if `deterministic_forward` supports the model.
 
     Args:
-        name: a folder or a name on the hub; a model type gets a smaller model.
+        name: a folder, a name on the hub, or a model type, for which a smaller model is built.
         empty: the model on the meta device.
         device: the device.
         progress: whether loading shows a progress bar.
 
     Returns:
-        The model, and the reason why it is a smaller one with random weights; "" if it has the weights of ``name``.
+        The model, and the reason why it is a smaller model with random weights; "" if it has the weights of ``name``.
     """
     dtype = torch.float32 if device == "cpu" or refusal(empty) else torch.bfloat16
     needed, free = int(2.2 * empty.num_parameters() * dtype.itemsize), free_memory(device)
@@ -94,7 +94,7 @@ def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) ->
 
 
 def free_memory(device: str) -> int | None:
-    """Return the free bytes of a device, or None if the system does not tell."""
+    """Return the number of free bytes of a device, or None if it is unknown."""
     if device != "cpu":
         ask = getattr(torch.get_device_module(device), "mem_get_info", None)
         return None if ask is None else int(ask(device)[0])
@@ -107,9 +107,9 @@ def free_memory(device: str) -> int | None:
 
 
 def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return the config with the defaults of a family, even if the defaults of a vision tower do not fit together.
+    """Return a family's config with default values, even if the defaults of its vision tower do not fit together.
 
-    The tower does not run. ``values`` replace some of the defaults.
+    This is possible because the tower does not run. ``values`` replace some of the defaults.
 
     Raises:
         ValueError: a field has no default, which only happens in custom architectures.
@@ -126,16 +126,16 @@ def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyTy
                 "config.json instead of the model type."
             )
         object.__setattr__(config, field.name, values.get(field.name, value))
-    with suppress(ValueError):  # the checks of the language model come first, and pass
+    with suppress(ValueError):  # the checks of the language model come first and pass
         config.__post_init__()
     return config
 
 
 def reduced(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device: str) -> CausalLM:
-    """Build a smaller model with random weights, which has every kind of block that the whole model has.
+    """Build a smaller model with random weights that has every kind of block that the whole model has.
 
-    It has the blocks up to the first one of the last kind, narrower layers, fewer experts and words, shorter windows,
-    and a vision tower without weights.
+    It has only as many blocks as are needed to include every kind. Its layers are narrower, it has fewer experts, a
+    smaller vocabulary and shorter windows, and its vision tower has no weights.
     """
     for divisor in (16, 8, 4, 2):
         try:
@@ -160,17 +160,18 @@ def _build(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device:
     model.reset_parameters()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Matrices keep the size of activations; norms and biases leave their initial values.
+            # Matrices are drawn so that activations keep their size. Norms and biases are moved away from their initial
+            # values.
             noise = torch.randn_like(parameter)
             parameter.copy_(noise / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else parameter + 0.1 * noise)
-            if name.endswith("A_log"):  # the states of a new model vanish within a few tokens
+            if name.endswith("A_log"):  # the states of a new model would vanish within a few tokens
                 parameter.sub_(4)
     model.visual = tower
     return model
 
 
 def _narrow(config: Any, divisor: int) -> Any:
-    """Return a copy of a config with smaller sizes. Its constructor does not run, so sizes of a tower may differ."""
+    """Return a copy of a config with smaller sizes. Its constructor does not run, so a tower's sizes need not fit."""
     sizes, changes = vars(config), {}
     for name in WIDTHS:
         if isinstance(sizes.get(name), int):
@@ -179,7 +180,7 @@ def _narrow(config: Any, divisor: int) -> Any:
         if sizes.get(name):
             changes[name] = min(sizes[name], largest)
 
-    # Each token gets half of the experts. All groups of experts have the same size.
+    # Each token uses half of the experts. All groups of experts have the same size.
     chosen = sizes.get("num_experts_per_tok") or sizes.get("top_k_experts") or 8
     groups = sizes.get("n_group") or 1
     for name in EXPERTS:
@@ -195,7 +196,7 @@ def _narrow(config: Any, divisor: int) -> Any:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Describe the layers of a block. The result is equal for blocks that treat documents in the same way."""
+    """Describe the layers of a block. Blocks that treat documents in the same way have equal results."""
     kinds = []
     for path, layer in named_layers(block):
         spec = layer.attention
@@ -205,16 +206,16 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 
 def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterator[Check]:
-    """Compare documents that are packed into one row with the same documents alone.
+    """Compare documents in a packed row with the same documents alone.
 
-    For each document, these must be equal: its logits, and the gradients of its embeddings. The gradients of a
+    Each document's logits, and the gradients of its embeddings, must be the same packed and alone. The gradients of a
     document's logits with respect to the embeddings of all other documents must be exactly 0, so a leak is found even
-    if it is smaller than rounding. The loss, and the gradients of the parameters, must be equal to the sums over the
+    if it is smaller than rounding errors. The loss and the gradients of the parameters must equal the sums over the
     documents. Within `deterministic_forward`, logits must be bitwise identical.
 
     Args:
         model: the model. The gradients of its parameters are overwritten.
-        lengths: numbers of tokens of the documents.
+        lengths: the number of tokens in each document.
 
     Yields:
         `Check`, one for each document, one for the loss and one for the parameters.
@@ -231,7 +232,7 @@ def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterat
     spans = [slice(start, end) for start, end in pairwise(bounds.tolist())]
 
     with context, _embeddings(model) as embeds:
-        # The packed row. Each document has a backward of its own, so that gradients show which documents it read.
+        # Run the packed row. Each document has a separate backward, so that gradients show which documents it read.
         logits = model(ids, cu_seqlens=bounds).logits
         assert logits is not None
         torch.manual_seed(1)
@@ -245,7 +246,7 @@ def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterat
             packed.grad = None
         norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
 
-        # Each document alone. Its gradients are subtracted from those of the packed row.
+        # Run each document alone. Its gradients are subtracted from the gradients of the packed row.
         for j, span in enumerate(spans):
             embeds.clear()
             alone = model(ids[:, span]).logits
@@ -259,7 +260,7 @@ def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterat
 
 @contextmanager
 def _embeddings(model: CausalLM) -> Iterator[list[Any]]:
-    """Context manager whose value is a list, to which each forward appends the embeddings of its tokens."""
+    """Context manager that yields a list. Each forward appends the embeddings of its tokens to this list."""
     embeds: list[Tensor] = []
 
     def keep(_: Any, args: Any, out: Tensor) -> None:
@@ -283,7 +284,7 @@ def _compare(
     limit: float,
     exact: bool,
 ) -> Check:
-    """Compare logits [1, T, V] and gradients [1, T, C] of a document, in a packed row and alone."""
+    """Compare a document's logits [1, T, V] and gradients [1, T, C] in the packed row and alone."""
     logits_error, error = relative_error(packed, alone), relative_error(*gradients)
     same = torch.equal(packed, alone) if exact else logits_error <= limit
     words = "bit for bit" if exact and same else f"{logits_error:.1e}"
@@ -310,17 +311,17 @@ def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limi
 
 
 def _parameters(model: CausalLM, norms: dict[str, Tensor], limit: float) -> Check:
-    """Compare parameter gradients: ``norms`` are the norms for the packed row, and ``grad`` holds the differences."""
+    """Compare the parameters' gradients. ``norms`` has their norms for the packed row, and ``grad`` the differences."""
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms.values()))
     elements = sum(model.get_parameter(name).numel() for name in norms)
     worst, place = 0.0, ""
     for name, norm in norms.items():
         parameter = model.get_parameter(name)
         assert parameter.grad is not None
-        # A gradient that is nearly 0 is compared with a thousandth of the average.
+        # For a gradient that is nearly 0, the difference is divided by a thousandth of the average gradient instead.
         least = 1e-3 * total * math.sqrt(parameter.numel() / elements)
         error = float(parameter.grad.float().norm()) / max(float(norm), least, 1e-30)
-        if not error <= worst:  # NaN counts as the largest
+        if not error <= worst:  # NaN counts as the largest error
             worst, place = error if error == error else math.inf, f", at most for {name}"
     text = f"gradients of {len(norms)} parameters: {worst:.1e} from the sum over the documents{place}"
     return Check(text, worst <= limit)

@@ -1,4 +1,4 @@
-"""The layout of adapters that vLLM and SGLang load, as data, and the check of a folder of adapters."""
+"""The layouts of adapters that vLLM and SGLang load, as data, and a check of an adapter's folder."""
 
 import difflib
 import json
@@ -16,17 +16,18 @@ TENSOR = re.compile(r"(?P<module>.+)\.lora_[AB]\.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """The rules of a server, read in the sources of one version.
+    """The rules of a server, taken from the source code of one version.
 
     Attributes:
-        name, version: the package.
-        refused: settings of adapter_config.json with which it refuses an adapter, and what to do.
-        ignored: settings that it does not read, so that its results are wrong, and what to do.
-        patterns: strings that it accepts for ``target_modules``; None for all.
-        modules: last parts of the names of modules that can have adapters; None for all linear layers of the model.
-        together: maps a module to those that must have an adapter in the same layer, because it stacks them.
-        rank: the largest rank without an option.
-        peft_experts: whether it reads PEFT's tensors of ``target_parameters``.
+        name, version: name and version of the server's package.
+        refused: settings of adapter_config.json because of which the server refuses an adapter, and what to do.
+        ignored: settings that the server does not read, so that its results would be wrong, and what to do.
+        patterns: strings that the server accepts for ``target_modules``; None if it accepts all.
+        modules: last parts of the names of modules that can have adapters; None if all linear layers can.
+        together: maps a module to modules that must also have adapters in the same layer, because the server stacks
+            them.
+        rank: the largest rank that the server accepts by default.
+        peft_experts: whether the server reads the tensors that PEFT writes for ``target_parameters``.
     """
 
     name: str
@@ -82,13 +83,13 @@ SERVERS = (VLLM, SGLANG)
 def check_served(
     server: Server, adapter: Path, tensors: Collection[str], modules: Collection[str]
 ) -> Iterator[Finding]:
-    """Find what a server would refuse, ignore or misread.
+    """Find everything in an adapter that a server would refuse, ignore or misread.
 
     Args:
         server: the rules.
         adapter: folder with adapter_config.json.
         tensors: names of the tensors in adapter_model.safetensors.
-        modules: names of the modules of the model that can have adapters, in all layouts of checkpoints.
+        modules: names, in all checkpoint layouts, of the model's modules that can have adapters.
 
     Yields:
         `Finding`, which names the tensor or the setting.
@@ -106,7 +107,7 @@ def check_served(
             "r", f"{server} takes ranks up to {server.rank}, got {rank}. Start it with --max-lora-rank {rank}."
         )
 
-    # Names of tensors, and of the modules that they belong to.
+    # Check the names of tensors, and of the modules that the tensors belong to.
     adapted = set()
     for tensor in sorted(tensors):
         match = TENSOR.fullmatch(tensor)
@@ -131,7 +132,7 @@ def check_served(
         elif server.modules is not None and last not in server.modules:
             yield Finding(tensor, f"{server} has no adapters for {last}. {MERGE}")
 
-    # Modules that the server stacks.
+    # Check modules that the server stacks.
     for module in sorted(adapted & set(modules)):
         parent, _, last = module.rpartition(".")
         for other in server.together.get(last, ()):

@@ -1,4 +1,4 @@
-"""Selection of the device, which the user or the machine decides, and empty tensors on other devices."""
+"""Selection of a device by the user or by what the machine has, and empty tensors on other devices."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def available_device(where: str, name: str | None = None) -> torch.device:
-    """Return the device with this name. Without a name, return the accelerator, or the CPU if there is none.
+    """Return the device called ``name``. Without a name, return the accelerator, or the CPU if there is none.
 
     Args:
         where: name of the function or command in the error message.
@@ -16,7 +16,7 @@ def available_device(where: str, name: str | None = None) -> torch.device:
     Raises:
         ValueError: the machine or this build of PyTorch has no such device.
     """
-    # A build of PyTorch for CUDA names CUDA also on a machine without a GPU, unless it is asked to check.
+    # Without this check, a CUDA build of PyTorch names CUDA even on a machine without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
@@ -37,7 +37,7 @@ def available_device(where: str, name: str | None = None) -> torch.device:
 def empty_on(device: Any, tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor on ``device`` with the shape and dtype of a tensor.
 
-    Unlike ``torch.empty_like(tensor, device=device)``, this does not import SymPy if one of the devices is meta.
+    Unlike ``torch.empty_like(tensor, device=device)``, this function does not import SymPy if one device is meta.
     """
     if type(tensor) in (nn.Parameter, Tensor) and tensor.is_contiguous():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

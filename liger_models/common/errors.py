@@ -7,8 +7,8 @@ from torch import Tensor
 def check_values(condition: Tensor, message: str) -> None:
     """Check the values of tensors without waiting for the device.
 
-    Tensors in a graph that is being compiled or captured, in a transform of ``torch.func``, and tensors without values
-    are not checked.
+    Nothing is checked if the tensors have no values, in a graph that is being compiled or captured, or in a transform
+    of ``torch.func``.
 
     Args:
         condition: [] bool. On the CPU, False raises ValueError with ``message``. On CUDA and ROCm, False triggers a
@@ -25,7 +25,7 @@ def check_values(condition: Tensor, message: str) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether tensor values cannot be read, because of compilation or a transform of ``torch.func``."""
+    """Return whether compilation or a transform of ``torch.func`` makes it impossible to read tensor values."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -71,8 +71,9 @@ def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
             f"{op}: cu_seqlens must be [documents + 1] and the batch one row of packed documents, got "
             f"{list(cu_seqlens.shape)} and {B} rows. Flatten the rows and add their bounds."
         )
-    # On an accelerator, checking the bounds would launch five kernels for each op of each layer. In a compiled graph,
-    # which checks no values, the message would fix the number of tokens, so every length would be compiled anew.
+    # On an accelerator, checking the bounds would launch five kernels for each op of each layer. A compiled graph
+    # checks no values, but formatting the message would make the number of tokens a constant, so every length would be
+    # compiled anew.
     if cu_seqlens.device.type != "cpu" or is_traced():
         return len(cu_seqlens) - 1
     check_values(

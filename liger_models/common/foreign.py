@@ -1,4 +1,4 @@
-"""Arguments of transformers that this package lacks or names differently, with a translation or advice for each."""
+"""Arguments of transformers that this package does not have or names differently, with a translation or advice."""
 
 import difflib
 import functools
@@ -12,13 +12,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Foreign(NamedTuple):
-    """The translation of one argument of transformers. A value of None always counts as not given.
+    """The translation of one argument of transformers. An argument that is None always counts as not given.
 
     Attributes:
-        todo: advice for the user, part of the error message.
+        todo: advice for the user, which is part of the error message.
         defaults: values that request the default behavior of this package. An argument with such a value is dropped.
         rename: name of the equivalent argument in this package; empty if there is none.
-        convert: function that maps transformers' value to the value of ``rename``, or to None if that is unsupported.
+        convert: function that maps transformers' value to the value for ``rename``, or to None if the value is
+            unsupported.
     """
 
     todo: str
@@ -122,11 +123,11 @@ FOREIGN = {
 
 
 def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Rename keyword arguments of transformers to the names of this package, and drop those that change nothing.
+    """Rename transformers' keyword arguments to this package's names, and drop arguments that change nothing.
 
     Args:
         function: name of the called function, for error messages.
-        given: keyword arguments as the caller passed them, name to value.
+        given: the keyword arguments that the caller passed, name to value.
         known: names of the arguments that the function itself accepts.
 
     Raises:
@@ -136,7 +137,7 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
     for name, value in given.items():
         if name in known:
             continue
-        # An argument of transformers is dropped if its value means the default, and renamed if it has an equivalent.
+        # Drop an argument of transformers if its value requests the default, and rename it if it has an equivalent.
         foreign = FOREIGN.get(name)
         if foreign is not None:
             if value is None or (isinstance(value, str | int | float) and value in foreign.defaults):
@@ -147,8 +148,8 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
                     raise TypeError(f"{function}: {name} and {foreign.rename} are the same, got both. Pass one.")
                 accepted[foreign.rename] = converted
                 continue
-        # Any other argument is an error. The message has advice for an argument of transformers, and otherwise the
-        # most similar known name.
+        # Any other argument is an error. For an argument of transformers, the message has advice. For others, it
+        # suggests the most similar known name.
         near = difflib.get_close_matches(name, known, n=1)
         todo = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
         got = f" = {value!r}" if isinstance(value, str | int | float) else ""
@@ -159,7 +160,7 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
 
 
 def foreign_arguments(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that makes a method accept the arguments in `FOREIGN` while its signature stays the same.
+    """Return a decorator that makes a method also accept the arguments in `FOREIGN`. Its signature does not change.
 
     Args:
         name: name of the method in error messages.
@@ -182,5 +183,5 @@ def foreign_arguments(name: str) -> Callable[[Function], Function]:
 
 
 def is_hub_name(folder: str | os.PathLike[str]) -> bool:
-    """Return whether ``folder`` has the form ``owner/name`` of a hub name and does not exist as a local path."""
+    """Return whether ``folder`` has the form ``owner/name``, as names on the hub do, and is not an existing path."""
     return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))

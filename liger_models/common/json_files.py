@@ -1,4 +1,4 @@
-"""Parsing of the JSON files of a checkpoint."""
+"""Parsing of a checkpoint's JSON files."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Lazy imports: a package imports the module of an exported name when the name is first used."""
+"""Lazy imports: a package imports the module that defines an exported name when the name is first used."""
 
 import ast
 import difflib
@@ -14,7 +14,7 @@ _ELSEWHERE = {
     "AutoModelForCausalLM": "AutoLigerModel", "AutoModelForImageTextToText": "AutoLigerModel",
     "AutoProcessor": "AutoLigerProcessor", "AutoTokenizer": "Tokenizer", "LoraConfig": "LoRAConfig",
 }  # fmt: skip
-"""Maps names in Liger Kernel, transformers or PEFT to the names of the equivalents in this package."""
+"""Maps names in Liger Kernel, transformers or PEFT to the names of their equivalents in this package."""
 
 _EXPORTS: dict[str, list[str]] = {}
 """Maps the name of each package to the sorted names that the package exports."""
@@ -44,8 +44,8 @@ def _nearest(package: str, name: str) -> str:
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package whose names are imported on first use.
 
-    The exported names are listed in the stub ``__init__.pyi`` beside the package's ``__init__.py``, in lines such as
-    ``from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm``. Type checkers read these lines, too.
+    The exported names are listed in the stub ``__init__.pyi`` next to the package's ``__init__.py``, in lines such as
+    ``from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm``. Type checkers also read these lines.
 
     Args:
         package: ``__name__`` of the package.
@@ -58,7 +58,9 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
     exported = _EXPORTS[package] = sorted(homes)
     if not any(isinstance(finder, _Nearest) for finder in sys.meta_path):
-        sys.meta_path.append(_Nearest())  # last, so that this finder runs only if no other finder finds the module
+        sys.meta_path.append(
+            _Nearest()
+        )  # added last, so that this finder runs only if no other finder finds the module
 
     def get(name: str) -> Any:
         if name not in homes:

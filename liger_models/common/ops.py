@@ -1,7 +1,7 @@
 """Registration of ops: the library of all ops, and two ways to define an op and its backward.
 
-`define_op` defines an op whose inputs are the parameters of a function. The annotations of the parameters give the
-op's schema, and the names of the backward's parameters say what the forward saves::
+`define_op` defines an op whose inputs are the parameters of a function. The annotations of these parameters determine
+the op's schema, and the names of the backward's parameters say what the forward saves::
 
     def _backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
     def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -11,7 +11,7 @@ op's schema, and the names of the backward's parameters say what the forward sav
 
 PyTorch's dispatcher takes the arguments of an op by position. An op with many arguments is therefore defined with `Op`:
 one NamedTuple holds the inputs, another NamedTuple holds the outputs, and all functions of the op take and return these
-NamedTuples. The schema of the op is derived from the annotations of their fields::
+NamedTuples. The op's schema is derived from the annotations of the NamedTuples' fields::
 
     class Inputs(NamedTuple):
         x: Tensor
@@ -29,8 +29,8 @@ NamedTuples. The schema of the op is derived from the annotations of their field
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
 `Op.differentiable` adds the backward, with two more NamedTuples: one for the saved values, and one for the gradients.
-The class of the gradients has two uses, so its fields are annotated as `Any`. By itself, the class holds gradients, and
-its fields stand for ``Tensor | None``. As ``Annotated[..., bool]``, it says which gradients are needed, and its fields
+The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. By itself, it holds gradients, and its
+fields stand for ``Tensor | None``. As ``Annotated[..., bool]``, it says which gradients are needed, and its fields
 stand for bools::
 
     class Gradients(NamedTuple):
@@ -67,8 +67,8 @@ TYPES: dict[Any, str] = {
     list[bool]: "bool[]",
     list[float]: "float[]",
 }
-"""Maps annotations to types in a schema. ``T | None`` becomes an optional type, and ``Annotated[T, "SymInt"]`` the type
-SymInt."""
+"""Maps annotations to types in a schema. ``T | None`` becomes an optional type, and ``Annotated[T, "SymInt"]`` becomes
+the type SymInt."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -81,18 +81,18 @@ Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
 
 class Argument(NamedTuple):
-    """Describes how an op passes a value whose type T cannot appear in the schema of an op.
+    """Describes how an op passes a value whose type T cannot appear in an op's schema.
 
     The field that holds the value is annotated with ``Annotated[T, Argument(...)]``.
 
     Attributes:
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
-            may lack a default value. An op recognizes a value that was not converted by the default value of the first
-            argument with a default. Such a value is passed as the argument without a default, or is None if every
+            may lack a default value. If the first argument that has a default has its default value, the op knows that
+            the value was not converted. Such a value is passed as the argument without a default, or is None if every
             argument has a default.
-        to_op: maps the value, which is not None, to all of its arguments; returns None if the value itself is the first
-            argument.
-        from_op: maps all arguments of the value back to the value.
+        to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
+            itself is the first argument.
+        from_op: function that maps all arguments of the value back to the value.
     """
 
     schema: str
@@ -104,12 +104,12 @@ class Arguments:
     """The fields of a NamedTuple as the flat arguments of an op.
 
     Attributes:
-        schema: the arguments in a schema, where arguments without a default value come first.
+        schema: the arguments in the form of a schema, where arguments without a default value come first.
         names: the names of the arguments.
         defaults: the arguments' default values; None for arguments without a default.
         is_tensor: for each argument, whether it is a tensor or an optional tensor.
-        flatten: maps the NamedTuple to the arguments, leaving out trailing arguments that all have their default
-            values.
+        flatten: function that maps the NamedTuple to the arguments, leaving out trailing arguments that have their
+            default values.
         unflatten: the inverse of ``flatten``.
     """
 
@@ -130,7 +130,7 @@ class Arguments:
             for field, hint in get_type_hints(fields, include_extras=True).items():
                 name = prefix + field
                 pattern = expression = name
-                # Sorts of fields: one with an `Argument`, a NamedTuple of further fields, and a type of a schema.
+                # A field has an `Argument`, is a NamedTuple of further fields, or has a type that schemas know.
                 argument = _argument(hint)
                 if argument is not None:
                     expression = add_argument(name, argument)
@@ -145,7 +145,7 @@ class Arguments:
 
         def add_argument(name: str, argument: Argument) -> str:
             """Add a field with an `Argument`, and return the source of an expression that restores the field."""
-            # At most the first parameter has no default: the head, which comes first in the whole schema, too.
+            # At most the first parameter, the head, has no default. In the whole schema, heads come first.
             schema = argument.schema.format(name)
             parameters = _parse(schema)
             names = ", ".join(parameter.name for parameter in parameters)
@@ -155,24 +155,26 @@ class Arguments:
             required.extend(texts[:has_head])
             optional.append((name, texts[has_head:], tuple(parameter.default_value for parameter in tail)))
             namespace[f"_to_op_{name}"], namespace[f"_from_op_{name}"] = argument.to_op, argument.from_op
-            # Code of `flatten`: convert the value, and move the head to the field's own place.
+            # Generate code for `flatten`: convert the value, and move the head to the field's own place.
             conversions.append(f"_all_{name} = None if {name} is None else _to_op_{name}({name})")
             if has_head:
                 conversions.append(f"if _all_{name} is not None: {name}, *_all_{name} = _all_{name}")
-            # Code of `unflatten`: default values mean that the value was not converted.
+            # Generate code for `unflatten`: default values mean that the value was not converted.
             default = tail[0].default_value
             test = f"{tail[0].name} is None" if default is None else f"{tail[0].name} == {default!r}"
             return f"{name if has_head else None} if {test} else _from_op_{name}({names})"
 
         pattern, expression = add(fields, "", "Tensor?")
-        optional.sort(key=lambda field: len(field[1]))  # long ones last, to leave out more defaults
+        optional.sort(
+            key=lambda field: len(field[1])
+        )  # fields with many arguments last, so that more defaults can be left out
         self.schema = ", ".join(required + [text for _, texts, _ in optional for text in texts])
         parameters = _parse(self.schema)
         self.names = [parameter.name for parameter in parameters]
         self.defaults = tuple(parameter.default_value for parameter in parameters)
         self.is_tensor = [str(parameter.type) in ("Tensor", "Optional[Tensor]") for parameter in parameters]
 
-        # The two functions run in every call, so they are generated, as the methods of a NamedTuple are.
+        # Both functions run in every call, so they are generated as source code, like the methods of a NamedTuple.
         head = "".join(f"{name}, " for name in self.names[: len(required)])
         tail = "".join(f"{name}=_defaults[{i}], " for i, name in enumerate(self.names) if i >= len(required))
         tails = "".join(f"_all_{name}, " for name, _, _ in optional)
@@ -192,7 +194,7 @@ class Arguments:
         self.unflatten: Callable[..., Any] = namespace["unflatten"]
 
     def flatten_all(self, value: Any) -> tuple[Any, ...]:
-        """Return what `flatten` returns, plus the arguments that `flatten` leaves out."""
+        """Return the arguments that `flatten` returns, plus the arguments that `flatten` leaves out."""
         arguments = self.flatten(value)
         return arguments + self.defaults[len(arguments) :]
 
@@ -223,7 +225,7 @@ def _join(
 ) -> tuple[Any, ...]:
     """Join the arguments without default values and the groups of arguments with default values.
 
-    The groups after the last group that has a value are left out.
+    Groups after the last group that has a value are left out.
     """
     joined: tuple[Any, ...] = ()
     for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
@@ -256,7 +258,7 @@ class Op(Generic[Inputs, Outputs]):
         self.name, self.inputs, self.forward = name, Arguments(parameter), forward
         self.outputs = None if result is Tensor else Arguments(result)
 
-        # One op with a flat schema. CompositeExplicitAutograd: the same code runs on every device.
+        # Define one op with a flat schema. CompositeExplicitAutograd means that the same code runs on every device.
         count = 1 if self.outputs is None else len(self.outputs.names)
         returned = ", ".join(["Tensor"] * count)
         LIBRARY.define(f"{name}({self.inputs.schema}) -> {returned if count == 1 else f'({returned})'}")
@@ -265,10 +267,10 @@ class Op(Generic[Inputs, Outputs]):
         self.run = getattr(getattr(torch.ops, LIBRARY.ns), name).default
         """The op with flat arguments and results."""
         self.apply: Callable[..., Any] | None = None
-        """The differentiable op without PyTorch's dispatcher, called with the inputs and their flat arguments."""
+        """The differentiable op without PyTorch's dispatcher. It is called with the inputs and their flat arguments."""
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
-        """Wrap a function such that it takes and returns flat arguments, as the dispatcher requires."""
+        """Wrap a function so that it takes and returns flat arguments, as the dispatcher requires."""
         unflatten = self.inputs.unflatten
         if self.outputs is None:
             return lambda *arguments: function(unflatten(*arguments))
@@ -296,8 +298,8 @@ class Op(Generic[Inputs, Outputs]):
                 that say which inputs need a gradient. It returns the values to save, and may mark outputs as
                 non-differentiable.
             backward: function that is called with the saved values, the NamedTuple of bools, and the gradients of the
-                outputs (None for outputs without a gradient). It returns the gradients of the inputs. The fields of its
-                second parameter and of its result have the names of the inputs.
+                outputs (None for outputs without a gradient). It returns the gradients of the inputs. In the NamedTuple
+                of bools and in the result, the fields have the names of the inputs.
         """
         hints = get_type_hints(backward, include_extras=True)
         saved_type, needs_type, _ = (hint for name, hint in hints.items() if name != "return")
@@ -344,9 +346,9 @@ class Op(Generic[Inputs, Outputs]):
 def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
     """Return whether a call needs gradients, or None if the call must pass through PyTorch's dispatcher.
 
-    On the host, the dispatcher takes as much time as the rest of a forward. It is not needed if it would only call the
-    op's forward, and autograd, because nothing traces, transforms or observes the call: no compiler, mode, tensor
-    subclass or profiler.
+    On the host, the dispatcher takes as much time as the rest of a forward. It is not needed if nothing traces,
+    transforms or observes the call (no compiler, mode, tensor subclass or profiler), because it would then only call
+    the op's forward and autograd.
     """
     if (
         torch.compiler.is_compiling()
@@ -371,7 +373,7 @@ def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
 def without_dispatcher(
     op: Any, implementation: Callable[..., Any], apply: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that calls an op, without PyTorch's dispatcher if it is not needed.
+    """Return a function that calls an op, and skips PyTorch's dispatcher whenever it is not needed.
 
     Args:
         op: the op, which is called with all of its arguments by position.
@@ -404,28 +406,29 @@ def define_op(
 
     The returned function takes all inputs by position. `without_dispatcher` says when it skips PyTorch's dispatcher.
 
-    The first parameters of ``backward`` are the gradients of the outputs. The names of its other parameters say what
-    they take: the name of an input or of an output takes the tensor or number that the forward saves, and
-    ``need_<input>`` takes whether this input needs a gradient. If all gradients of the outputs are missing, the inputs
-    get no gradients, and ``backward`` is not called. If only some are missing, zeros take their place; a parameter that
-    is annotated as ``Tensor | None`` gets None.
+    The first parameters of ``backward`` are the gradients of the outputs. The names of its other parameters say what is
+    passed: a parameter with the name of an input or an output gets the tensor or number that the forward saves, and
+    ``need_<input>`` gets a bool that says whether this input needs a gradient. If the gradients of all outputs are
+    missing, the inputs get no gradients, and ``backward`` is not called. If only some are missing, zeros replace them,
+    except that parameters annotated as ``Tensor | None`` get None.
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
-        forward: implementation of the op on every device. The annotations of its parameters, and their defaults, give
+        forward: implementation of the op on every device. The annotations and the defaults of its parameters determine
             the op's schema.
         fake: implementation for fake tensors, which have shapes and dtypes but no values. If each output has the shape
-            and dtype of an input, the names of these inputs suffice; for an input that is None, the output is empty.
+            and dtype of an input, the names of these inputs suffice. If such an input is None, the output is an empty
+            tensor.
         outputs: names of the outputs, separated by spaces. Needed if ``backward`` takes outputs, or if the result is
             annotated as a tuple of any length.
         backward: function that returns the gradients of inputs; None if the op has no backward. It may be an op.
-        gradients: names of the inputs whose gradients ``backward`` returns, in this order. The gradient of an input
-            that needs none may be any tensor.
-        constants: names of outputs without gradients.
-        needs: maps parameters of ``backward`` to names of inputs. The parameter takes whether one of them needs a
-            gradient.
-        sizes: maps parameters of ``backward`` to the name and a dimension of an input. The parameter takes the size of
-            this dimension, so the input is not saved.
+        gradients: names of the inputs whose gradients ``backward`` returns, in this order. For an input that needs no
+            gradient, the gradient may be any tensor.
+        constants: names of the outputs that have no gradients.
+        needs: maps each parameter of ``backward`` to names of inputs. The parameter gets a bool: whether at least one
+            of these inputs needs a gradient.
+        sizes: maps each parameter of ``backward`` to the name and a dimension of an input. The parameter gets the size
+            of this dimension, so the input need not be saved.
     """
     hints = get_type_hints(forward, include_extras=True)
     arguments = []
@@ -476,9 +479,9 @@ def _autograd_functions(
     needs: dict[str, list[str]],
     sizes: Mapping[str, tuple[str, int]],
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return the two functions that `register_autograd` takes. `define_op` describes the arguments.
+    """Return the two functions that `register_autograd` takes. See `define_op` for the arguments.
 
-    The functions run in every call, so they are generated.
+    The functions run in every call, so they are generated as source code.
 
     Args:
         hints: the annotations of the forward.
@@ -486,7 +489,7 @@ def _autograd_functions(
     inputs = [name for name in hints if name != "return"]
     parameters = list(signature(backward).parameters)
 
-    # A parameter of `backward` takes the gradient of an output, whether gradients are needed, or a saved value.
+    # A parameter of `backward` gets the gradient of an output, a bool (whether gradients are needed), or a saved value.
     differentiable = [name for name in outputs if name not in constants]
     upstream = dict(zip(differentiable, parameters, strict=False))
     flags = {f"need_{name}": [name] for name in inputs} | needs
@@ -501,12 +504,13 @@ def _autograd_functions(
     tensors = "".join(f"{name}, " for name in saved if is_tensor[name])
     others = "".join(f"{name}, " for name in saved if not is_tensor[name])
 
-    # Autograd makes zeros for missing gradients of outputs, unless `backward` takes None, or takes only one gradient.
+    # Autograd replaces missing gradients of outputs by zeros, unless `backward` accepts None or takes only one
+    # gradient.
     backward_hints = get_type_hints(backward, include_extras=True)
     takes_none = any(_type_name(backward_hints[name]) == "Tensor?" for name in upstream.values())
     keeps_none = takes_none or len(upstream) == 1 < len(outputs)
 
-    # The function that runs after the forward unpacks only what it needs.
+    # Generate the function that runs after the forward. It unpacks only what it needs.
     setup = []
     if {*saved, *constants, *sizes} & {*inputs, *sizes}:
         setup.append(f"({', '.join(inputs)},) = _inputs")
@@ -523,8 +527,8 @@ def _autograd_functions(
     if tensors:
         setup.append(f"_ctx.save_for_backward({tensors})")
 
-    # The function that runs in the backward. The saved tensors are read once, because each read recomputes them under
-    # checkpointing. An input that is None must not get a gradient.
+    # Generate the function that runs in the backward. It reads the saved tensors only once, because each read
+    # recomputes them under checkpointing. An input that is None must not get a gradient.
     need = {name: f"_need[{place}]" for place, name in enumerate(inputs)}
     arguments = [" or ".join(map(need.__getitem__, flags[name])) if name in flags else name for name in parameters]
     results = dict.fromkeys(inputs, "None")
@@ -557,7 +561,7 @@ def _autograd_functions(
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """Make an autograd function, whose ``apply`` leaves out what `torch.autograd.Function` does for torch.func."""
+    """Create an autograd function whose ``apply`` skips what `torch.autograd.Function` does only for torch.func."""
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(f"_{name}", (_SingleLevelFunction,), members)
 
@@ -576,9 +580,9 @@ def register_autograd(
     function reads the default values only once.
 
     Args:
-        name: name of an op of ``library``.
+        name: name of an op in ``library``.
         backward, setup_context: as in ``torch.library.register_autograd``.
-        implementation: the implementation of the op on every device; None if devices have different ones.
+        implementation: the implementation of the op on every device; None if devices have different implementations.
 
     Returns:
         The op or, with ``implementation``, the result of `without_dispatcher`.
@@ -586,7 +590,7 @@ def register_autograd(
     op = getattr(getattr(torch.ops, library.ns), name).default
     defaults = [argument.default_value for argument in op._schema.arguments]
 
-    call = op._op  # without a frame of Python
+    call = op._op  # avoids a Python frame
 
     def run(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -597,8 +601,8 @@ def register_autograd(
         setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
         return output
 
-    # The dispatcher calls `differentiable` once per level of transforms of torch.func, such as grad, as it calls
-    # PyTorch's own ops. A function for one level therefore suffices.
+    # As for PyTorch's own ops, the dispatcher calls `differentiable` once per level of torch.func transforms, such as
+    # grad. A function for a single level therefore suffices.
     function = _function(name, forward, backward)
 
     def differentiable(*inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Printing of untrusted text on a terminal, such as names in a checkpoint, or text that a model generates."""
+"""Printing of untrusted text on a terminal, such as names in a checkpoint or text that a model generates."""
 
 import re
 import sys
@@ -18,5 +18,5 @@ def printable(text: str) -> str:
 
 
 def show_warnings_as_lines() -> None:
-    """Print every later warning of this process in one line, through `printable` and without file and line number."""
+    """Make this process print all later warnings in one line, through `printable`, without file and line number."""
     warnings.showwarning = lambda message, *_, **__: print(printable(f"warning: {message}"), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The states of the random number generators that training draws from."""
+"""The states of the random number generators that training uses."""
 
 import random
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators of Python, of the CPU and of ``device``. All of them are on the host."""
+    """Return the states of the generators of Python, the CPU and ``device``. All states are on the host."""
     state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if device.type != "cpu":
         state["accelerator"] = torch.get_device_module(device).get_rng_state(*_index(device))
@@ -16,7 +16,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what `random_state` has returned. If ``device`` is the CPU, the state of an accelerator is ignored."""
+    """Restore the result of `random_state`. If ``device`` is the CPU, the state of an accelerator is ignored."""
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
     if "accelerator" in state and device.type != "cpu":
@@ -24,5 +24,5 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def _index(device: torch.device) -> list[torch.device]:
-    """Return the arguments that select the device: none for the current one, because some modules have only one."""
+    """Return the arguments that select the device. The current device needs none; some modules have only one device."""
     return [] if device.index is None else [device]

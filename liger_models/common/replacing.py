@@ -1,4 +1,4 @@
-"""Atomic writing of a file."""
+"""Writing a file atomically."""
 
 import uuid
 from collections.abc import Iterator
@@ -8,10 +8,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Context with the path of a new file beside ``path``, which replaces ``path`` when the block ends.
+    """Context manager that yields the path of a new file next to ``path``. On exit, this file replaces ``path``.
 
-    If the block fails, the new file is removed and the old file stays. A killed process leaves both. The new file has a
-    unique name, so several processes, also on different machines, may write ``path``; one of their files remains.
+    If the block fails, the new file is removed and the old file stays. A killed process leaves both files behind. The
+    new file has a unique name, so several processes, even on different machines, may write ``path``; one of their files
+    remains.
     """
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     try:

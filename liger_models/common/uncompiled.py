@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` leaves out, without importing the compiler, which takes half a second."""
+"""Excluding functions from `torch.compile` without importing the compiler, which takes half a second."""
 
 import functools
 import sys
@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Decorate a function like `torch.compiler.disable`, but import the compiler only once something else has."""
+    """Like the decorator `torch.compiler.disable`, but without importing the compiler unless something else has."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)

@@ -1,8 +1,8 @@
 """Collectives for tensor, sequence, context and expert parallelism, as ops and as differentiable functions.
 
 A layer with sharded weights begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g).
-Between these two calls, each rank computes a partial sum. The tokens between layers are replicated on all ranks, or
-sharded with sequence parallelism. The collectives depend on this choice::
+Between these two calls, each rank computes a partial sum. Between layers, the tokens are replicated on all ranks or,
+with sequence parallelism, sharded. The collectives depend on this choice::
 
                            copy_to_region                  reduce_from_region
     tokens                 forward       backward          forward          backward
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from liger_models.common.ops import define_op
 
-# PyTorch 2.13 renamed these functions and deprecated the old names. A PyTorch built without distributed support has
+# PyTorch 2.13 renamed these functions and deprecated the old names. Builds of PyTorch without distributed support have
 # neither name.
 _gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 _groups: dict[str, Any] = {}
-"""Maps the name of a process group, which the ops take as an argument, to the process group."""
+"""Maps the name of a process group to the process group. Ops take the name as an argument."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Group:
         name: name of the process group. `group_of` registers it for the ops.
         size: number of ranks, R.
         rank: this process's rank in the group, 0 to R - 1.
-        sequence_parallel: whether each rank holds only its shard of the tokens between layers (sequence parallelism).
+        sequence_parallel: whether, between layers, each rank holds only its shard of the tokens (sequence parallelism).
     """
 
     name: str
@@ -63,7 +63,7 @@ class Group:
         return dist.get_process_group_ranks(self.process_group)
 
     def local_slice(self, tokens: int) -> slice:
-        """Return the slice that selects this rank's shard from ``tokens`` tokens."""
+        """Return the slice that selects this rank's shard of ``tokens`` tokens."""
         length = tokens // self.size
         return slice(length * self.rank, length * (self.rank + 1))
 
@@ -117,7 +117,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """Stack the tensors [...] of all ranks to [R, ...]. This function is not differentiable."""
+    """Stack the tensors [...] of all ranks into [R, ...]. This function is not differentiable."""
     return ALL_GATHER(x, group.name)
 
 
@@ -140,7 +140,7 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
-    """With sequence parallelism, all-gather the rows [n, C] to [R · n, C]; otherwise return the rows unchanged."""
+    """With sequence parallelism, all-gather the rows [n, C] into [R · n, C]; otherwise return the rows unchanged."""
     return all_gather(rows, group).flatten(0, 1) if group is not None and group.sequence_parallel else rows
 
 
@@ -176,7 +176,7 @@ def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tenso
 
 
 def gathered_shape(shape: torch.Size, group: Group | None) -> tuple[int, ...]:
-    """Return the shape of all tokens, given the shape [..., t] of this rank's tokens.
+    """Return the shape of all ranks' tokens, given the shape [..., t] of this rank's tokens.
 
     The result is [..., R · t] with sequence parallelism, and ``shape`` itself otherwise.
     """
@@ -194,10 +194,10 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
 
 
 def _same(x: Tensor) -> Tensor:
-    """Return x as the result of a function that changes only the gradient.
+    """Return the result for a function that returns x unchanged and changes only the gradient.
 
-    In a compiled graph the result is a copy. If a view left the graph, PyTorch would replace it by a view of x, whose
-    gradient skips the function's backward.
+    In a compiled graph, the result is a copy. If the function returned a view, PyTorch would replace it by a view of x,
+    whose gradient would skip the function's backward.
     """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 
@@ -322,12 +322,12 @@ def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
 
 
 def sum_gradient(x: Tensor, group: Group) -> Tensor:
-    """Return a replicated tensor unchanged, and sum its gradient over the ranks."""
+    """Return a replicated tensor unchanged, and sum the tensor's gradient over the ranks."""
     return _CopyToRegion.apply(x, group, False)  # type: ignore[no-any-return]
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """Sum x over the ranks. The backward sums the gradients, because each rank uses the sum differently."""
+    """Sum x over the ranks. The backward also sums the gradients, because each rank uses the sum differently."""
     return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
@@ -345,7 +345,7 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_channels(x: Tensor, group: Group) -> Tensor:
-    """All-gather the channels of the ranks, [..., C / R] -> [..., C].
+    """All-gather the channels of all ranks: [..., C / R] -> [..., C].
 
     The backward sums the gradients over the ranks, because each rank uses the result differently.
     """
@@ -353,7 +353,7 @@ def gather_channels(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
-    """All-gather vocabulary shards, divided as ``torch.chunk`` divides them, to [..., V].
+    """All-gather vocabulary shards, which are divided as by ``torch.chunk``, into [..., V].
 
     All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """

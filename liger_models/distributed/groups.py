@@ -1,4 +1,4 @@
-"""The process groups over which a model is distributed, and the division of a batch's tokens among the ranks."""
+"""The process groups over which a model is distributed, and how a batch's tokens are divided among the ranks."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ from liger_models.distributed.collectives import (
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a model. The field of a kind of parallelism that the model does not use is None.
+    """The process groups of a model. If the model does not use a kind of parallelism, the kind's field is None.
 
     Attributes:
         tensor: the group over which each layer is sharded (`liger_models.parallel.apply_tp`).
         context: the group over which the tokens of every sequence are sharded (`liger_models.parallel.apply_cp`).
         expert: the group over which experts are sharded (`liger_models.parallel.apply_ep`).
-        balance: the group over whose tokens the load-balancing loss is computed.
+        balance: the group whose ranks' tokens together determine the load-balancing loss.
         data: the groups over which parameters are sharded or replicated (`liger_models.parallel.apply_fsdp`), one group
             per dimension of the device mesh.
     """
@@ -59,34 +59,34 @@ class ParallelGroups:
             )
 
     def local_along_context(self, x: Tensor) -> Tensor:
-        """Under context parallelism, return this rank's share [B, T / R, ...] of x [B, T, ...]; otherwise return x."""
+        """Under context parallelism, return this rank's part [B, T / R, ...] of x [B, T, ...]; otherwise return x."""
         return x if self.context is None else x[:, self.context.local_slice(x.shape[1])]
 
     def local_tokens(self, x: Tensor) -> Tensor:
         """Return the part [B, T / R, C] of x [B, T, C] that this rank holds between the layers.
 
-        The tokens are divided under context and sequence parallelism; otherwise x is returned.
+        Tokens are divided only under context or sequence parallelism; otherwise, x itself is returned.
         """
         x = self.local_along_context(x)
         return local_tokens(x, self.tensor) if self.tensor is not None and self.tensor.sequence_parallel else x
 
     def share_targets(self, target: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
-        """Return this rank's share of the targets [B, T], and the divisor of the loss.
+        """Return this rank's part of the targets [B, T], and the number by which the summed loss is divided.
 
-        Under context parallelism, the default divisor is the number of targets of all ranks.
+        Under context parallelism, this number is by default the number of targets on all ranks.
         """
         if self.context is not None and num_items is None:
             num_items = (target != -100).sum()
         return self.local_along_context(target), num_items
 
     def share_of_step(self, target: Tensor, num_items: Tensor | float) -> Tensor:
-        """Return the fraction of an optimizer step's targets that are in this batch.
+        """Return the fraction of an optimizer step's targets that this batch has.
 
         The number of targets in the batch is averaged over the ranks of ``balance``.
 
         Args:
             target: [B, T], the targets of all tokens.
-            num_items: number of targets in the step, divided by the number of ranks.
+            num_items: number of targets in the whole step, divided by the number of ranks.
         """
         count = (target != -100).sum()
         if self.balance is not None:
@@ -94,7 +94,7 @@ class ParallelGroups:
         return count / (num_items.to(count.device) if isinstance(num_items, Tensor) else num_items)
 
     def enter_head(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all tokens as input of the head, whose vocabulary may be sharded."""
+        """Return the hidden states of all tokens as the input of the head, whose vocabulary may be sharded."""
         return copy_to_region(hidden, self.tensor)
 
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 _calls: Counter[str] = Counter()
-"""Number of calls of `long_work`, `run_on_rank_zero` and `wait_for_ranks` with each name."""
+"""Counts the calls of `long_work`, `run_on_rank_zero` and `wait_for_ranks` for each name."""
 BITS = 62
-"""Number of ranks whose flags fit into one integer of the store, a signed 64-bit integer."""
+"""Number of ranks whose flags fit into one of the store's integers, which are signed 64-bit integers."""
 PATIENCE = timedelta(seconds=30)
 """Time after which `wait_for_ranks` warns and lists the ranks for which it waits."""
 
@@ -39,10 +39,10 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Return a context manager that, on exit, raises an exception of any rank on all ranks.
+    """Return a context manager that, on exit, raises the exception of any failed rank on all ranks.
 
-    The exit is a collective, in which every rank waits for all other ranks. If several ranks failed, all ranks raise
-    the exception of the failed rank with the lowest number.
+    The exit is a collective: every rank waits for all other ranks. If several ranks failed, all ranks raise the
+    exception of the failed rank with the lowest number.
 
     Args:
         group: the process group that exchanges the errors, which must include all ranks; None for the default group.
@@ -64,8 +64,8 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 def long_work(name: str) -> Iterator[None]:
     """Return a context manager in which ranks may work for longer than the process group's timeout.
 
-    On exit, every rank waits until all ranks have exited, as long as the ranks that are still working are alive. An
-    exception that was raised inside the context is raised again after this wait.
+    On exit, every rank waits until all ranks have exited. It stops waiting if the ranks that are still working are no
+    longer alive. An exception that was raised inside the context is raised again after this wait.
 
     Args:
         name: identifier of the work; must be the same on all ranks.
@@ -133,7 +133,7 @@ def wait_for_ranks(name: str) -> None:
     """Wait until all ranks have made this call. Use it before collectives that would hang if a rank were missing.
 
     After `PATIENCE`, a warning lists the ranks that have not made the call. Each call keeps a few keys in the process
-    group's store, and the last rank to leave deletes the keys.
+    group's store, and the last rank that leaves the call deletes them.
 
     Args:
         name: identifier of the call; must be the same on all ranks.
@@ -179,14 +179,14 @@ def _store() -> Any:
 
 
 def _key(name: str) -> str:
-    """Return a prefix for the store's keys of one call. Every call with the same name gets a new prefix."""
+    """Return a prefix for the keys of one call in the store. Every call with the same name gets a new prefix."""
     _calls[name] += 1
     return f"liger_models {name} {_calls[name]}"
 
 
 @contextlib.contextmanager
 def _lost_store(name: str) -> Iterator[None]:
-    """Raise ConnectionError if the process that holds the store has ended: rank 0, unless torchrun holds it."""
+    """Raise ConnectionError if the process that holds the store (rank 0, unless torchrun does) has ended."""
     try:
         yield
     except dist.DistNetworkError as error:
@@ -202,7 +202,7 @@ def _sign_of_life(key: str) -> Iterator[None]:
     store, ended = _store(), threading.Event()
 
     def count() -> None:
-        with contextlib.suppress(dist.DistNetworkError):  # the rank itself reports a lost store
+        with contextlib.suppress(dist.DistNetworkError):  # the rank's own thread reports a lost store
             store.add(f"{key} signs", 1)
             while not ended.wait(_period(store)):
                 store.add(f"{key} signs", 1)

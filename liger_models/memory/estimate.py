@@ -1,4 +1,4 @@
-"""An estimate of the memory of a training step, made by running the blocks on tensors without values."""
+"""An estimate of a training step's memory, made by running the blocks on tensors without values."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,11 +24,11 @@ from liger_models.layers.offload import COMING, SMALLEST
 
 
 class Saved(NamedTuple):
-    """Activations that one block saves for the backward, in bytes.
+    """Bytes of the activations that one block saves for the backward.
 
     Attributes:
         total: bytes of all these activations.
-        movable: bytes of the tensors that are large enough to be offloaded to host memory.
+        movable: bytes of those tensors that are large enough to be offloaded to host memory.
         largest: bytes of the largest of these tensors.
     """
 
@@ -38,26 +38,26 @@ class Saved(NamedTuple):
 
 
 class TrainingMemory(NamedTuple):
-    """Memory that a training step needs on one device, in bytes.
+    """The memory that a training step needs on one device, in bytes.
 
     Attributes:
         weights: the parameters.
-        gradients: the gradients of all trained parameters.
+        gradients: the gradients of all parameters that are trained.
         early_gradients: the gradients that exist before the backward of the embedding.
         optimizer: the two moments of AdamW, including the scales of 8-bit moments, or the momentum of Muon.
         activations: for each policy of `Decoder.set_checkpointing`, the activations that the forward saves for the
             backward.
-        head: the logits of one chunk and, if the head is trained, its gradient. Both exist before the backward of the
-            blocks.
-        recomputed: for each policy, the bytes by which the recomputed activations of a block exceed the logits of one
-            chunk. The memory of the logits is free when a block recomputes.
+        head: the logits of one chunk and, if the head is trained, the head's gradient. Both exist before the backward
+            of the blocks.
+        recomputed: for each policy, the bytes by which a block's recomputed activations exceed the logits of one chunk.
+            When a block recomputes, the memory of the logits is free, so the activations can use it.
         logits: the logits of one chunk and, if the head has a bias, the copy of its weight that holds the bias.
         blocks: for each policy, what each block saves.
-        moments: for each block, the moments that may live in host memory.
+        moments: for each block, the bytes of the optimizer's moments that may be kept in host memory.
         staging: the buffer through which the device reads and writes moments in host memory.
         largest: the largest gradient of a parameter.
-        tied: for a trained embedding that is tied to the head, the gradient of the embedding lookup, which exists
-            beside the gradient of the head; otherwise 0.
+        tied: if the embedding is trained and tied to the head, the gradient of the embedding lookup, which exists in
+            addition to the head's gradient; otherwise 0.
         temporary: gathered or dequantized copies of weights, which exist only during the computation.
     """
 
@@ -78,11 +78,11 @@ class TrainingMemory(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Bytes that the forward holds for the backward outside of the blocks."""
+        """Bytes that the forward saves for the backward outside of the blocks."""
         return self.activations["none"] - sum(saved.total for saved in self.blocks["none"])
 
     def excess(self, policy: str, index: int) -> int:
-        """Bytes by which the recomputed activations of a block exceed the logits of one chunk."""
+        """Return the bytes by which a block's recomputed activations exceed the logits of one chunk."""
         return max(self.blocks["none"][index].total - self.blocks[policy][index].total - self.logits, 0)
 
     def parts(
@@ -96,19 +96,19 @@ class TrainingMemory(NamedTuple):
     ) -> dict[str, int]:
         """Return the parts that add up to the peak.
 
-        During the backward, gradients take more and more memory, and activations take less. Therefore the peak is
-        reached at one of four times: when the head computes the loss, when the backward of the blocks begins, when the
-        backward of the blocks ends, or when all gradients exist. This is true if no block saves less than the blocks
-        before it. If ``accumulate`` is above 1, all gradients exist at the same time as the activations. The peak must
-        agree with `memory.search.Search._peaks`, which computes the peaks of many candidates at once.
+        During the backward, gradients take more and more memory, and activations take less and less. If no block saves
+        less than the blocks before it, the peak is therefore reached at one of four times: when the head computes the
+        loss, when the backward of the blocks begins, when the backward of the blocks ends, or when all gradients exist.
+        If ``accumulate`` is above 1, all gradients exist at the same time as the activations. The peak must agree with
+        `memory.search.Search._peaks`, which computes the peaks of many candidates at once.
 
         Args:
-            policy: one of `CHECKPOINTING_POLICIES` for all blocks, or a sequence of one policy for each block.
+            policy: one of `CHECKPOINTING_POLICIES` for all blocks, or a sequence with a policy for each block.
             accumulate: number of batches in an optimizer step.
             offloaded: indices of the blocks whose activations are offloaded.
-            host_moments: indices of the blocks whose moments live in host memory.
-            in_backward: whether the optimizer applies and frees each gradient in the backward. This requires one batch
-                per optimizer step.
+            host_moments: indices of the blocks whose moments are kept in host memory.
+            in_backward: whether the optimizer applies and frees each gradient during the backward. This requires one
+                batch per optimizer step.
 
         Returns:
             A dict from the name of each part to its bytes. The sum of the bytes is the peak.
@@ -117,14 +117,14 @@ class TrainingMemory(NamedTuple):
         policies = [policy] * count if isinstance(policy, str) else policy
         saved = [self.blocks[name][index] for index, name in enumerate(policies)]
 
-        # Activations on the device: without the offloaded ones, and those that are on their way back.
+        # Find the activations on the device: all except the offloaded ones, plus those that are being copied back.
         moved = sum(saved[index].movable for index in offloaded)
         kept = self.held + sum(block.total for block in saved) - moved
         fetched = min(moved, COMING + max((saved[index].largest for index in offloaded), default=0))
         excess = max((self.excess(name, index) for index, name in enumerate(policies)), default=0)
 
-        # What exists at each of the four times.
-        # The gradient of a tied head is complete only when the gradient of the embedding is.
+        # Collect what exists at each of the four times. The gradient of a tied head is complete only when the gradient
+        # of the embedding is.
         head = 0 if in_backward and not self.tied else self.head - self.logits
         block = {"a block's backward": self.logits + excess, "fetched": fetched}
         times = [{"activations": kept, "head": self.head}, {"activations": kept, "head": head, **block}]
@@ -135,7 +135,7 @@ class TrainingMemory(NamedTuple):
             if not in_backward:
                 times.append({"gradients": self.early_gradients, **block})
 
-        # What exists all the time.
+        # Collect what exists all the time.
         offloads = sum(self.moments[index] for index in host_moments)
         fixed: dict[str, int] = {"weights": self.weights, "temporary weights": self.temporary}
         fixed["moments"] = self.optimizer - offloads + (self.staging if offloads else 0)
@@ -143,7 +143,7 @@ class TrainingMemory(NamedTuple):
         return {**fixed, **largest}
 
     def peak(self, policy: str | Sequence[str], accumulate: int = 1, **options: Any) -> int:
-        """Return the peak memory in bytes. The arguments are those of `parts`."""
+        """Return the peak memory in bytes. The arguments are as in `parts`."""
         return sum(self.parts(policy, accumulate, **options).values())
 
 
@@ -157,13 +157,13 @@ def training_memory(
 ) -> TrainingMemory:
     """Estimate the memory of a training step with AdamW or Muon on one GPU, without sharding.
 
-    Every block runs once per policy on tensors that have shapes but no values, and the sizes of the tensors that
-    autograd then holds are added. Therefore user-defined blocks and layers are counted correctly, too. Of several equal
-    blocks, only one runs. Frozen parameters are counted without gradients and moments. The activations of vision towers
-    and of cross-attention to images are not counted.
+    Every block runs once per policy on tensors that have shapes but no values, and the sizes of all tensors that
+    autograd then holds are added up. Therefore user-defined blocks and layers are also counted correctly. If several
+    blocks are equal, only one of them runs. Frozen parameters are counted without gradients and moments. The
+    activations of vision towers and of cross-attention to images are not counted.
 
     Args:
-        model: the model, which must not be distributed. It may be on the meta device, where it needs no memory.
+        model: the model, which must not be distributed. It may be on the meta device, so that it takes no memory.
         tokens: B · T, the number of tokens in a batch.
         dtype: dtype of weights, gradients, moments and activations. Adapters keep their own dtype.
         moments_8bit: whether the optimizer is ``LigerAdamW(state_dtype=torch.int8)``.
@@ -181,7 +181,7 @@ def training_memory(
     if moments_8bit and muon:
         raise ValueError("training_memory: moments_8bit are AdamW's, got muon with them. Leave one of them out.")
 
-    # Bytes of each parameter, in its dtype during training.
+    # Find the bytes of each parameter in its dtype during training.
     size, adapters = dtype.itemsize, _adapter_parameters(model)
     dtypes = {
         parameter: dtype if parameter.is_floating_point() and parameter not in adapters else parameter.dtype
@@ -190,14 +190,14 @@ def training_memory(
     weights = {parameter: parameter.numel() * dtypes[parameter].itemsize for parameter in dtypes}
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
-    # The head: the logits of one chunk, and its gradient.
+    # For the head, count the logits of one chunk and the gradient.
     matrix = model.lm_head.weight
     logits = chunk_rows(tokens, len(matrix), size, None, trained=matrix.requires_grad) * len(matrix) * size
     if getattr(model.lm_head, "bias", None) is not None:  # the loss gets a copy of the weight that holds the bias
         logits += (matrix.numel() + len(matrix) * BIAS_COLUMNS) * size
     head = matrix.requires_grad * matrix.numel() * size + logits
 
-    # Activations of the blocks by each policy. The policies of the model are restored.
+    # Measure the activations of the blocks under each policy. The policies of the model are restored.
     current = model.checkpointing
     policies = [current] * len(model.layers) if isinstance(current, str) else current
     try:
@@ -208,7 +208,7 @@ def training_memory(
     held = model.held_elements * tokens * size
     activations = {policy: sum(block.total for block in blocks) + held for policy, blocks in saved.items()}
 
-    # Compute the largest excess of recomputation from the other numbers. `with_parameters` adds the parameters later.
+    # Compute the largest excess of recomputation from the other sizes. `with_parameters` adds the parameters later.
     memory = TrainingMemory(0, 0, 0, 0, activations, head, {}, logits, saved, (), 0, 0, 0)
     excess = {policy: [memory.excess(policy, index) for index in range(len(model.layers))] for policy in saved}
     memory = memory._replace(recomputed={policy: max(sizes, default=0) for policy, sizes in excess.items()})
@@ -230,18 +230,18 @@ def with_parameters(
     weights: Mapping[nn.Parameter, int],
     moments: Callable[[nn.Parameter], list[int]],
 ) -> TrainingMemory:
-    """Return the estimate with replaced bytes of parameters, gradients and moments, and with the same activations.
+    """Return an estimate with the same activations, but other bytes for parameters, gradients and moments.
 
     Args:
         memory: the estimate.
-        model: the model that has the parameters.
+        model: the model that the parameters belong to.
         weights: mapping from each parameter to its bytes on the device.
         moments: function that returns the bytes of each tensor that holds moments of a parameter.
     """
     gradients = {parameter: size for parameter, size in weights.items() if parameter.requires_grad}
     sizes = {parameter: moments(parameter) for parameter in gradients}
 
-    # For each block, the moments that are large enough to live in host memory.
+    # For each block, find the moments that are large enough to be kept in host memory.
     movable = [[sizes[parameter] for parameter in block.parameters() if parameter in sizes] for block in model.layers]
     movable = [[tensors for tensors in block if max(tensors) >= SMALLEST] for block in movable]
 
@@ -261,7 +261,7 @@ def with_parameters(
 
 
 def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of adapters, which keep their own dtype, whatever the dtype of the model."""
+    """Return the parameters of adapters, which keep their own dtype whatever the dtype of the model."""
     return {
         parameter
         for layer in layers_of(model)
@@ -280,7 +280,7 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
 
-        # An output on the storage of an input is a view, or written in place: nothing is allocated.
+        # If an output uses the storage of an input, it is a view or was written in place, so nothing was allocated.
         inputs, outputs = (
             {StorageWeakRef(leaf.untyped_storage()): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
             for tree in ((args, kwargs), out)
@@ -305,7 +305,7 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
     known: dict[str, Saved] = {}
     for index, block in enumerate(model.layers):
         set_policy(block, policy)
-        if policy == "full" and is_replayable(block):  # saves its input alone
+        if policy == "full" and is_replayable(block):  # saves only its input
             saved.append(_saved([tokens * model.config.hidden_size * dtype.itemsize]))
             continue
         description = _description(block)
@@ -336,7 +336,7 @@ def _description(block: nn.Module) -> str:
 def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dtype) -> Saved:
     """Measure the activations that a block saves, by running its forward on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), triton_assumed(), torch.enable_grad():
-        # Parameters in the dtype of training.
+        # Replace the parameters by fake ones in the dtype of training.
         adapters = _adapter_parameters(block)
         parameters = {
             name: torch.empty(
@@ -346,7 +346,8 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
             for name, parameter in block.named_parameters()
         }
 
-        # One row of tokens. A counted mask stands for any mask, and attention saves what a fused kernel saves.
+        # The batch is one row of tokens. A counted mask stands for any mask: attention saves what a fused kernel would
+        # save.
         shape = (1, tokens, model.config.hidden_size)  # [1, tokens, C]
         x, residual = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(2))
         layout = model.layout((1, tokens), residual, position_ids=torch.arange(tokens))
@@ -356,7 +357,7 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
                 seen = layout if spec.chunk is None else layout.chunks[spec.chunk]
                 seen.masks[spec.window] = Mask(counted=True)
 
-        # The storages that the graph of autograd alone keeps alive.
+        # Find the storages that only the autograd graph keeps alive.
         with dequantized_to(block, dtype), _Allocations() as allocations:
             outputs = functional_call(block, parameters, (x, residual, layout))
         graph = [output.sum() for output in outputs if output is not None]  # hold the graph, but not the outputs

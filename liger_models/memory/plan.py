@@ -1,4 +1,4 @@
-"""Plans of the fastest training step within a memory budget: what to recompute, and what to move to host memory."""
+"""Plans for the fastest training step within a memory budget: what to recompute, and what to move to host memory."""
 
 import re
 from collections import Counter
@@ -18,26 +18,26 @@ from liger_models.memory.search import COUNTS, Candidate, Search, host_blocks
 from liger_models.memory.step_times import count_times, measure_times
 
 SHARE, SHARE_WITH_IMAGES = 0.92, 0.8
-"""Shares of the budget that the estimated peak may take, for models without and with a vision tower. The rest is for
-the CUDA context, for fragmentation, for temporary tensors in ops (because of which measured peaks exceed the estimate
-by up to 2 %), and for the activations of images, which the estimate does not include."""
+"""Fractions of the budget that the estimated peak may take, for models without and with a vision tower. The rest is
+left for the CUDA context, for fragmentation, for temporary tensors in ops (which make measured peaks exceed the
+estimate by up to 2 %), and for the activations of images, which the estimate does not include."""
 UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
 BYTES = 10**6
-"""A size without a unit is in bytes if it is at least this, and in GB if it is smaller."""
+"""A size without a unit is in bytes if it is at least this number, and in GB if it is smaller."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A plan by which a training step fits into a memory budget, as `plan_memory` returns it.
+    """A plan that makes a training step fit into a memory budget. `plan_memory` returns it.
 
     Attributes:
         policies: the checkpointing policy of each block.
         offload_layers: number of blocks whose activations are offloaded; see `Decoder.set_checkpointing`.
         host_moments: indices of the blocks whose moments live in host memory.
-        in_backward: whether the optimizer steps in the backward.
+        in_backward: whether the optimizer steps during the backward.
         parts: dict from the name of each part of the estimated peak to its bytes.
         budget: number of bytes of device memory that the step may take.
-        time: expected time of a step, divided by the time that the fastest step would take without a budget.
+        time: expected time of a step, divided by the time that the fastest step would take if memory were unlimited.
     """
 
     policies: tuple[str, ...]
@@ -65,7 +65,7 @@ class MemoryPlan:
             set_policy(model.visual, self.policies[0])
 
     def moments(self, model: Decoder) -> list[nn.Parameter]:
-        """Return the parameters whose moments live in host memory. Pass them as ``offload`` to `LigerAdamW`."""
+        """Return the parameters whose moments are kept in host memory. Pass them as ``offload`` to `LigerAdamW`."""
         blocks = (model.layers[index] for index in self.host_moments)
         return [parameter for block in blocks for parameter in block.parameters() if parameter.requires_grad]
 
@@ -100,37 +100,39 @@ def plan_memory(
     """Plan the fastest training step whose estimated peak fits into a budget with a margin.
 
     The plan chooses a checkpointing policy for each block, the number of blocks that offload their activations, the
-    number of blocks whose moments live in host memory, and whether the optimizer steps in the backward. None of these
-    choices changes the gradients, but gradient clipping requires that the optimizer steps after the backward. Blocks
-    that save the same bytes are interchangeable, so the search only chooses how many blocks get each policy. Of all
-    combinations, the search leaves out only those that are worse than another one, so it finds the best plan.
+    number of blocks whose moments are kept in host memory, and whether the optimizer steps during the backward. None of
+    these choices changes the gradients, but gradient clipping requires that the optimizer steps after the backward.
+    Blocks that save the same bytes are interchangeable, so the search only chooses how many blocks get each policy. The
+    search skips a combination only if another one is better, so it finds the best plan.
 
-    The expected time includes repeated operations (see `Layer.recomputed_share`), copies to and from the host where
-    they take longer than the computation that they overlap with, and the bytes that the optimizer reads and writes. The
-    default speeds are those of an H200.
+    The expected time includes repeated operations (see `Layer.recomputed_share`), copies to and from the host if they
+    take longer than the computation that they overlap with, and the bytes that the optimizer reads and writes. By
+    default, the speeds of an H200 are assumed.
 
-    The estimated peak does not include the activations of vision towers, for which a larger margin is left. The plan
+    The estimated peak does not include the activations of vision towers; a larger margin is left for them. The plan
     also ignores reference models, teachers, the time of collectives, and the C elements per token that compiled blocks
     save under the policy "full".
 
     Args:
         model: the model, on any device. The model is not changed. ``memory`` is required if the model is sharded, has
-            4-bit weights, or computes in another dtype than that of its weights.
+            4-bit weights, or computes in a dtype that differs from the dtype of its weights.
         tokens: B · T, the number of tokens in a batch on the device.
         budget: number of bytes of device memory, or a text that `parse_memory` accepts.
-        memory: the estimate of the step. The default is `training_memory` in the dtype of the model.
-            `liger_models.train.estimate` makes an estimate for this rank.
-        length: T, the number of tokens in a row or document, on which only the time of attention depends. The default
-            is ``tokens``.
+        memory: the estimate for the step, by default `training_memory` in the dtype of the model. The module
+            `liger_models.train.estimate` computes an estimate for this rank.
+        length: T, the number of tokens in a row or document, by default ``tokens``. Only the time of attention depends
+            on it.
         accumulate: number of batches in an optimizer step.
         checkpointing: a policy for all blocks, or one for each block, which the plan must use. By default, the plan
             chooses the policies.
-        host_moments: whether moments may live in host memory (``LigerAdamW(offload=plan.moments(model))``).
-        in_backward: whether the optimizer may step in the backward (`step_in_backward`); needs ``accumulate`` of 1.
-        moments_8bit: whether the moments have 8 bits. Ignored if ``memory`` is given.
-        calibrate: keyword arguments of the forward for one batch on the device of the model. The times are then
-            measured on single blocks instead of counted, under the caller's autocast. Gradients, random state and
-            policies do not change. A policy whose measurement exceeds the budget is not measured.
+        host_moments: whether moments may be kept in host memory (``LigerAdamW(offload=plan.moments(model))``).
+        in_backward: whether the optimizer may step during the backward (`step_in_backward`). This needs
+            ``accumulate=1``.
+        moments_8bit: whether the moments have 8 bits. This argument is ignored if ``memory`` is given.
+        calibrate: keyword arguments of the forward for one batch, on the device of the model. The times are then
+            measured on single blocks, under the caller's autocast, instead of computed from counted operations.
+            Gradients, random state and policies do not change. A policy whose measurement would exceed the budget is
+            not measured.
 
     Raises:
         ValueError: nothing fits, an argument is out of range, or ``calibrate`` is given with a sharded model.
@@ -146,7 +148,7 @@ def plan_memory(
     share = usable_share(model)
     room = int(share * budget)
 
-    # The policies that each block may have.
+    # List the policies that each block may have.
     blocks = len(model.layers)
     allowed: list[Sequence[str]] = [CHECKPOINTING_POLICIES] * blocks
     if checkpointing is not None:
@@ -157,7 +159,7 @@ def plan_memory(
             check_policy("checkpointing", policy)
         allowed = [(policy,) for policy in policies]
 
-    # The times, by counting or by measuring, and the search.
+    # Count or measure the times, and search.
     times = count_times(model, memory, tokens, length or tokens, accumulate)
     if calibrate is not None:
         times = measure_times(model, memory, tokens, room, calibrate, times)
@@ -179,8 +181,8 @@ def plan_memory(
 
 
 def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
-    """Make a plan from a candidate: choose its blocks, and compute its parts and its relative time."""
-    # Its blocks, and the parts of its peak.
+    """Turn a candidate into a plan: choose its blocks, and compute the parts of its peak and its relative time."""
+    # Choose the candidate's blocks, and compute the parts of its peak.
     memory, times, blocks = search.memory, search.times, range(search.blocks)
     policies = search.policies(candidate)
     offloaded = offloaded_blocks(search.blocks, candidate.offload_layers)
@@ -189,7 +191,7 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
         policies, search.accumulate, offloaded=offloaded, host_moments=host_moments, in_backward=candidate.in_backward
     )
 
-    # The candidate's time, and the time of a step that recomputes as little as allowed and offloads nothing.
+    # Compute the candidate's time, and the time of a step that recomputes as little as allowed and offloads nothing.
     _, moved, seconds = (candidate.stay + candidate.away)[:COUNTS]
     freed = sum(memory.moments[index] for index in host_moments)
     step = times.step(seconds, moved, freed, candidate.in_backward)
@@ -206,14 +208,14 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
 
 
 def usable_share(model: Decoder) -> float:
-    """Return the share of the budget that the estimated peak of a model may take."""
+    """Return the fraction of the budget that the estimated peak of a model may take."""
     return SHARE if model.visual is None else SHARE_WITH_IMAGES
 
 
 def parse_memory(name: str, text: str, device: torch.device | None = None) -> int:
     """Parse a size of memory, and return the number of bytes.
 
-    Examples are "24GB" (or just "24"), "22.5GiB", "24000000000", and "80%", which is a share of a device's memory.
+    Examples are "24GB" (or just "24"), "22.5GiB", "24000000000", and "80%", which is a fraction of a device's memory.
 
     Args:
         name: name of the argument in error messages.
@@ -221,7 +223,7 @@ def parse_memory(name: str, text: str, device: torch.device | None = None) -> in
         device: the device to whose memory a percentage refers.
 
     Raises:
-        ValueError: the text is not a size, or it is a share and there is no GPU.
+        ValueError: the text is not a size, or it is a percentage and there is no GPU.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip(), re.IGNORECASE)
     size, unit = (float(match[1]), match[2].upper()) if match else (0.0, "")

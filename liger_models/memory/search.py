@@ -1,9 +1,9 @@
 """The search behind `plan_memory`, which compares all ways to fit a training step into memory.
 
-Blocks that save the same bytes and recompute in the same time are of one type, and the search only chooses how many
-blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
+Blocks that save the same bytes and take the same time to recompute are of one type, and the search only chooses how
+many blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
 offloaded) and on two maxima: the most bytes that the backward of a block recomputes, and the bytes of the largest
-offloaded tensor. The search tries all pairs of upper bounds for the two maxima. With given bounds, the choices differ
+offloaded tensor. The search tries all pairs of upper bounds for the two maxima. For fixed bounds, the choices differ
 only in their sums, and a choice is dropped if another choice takes fewer bytes and less time.
 """
 
@@ -23,8 +23,8 @@ from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.step_times import StepTimes
 
 KEPT, MOVED, SECONDS, COUNTS = 0, 1, 2, 3
-"""Columns of the sums over blocks: bytes that stay on the device, offloaded bytes, and seconds of recomputation. From
-`COUNTS` on, column ``COUNTS + 3 · type + policy`` is the number of blocks of this type that have this policy."""
+"""Columns of the sums over blocks: bytes that stay on the device, offloaded bytes, and seconds of recomputation. After
+these, column ``COUNTS + 3 · type + policy`` is the number of blocks of a type that have a policy."""
 
 
 class Candidate(NamedTuple):
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
         stay: [columns], the sums over the blocks that are not offloaded. The columns are described at `KEPT`.
         away: [columns], the sums over the offloaded blocks.
         offload_layers: number of offloaded blocks.
-        host_moments: number of blocks whose moments live in host memory.
+        host_moments: number of blocks whose moments are kept in host memory.
         in_backward: whether the optimizer steps in the backward.
     """
 
@@ -46,14 +46,14 @@ class Candidate(NamedTuple):
 
 
 class Case(NamedTuple):
-    """The candidates with a given number of offloaded blocks that observe two bounds.
+    """All candidates that have a given number of offloaded blocks and stay within two bounds.
 
-    These candidates differ in their sums, in the number of blocks whose moments live in host memory, and in the time at
-    which the optimizer steps.
+    These candidates differ in their sums, in the number of blocks whose moments are kept in host memory, and in when
+    the optimizer steps.
 
     Attributes:
         offload: number of offloaded blocks.
-        ceiling: upper bound for `TrainingMemory.excess` of each block, the bytes that its backward recomputes.
+        ceiling: upper bound for `TrainingMemory.excess` of each block, the excess bytes that its backward recomputes.
         largest: upper bound for the bytes of an offloaded tensor.
     """
 
@@ -66,12 +66,12 @@ class Search:
     """Finds the fastest candidate that fits, and the candidate with the smallest peak.
 
     Args:
-        memory: the estimate of the memory of a step.
+        memory: the estimate of a step's memory.
         times: the times of a step.
         allowed: for each block, the policies that it may have.
         accumulate: number of batches in an optimizer step.
         room: number of bytes that the estimated peak may take.
-        host_moments: whether moments may live in host memory.
+        host_moments: whether moments may be kept in host memory.
         orders: the allowed values of ``in_backward``.
 
     Attributes:
@@ -94,7 +94,7 @@ class Search:
         self.room, self.orders, self.blocks = room, orders, len(allowed)
         self._host_counts = range(self.blocks + 1) if host_moments and any(memory.moments) else range(1)
 
-        # The types of blocks: what a block saves and recomputes by each policy.
+        # Find the types of blocks. Blocks of one type save and recompute the same under each policy.
         described = [
             tuple((policy, memory.blocks[policy][index], times.recomputed[policy][index]) for policy in policies)
             for index, policies in enumerate(allowed)
@@ -108,7 +108,7 @@ class Search:
         # Both results are cached, because cases that differ in only one bound share sums or bytes of moments.
         self._sums, self._freed = functools.cache(self._best_sums), functools.cache(self._freed_bytes)
 
-        # What the search has found so far.
+        # The best candidates so far.
         self.fastest: Candidate | None = None
         self.smallest: Candidate | None = None
         self._seconds, self._peak = math.inf, math.inf
@@ -121,25 +121,25 @@ class Search:
         ceilings = sorted({self.memory.excess(policy, index) for policy, index in choices})
         largest = sorted({self.memory.blocks[policy][index].largest for policy, index in choices})
         for offload, ceiling in itertools.product(range(self.blocks + 1), ceilings):
-            for bound in largest if offload else largest[:1]:  # without offloading the second bound has no meaning
+            for bound in largest if offload else largest[:1]:  # without offloading, the second bound has no meaning
                 yield Case(offload, ceiling, bound)
 
     def _compare(self, case: Case) -> None:
         """Compare the candidates of a case, and update ``fastest`` and ``smallest``."""
-        # Leave out a case that could not beat the fastest candidate.
+        # Skip a case that cannot beat the fastest candidate.
         offloaded = offloaded_blocks(self.blocks, case.offload)
         if self.fastest is not None and self._least_seconds(offloaded, case.ceiling) >= self._seconds:
             return
 
-        # The sums worth comparing, [S, columns] and [A, columns]. After the flip the first row of `stay` has the fewest
-        # bytes and the most seconds, the last row the most bytes and the fewest seconds.
+        # Compute the sums worth comparing, [S, columns] and [A, columns]. After the flip, the first row of `stay` has
+        # the fewest bytes and the most seconds, and the last row has the most bytes and the fewest seconds.
         stay = self._sums(self._count_types(offloaded, False), case.ceiling, None)
         away = self._sums(self._count_types(offloaded, True), case.ceiling, case.largest)
         if not len(stay) or not len(away):
             return
         stay = stay.flip(0)
 
-        # Leave out offloaded sums that lose to the fastest candidate even with the fastest sum that stays.
+        # Drop offloaded sums that lose to the fastest candidate even in combination with the fastest row of `stay`.
         if self.fastest is not None:
             seconds = self.times.step(stay[-1, SECONDS] + away[:, SECONDS], away[:, MOVED], 0, False)
             away = away[seconds < self._seconds]
@@ -148,11 +148,11 @@ class Search:
                 self._compare_sums(case, stay, away, in_backward)
 
     def _compare_sums(self, case: Case, stay: Tensor, away: Tensor, in_backward: bool) -> None:
-        """Compare the candidates of a case that have one of the given sums over blocks.
+        """Compare the candidates of a case that have the given sums over blocks.
 
-        H is the number of possible counts of blocks whose moments live in host memory. Tables have a cell for each
-        count and each sum over offloaded blocks, [H, A]. For each cell, bisection finds the fastest sum over the other
-        blocks with which the peak fits.
+        H is the number of possible values for the number of blocks whose moments are kept in host memory. Tables [H, A]
+        have a cell for each of these values and each sum over offloaded blocks. For each cell, bisection finds the
+        fastest sum over the other blocks for which the peak fits.
 
         Args:
             case: the case.
@@ -163,7 +163,7 @@ class Search:
         kept, _, stay_seconds = stay[:, :COUNTS].T.contiguous()  # contiguous for the bisection
         freed = self._freed(case.offload)[:, None]  # [H, 1]
 
-        # The table of peaks with the smallest sum that stays, and the smallest peak in it.
+        # Compute the table of peaks for the smallest sum that stays, and find the smallest peak in it.
         with_activations, without_activations = self._peaks(case, away, freed, in_backward)
         peaks = torch.maximum(with_activations + kept[0], without_activations)
         cell = int(peaks.argmin())
@@ -172,14 +172,14 @@ class Search:
             host_count, away_index = divmod(cell, len(away))
             self.smallest = Candidate(stay[0], away[away_index], case.offload, host_count, in_backward)
 
-        # The cells [N] that fit and would, with the least recomputation, beat the fastest candidate.
+        # Find the cells [N] that fit and that, with the least recomputation, would beat the fastest candidate.
         seconds = self.times.step(stay_seconds[-1] + away[:, SECONDS], away[:, MOVED], freed, in_backward)
         cells = ((peaks <= self.room) & (seconds < self._seconds)).flatten().nonzero()[:, 0]
         if not len(cells):
             return
         host_counts, away_indices = cells // len(away), cells % len(away)
 
-        # For each cell, the fastest sum that stays is the one that keeps the most bytes and still fits.
+        # For each cell, the fastest sum that stays is the sum that keeps the most bytes and still fits.
         stay_indices = torch.searchsorted(kept, self.room - with_activations.flatten()[cells], right=True) - 1
         recomputed = stay_seconds[stay_indices] + away[away_indices, SECONDS]
         seconds = self.times.step(recomputed, away[away_indices, MOVED], freed[host_counts, 0], in_backward)  # [N]
@@ -190,26 +190,27 @@ class Search:
             self.fastest = Candidate(best_stay, best_away, case.offload, int(host_counts[best]), in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute two tables [H, A] of peaks: peaks at times with activations, and peaks at times without activations.
+        """Compute two tables [H, A] of peaks: while activations exist, and after activations are freed.
 
-        The first table does not include the bytes that stay on the device, which the caller adds. The peaks in the
-        second table occur when activations are freed: at the end of the backward, or when the optimizer steps. The
-        larger one must agree with `TrainingMemory.parts`, which computes the peak of a single candidate.
+        The first table does not include the bytes that stay on the device; the caller adds them. The peaks in the
+        second table occur at the end of the backward or when the optimizer steps. The larger of both peaks must agree
+        with `TrainingMemory.parts`, which computes the peak of a single candidate.
         """
         memory = self.memory
-        # What exists all the time [H, 1], and what the backward of a block adds [A].
+        # Compute what exists all the time, [H, 1], and what the backward of a block adds, [A].
         always = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
         fetched = away[:, MOVED].clamp(max=COMING + case.largest)
         block = memory.logits + case.ceiling + fetched
 
-        # With activations, the peak is in the head or in the first backward of a block. Then the head's gradient still
-        # exists, unless the optimizer has applied it; that of a tied head is complete only after the embedding's.
+        # While activations exist, the peak is in the head or in the first backward of a block. In the latter, the
+        # head's gradient still exists unless the optimizer has applied it. A tied head's gradient is not complete
+        # before the embedding's.
         head_gradient = 0 if in_backward and not memory.tied else memory.head - memory.logits
         accumulated = memory.gradients if self.accumulate > 1 else 0
         head_or_block = (head_gradient + block).clamp(min=memory.head)
         with_activations = always + away[:, KEPT] + memory.held + head_or_block + accumulated  # [H, A]
 
-        # Without activations, the peak is in the last backward of a block, or when all gradients exist.
+        # After activations are freed, the peak is in the last backward of a block, or when all gradients exist.
         if self.accumulate > 1:  # all gradients already exist together with the activations
             return with_activations, torch.zeros_like(with_activations)
         if in_backward:
@@ -217,7 +218,7 @@ class Search:
         return with_activations, always + (memory.early_gradients + block).clamp(min=memory.gradients + memory.tied)
 
     def _least_seconds(self, offloaded: Collection[int], ceiling: int) -> float:
-        """Compute a lower bound for the seconds of a step that offloads these blocks and observes ``ceiling``."""
+        """Compute a lower bound for the seconds of a step that offloads these blocks and stays within ``ceiling``."""
         seconds, moved = 0.0, 0
         for index, policies in enumerate(self.allowed):
             within = [policy for policy in policies if self.memory.excess(policy, index) <= ceiling]
@@ -227,30 +228,30 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """Compute the bytes of moments in host memory [H], for each possible count of blocks with moments there."""
+        """Compute the bytes of moments in host memory, [H], for each possible number of blocks with moments there."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs of a type and its number of offloaded blocks or, with ``is_away=False``, of other blocks."""
+        """Return pairs (type, number of its offloaded blocks), or of its other blocks if ``is_away`` is False."""
         counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
         return tuple(sorted(counts.items()))
 
     def _best_sums(self, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int | None) -> Tensor:
-        """Compute the sums [N, columns] over some blocks for all choices of their policies, the fastest first.
+        """Compute the sums [N, columns] over some blocks for all choices of their policies, from fastest to slowest.
 
-        Sums that are worse than other sums are left out.
+        Sums that are worse than another sum are dropped.
 
         Args:
             counts: pairs of a type and a number of blocks of this type.
-            ceiling: the bound of `Case`, which every block must observe.
-            largest: the bound of `Case` for offloaded blocks; None if the blocks stay.
+            ceiling: the bound in `Case`, which applies to every block.
+            largest: the bound in `Case` for offloaded blocks; None if the blocks are not offloaded.
         """
         policies = len(CHECKPOINTING_POLICIES)
         sums = torch.zeros(1, COUNTS + len(self.first) * policies, dtype=torch.float64)
         for block_type, count in counts:
-            # The row of one block for each policy within the bounds.
+            # Make the row of one block for each policy that is within the bounds.
             index, rows = self.first[block_type], []
             for policy in self.allowed[index]:
                 saved = self.memory.blocks[policy][index]
@@ -265,7 +266,8 @@ class Search:
             if not rows:
                 return sums[:0]
 
-            # Divide the blocks of this type among the policies in all ways, and add the sums to all sums so far.
+            # Divide the blocks of this type among the policies in all possible ways, and add the results to all sums so
+            # far.
             divisions = torch.cartesian_prod(*[torch.arange(count + 1)] * len(rows)).view(-1, len(rows))
             divisions = divisions[divisions.sum(1) == count]  # [divisions, policies]
             type_sums = _pareto(divisions.double() @ torch.stack(rows))  # [divisions, columns]
@@ -275,16 +277,16 @@ class Search:
     def policies(self, candidate: Candidate) -> list[str]:
         """Return the policy of each block.
 
-        Among the blocks that stay on the device, those that save the fewest bytes come first, because the backward
-        frees the first blocks last. Among the offloaded blocks, those that save many bytes are evenly spread, because
-        only a limited number of bytes can be copied at a time.
+        Among the blocks that stay on the device, the blocks that save the fewest bytes come first, because the backward
+        frees the first blocks last. Among the offloaded blocks, the blocks that save many bytes are evenly spread,
+        because only a limited number of bytes can be copied at a time.
         """
         offloaded = offloaded_blocks(self.blocks, candidate.offload_layers)
         policies = [""] * self.blocks
         for is_away, row in ((False, candidate.stay), (True, candidate.away)):
             type_counts = row[COUNTS:].view(-1, len(CHECKPOINTING_POLICIES)).int().tolist()  # [types, policies]
             for block_type, counts in enumerate(type_counts):
-                # The policies of the blocks of this type in order, with fractions that spread each policy evenly.
+                # List the policies for the blocks of this type in order, with fractions that spread each policy evenly.
                 saved = {
                     policy: self.memory.blocks[policy][self.first[block_type]].total
                     for policy in CHECKPOINTING_POLICIES
@@ -294,7 +296,7 @@ class Search:
                 if is_away:
                     ordered.sort(key=lambda pair: pair[1])
 
-                # The blocks that get them.
+                # Find the blocks that get these policies.
                 indices = (
                     index
                     for index in range(self.blocks)
@@ -306,9 +308,9 @@ class Search:
 
 
 def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[int, ...]:
-    """Choose the ``count`` blocks whose moments live in host memory.
+    """Choose the ``count`` blocks whose moments are kept in host memory.
 
-    They are evenly spread over the blocks that are not offloaded or, if these are too few, over all blocks.
+    They are evenly spread over the blocks that are not offloaded or, if there are too few of these, over all blocks.
     """
     stay = [index for index in range(blocks) if index not in offloaded]
     pool = stay if count <= len(stay) else range(blocks)
@@ -316,14 +318,15 @@ def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[in
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """Sort the sums [N, columns] by time, and leave out sums if a faster sum does not have more bytes.
+    """Sort the sums [N, columns] by time, and drop sums for which a faster sum does not have more bytes.
 
-    One comparison per sum leaves out most of these sums, but not all.
+    With one comparison per sum, the function drops most of these sums, but not all.
     """
     for column in (KEPT, MOVED, SECONDS):  # the sorts are stable, so the last column is the first criterion
         sums = sums[sums[:, column].sort(stable=True).indices]
 
-    # Each sum is compared with one of the faster sums: the one with the fewest bytes, offloaded bytes if there are any.
+    # Compare each sum with one of the faster sums: the one with the fewest offloaded bytes or, if nothing is offloaded,
+    # the one with the fewest bytes on the device.
     kept, moved = sums[:, KEPT], sums[:, MOVED]
     least = (moved if bool((moved > 0).any()) else kept).cummin(0).indices[:-1]
     is_beaten = (moved[1:] >= moved[least]) & (kept[1:] >= kept[least])

@@ -1,4 +1,4 @@
-"""The time of a training step, computed from counted operations and bytes, or from measurements on single blocks."""
+"""The time of a training step, computed from counted operations and bytes or from measurements of single blocks."""
 
 import functools
 import statistics
@@ -17,11 +17,12 @@ from liger_models.layers.recompute import is_compiled, run_again
 from liger_models.memory.estimate import TrainingMemory
 
 FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5
-"""Operations per second, bytes per second between device and host, bytes per second of device memory, and seconds to
-launch the update of a parameter. They were measured on an H200 in bf16 (benchmarks/results). A plan depends only on
-their ratios."""
+"""Floating-point operations per second, bytes per second between device and host, bytes per second of device memory,
+and seconds to launch the update of a parameter. They were measured on an H200 in bf16 (benchmarks/results). A plan
+depends only on the ratios of these numbers."""
 BOTH_WAYS = 4 / 3
-"""Factor by which copies slow down when copies run in both directions: from 53 GB/s to 40 GB/s in each direction."""
+"""Factor by which copies in both directions at once are slower: 40 GB/s instead of 53 GB/s in each direction.
+"""
 MEASURED_STEPS = 3
 
 
@@ -32,9 +33,9 @@ class StepTimes(NamedTuple):
         forward, backward: seconds that all blocks take in the forward and the backward of a batch, without
             recomputation.
         rest: seconds that the rest of the model takes in the forward and the backward of a batch.
-        recomputed: for each policy, the seconds of recomputation in the backward of each block.
-        update: seconds of the optimizer's step.
-        launches: additional seconds of the optimizer's step if the optimizer steps in the backward.
+        recomputed: for each policy, the seconds that the backward of each block needs for recomputation.
+        update: seconds that the optimizer's step takes.
+        launches: additional seconds that the optimizer's step takes during the backward.
         link: bytes per second of copies in one direction between device and host.
         accumulate: number of batches in an optimizer step.
     """
@@ -49,7 +50,7 @@ class StepTimes(NamedTuple):
     accumulate: int
 
     def step(self, recomputed: Any, moved: Any, moments: Any, in_backward: bool) -> Tensor:
-        """Compute the seconds of a step. The first three arguments may be tensors, for an elementwise result.
+        """Compute the seconds of a step. If the first three arguments are tensors, the result is elementwise.
 
         Offloaded activations are copied to the host during the forward, and to the device during the backward. Moments
         are copied in both directions during the optimizer's step, or during the backward if the optimizer steps there.
@@ -57,29 +58,29 @@ class StepTimes(NamedTuple):
         Args:
             recomputed: seconds of recomputation per batch.
             moved: bytes of activations that are offloaded per batch.
-            moments: bytes of moments that live in host memory.
+            moments: bytes of moments that are kept in host memory.
             in_backward: whether the optimizer steps in the backward.
         """
         recomputed, moved, moments = (
             torch.as_tensor(values, dtype=torch.float64) for values in (recomputed, moved, moments)
         )
 
-        # A batch: computation and copies overlap, so the longer of the two counts.
+        # Compute the time of a batch. Computation and copies overlap, so the longer of the two counts.
         backward = self.backward + recomputed
         incoming = moved + BOTH_WAYS * moments if in_backward else moved
         batch = (moved / self.link).clamp(min=self.forward) + torch.maximum(incoming / self.link, backward) + self.rest
-        copies = 2 * moved / BANDWIDTH  # copies take bandwidth of the device's memory from the computation
+        copies = 2 * moved / BANDWIDTH  # copies use memory bandwidth that the computation then lacks
 
-        # The optimizer.
+        # Compute the time of the optimizer's step.
         update = (BOTH_WAYS * moments / self.link).clamp(min=self.update)
         if in_backward:
-            update = self.update + self.launches + 0 * moments  # 0 · moments: the shape of the result
+            update = self.update + self.launches + 0 * moments  # 0 · moments gives the result its shape
         seconds: Tensor = self.accumulate * (batch + copies) + update + 2 * moments / BANDWIDTH
         return seconds
 
 
 def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int, accumulate: int) -> StepTimes:
-    """Compute the times from the numbers of operations and bytes, at the speeds of an H200.
+    """Compute the times from the numbers of operations and bytes, with the speeds of an H200.
 
     Args:
         model: the model.
@@ -91,7 +92,7 @@ def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int
     forward = backward = 0.0
     recomputed: dict[str, list[float]] = {policy: [] for policy in CHECKPOINTING_POLICIES}
 
-    # The blocks: their own operations, and for each policy the share that the backward repeats.
+    # For the blocks, count the operations and, for each policy, the operations that the backward repeats.
     for block in model.layers:
         operations = {module: _operations(module, tokens, length) for module in block.modules()}
         forward += sum(once for once, _ in operations.values())
@@ -101,7 +102,7 @@ def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int
             repeated = (share * operations[module][0] for module, share in _shares(block, policy, default))
             seconds.append(sum(repeated) / FLOPS)
 
-    # Everything else. A head has 2 operations for a weight and token in the forward, 4 in the backward.
+    # Count everything else. A head has 2 operations per weight and token in the forward, and 4 in the backward.
     head = 6.0 * model.lm_head.weight.numel() * tokens
     trained = sum(parameter.requires_grad for parameter in model.parameters())
     return StepTimes(
@@ -117,24 +118,24 @@ def count_times(model: Decoder, memory: TrainingMemory, tokens: int, length: int
 
 
 def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, float]:
-    """Count the floating-point operations of a module's forward and of its backward, without its submodules."""
+    """Count the floating-point operations in the forward and the backward of a module, without its submodules."""
     matrices = {weight: size for weight, size in own_parameters(module).items() if weight.dim() > 1}
     active, per_token = 1.0, 0.0
     if isinstance(module, Layer):
         active, per_token, spec = module.active_share, float(module.token_flops), module.attention
-        if spec is not None:  # times the mean number of keys that a token sees
+        if spec is not None:  # times the mean number of keys that a token attends to
             per_token += spec.pair_flops * spec.pairs(torch.tensor(float(length))).item() / length
 
-    # A product in the forward, and one or two in the backward: a frozen weight needs no gradient.
+    # There is one product in the forward, and one or two in the backward: a frozen weight needs no gradient.
     once = [2.0 * active * size * tokens for size in matrices.values()]
     twice = [work * (1 + weight.requires_grad) for work, weight in zip(once, matrices, strict=True)]
     return sum(once) + per_token * tokens, sum(twice) + 2 * per_token * tokens
 
 
 def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.Module, float]]:
-    """Yield each module of a block, and the share of the module's operations that the backward repeats.
+    """Yield each module of a block, and the fraction of the module's operations that the backward repeats.
 
-    ``share`` is the share for modules that do not define ``recomputed_share``.
+    ``share`` is the fraction for modules that do not define ``recomputed_share``.
     """
     answer = module.recomputed_share(policy) if isinstance(module, Layer) else None
     share = share if answer is None else answer
@@ -146,9 +147,9 @@ def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.M
 def measure_times(
     model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], times: StepTimes
 ) -> StepTimes:
-    """Measure the times on one block of each type with each policy.
+    """Measure the times of one block of each type under each policy.
 
-    If a type of blocks cannot be measured, because its memory does not fit into ``room``, ``times`` is returned.
+    If some type of block cannot be measured, because it does not fit into ``room``, ``times`` is returned.
 
     Args:
         model: the model, which must not be sharded.
@@ -163,17 +164,17 @@ def measure_times(
     """
     if model.groups.sharded is not None or any(hasattr(weight, "full_tensor") for weight in model.parameters()):
         raise ValueError("plan_memory: calibrate needs a model that is not sharded, got one that is. Leave it out.")
-    # Blocks that save the same are of one type, and one block of each type runs.
+    # Blocks that save the same bytes are of one type, and one block of each type runs.
     blocks = range(len(model.layers))
     types = [tuple(memory.blocks[policy][index] for policy in CHECKPOINTING_POLICIES) for index in blocks]
     measured, scale = _measure_blocks(model, memory, tokens, room, batch, types)
 
-    # Recomputation is measured as the difference from a run without it, so every type needs such a run.
+    # Recomputation is measured as the difference from a run without recomputation, so every type needs such a run.
     plain = [measured[block_type]["none"] for block_type in types if "none" in measured[block_type]]
     if len(plain) < len(types):
         return times
     forward, both = (scale * sum(seconds[part] for seconds in plain) for part in (0, 1))
-    ratio = both / (times.forward + times.backward)  # measured seconds per counted second
+    ratio = both / (times.forward + times.backward)  # measured seconds per computed second
     recomputed = {policy: tuple(ratio * seconds for seconds in counted) for policy, counted in times.recomputed.items()}
     for policy, estimates in recomputed.items():
         recomputed[policy] = tuple(
@@ -191,11 +192,12 @@ def measure_times(
 def _measure_blocks(
     model: Decoder, memory: TrainingMemory, tokens: int, room: int, batch: Mapping[str, Any], types: Sequence[Any]
 ) -> tuple[dict[Any, dict[str, tuple[float, float]]], float]:
-    """Measure one block of each type with each policy, if there is enough memory.
+    """Measure one block of each type under each policy, if there is enough memory.
 
     Returns:
-        First, for each type and policy, the seconds of the forward, and of forward and backward together. Second, the
-        number of tokens in a batch of the planned step, divided by the number of tokens in ``batch``.
+        First, for each type and policy, a pair: the seconds of the forward, and the seconds of forward and backward
+        together. Second, the number of tokens in a batch of the planned step, divided by the number of tokens in
+        ``batch``.
     """
     device = model.device
     accelerated = device.type in ACCELERATORS
@@ -216,7 +218,7 @@ def _measure_blocks(
                 continue
             seconds = measured[types[index]] = {}
 
-            # A policy is measured if gradients, all activations of the block and its inputs have room.
+            # A policy is measured if the gradients, all activations and the inputs of the block fit into `room`.
             gradients = sum(weight.nbytes for weight in block.parameters() if weight.requires_grad)
             activations = memory.blocks["none"][index].total / scale + memory.logits
             if before + gradients + activations + 4 * embeds.nbytes > room:
@@ -231,9 +233,9 @@ def _measure_blocks(
 
 
 def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:
-    """Measure the seconds of a block's forward, and of forward and backward together.
+    """Measure the seconds of a block's forward, and the seconds of forward and backward together.
 
-    Both numbers are medians over several runs, without the first run.
+    Both results are medians over several runs, not counting the first run.
     """
     recomputes = policy == "full" and is_replayable(block) and not is_compiled(block)
     forward: Callable[..., Any] = functools.partial(run_again, block) if recomputes else block

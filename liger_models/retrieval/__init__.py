@@ -1,4 +1,4 @@
-"""Models that search: embeddings of texts, rerankers, their folders for sentence-transformers, and their metrics."""
+"""Models for search: text embeddings, rerankers, their folders for sentence-transformers, and their metrics."""
 
 from liger_models.common.lazy import lazy_exports
 

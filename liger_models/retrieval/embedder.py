@@ -1,4 +1,4 @@
-"""Models of embeddings: a decoder whose hidden states are pooled to one vector for each text."""
+"""Embedding models: decoders whose hidden states are pooled to one vector per text."""
 
 import itertools
 import os
@@ -20,11 +20,11 @@ from liger_models.retrieval.texts import encode_texts, pack_texts, pool, regroup
 from liger_models.text.tokenizer import Tokenizer
 
 HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
-"""Options of loading that also apply to the files of sentence-transformers."""
+"""Options for loading that also apply to sentence-transformers' files."""
 
 
 class LigerEmbedder:
-    """A model of embeddings.
+    """An embedding model.
 
     Args:
         model: the decoder, causal or bidirectional (`Decoder.set_bidirectional`).
@@ -36,15 +36,15 @@ class LigerEmbedder:
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> "LigerEmbedder":
-        """Load a model of embeddings from a folder or from the hub.
+        """Load an embedding model from a folder or from the hub.
 
-        A folder of sentence-transformers has its own settings. Any other checkpoint of a supported family becomes a
-        model whose embedding is the normalized hidden state of the last token.
+        If the folder is from sentence-transformers, its settings apply. Any other checkpoint of a supported family
+        becomes a model whose embedding of a text is the normalized hidden state of the last token.
 
         Args:
             name: folder, or name of a repository on the hub.
-            options: arguments of `CausalLM.from_pretrained`, such as ``dtype`` and ``device``. By default the head is
-                left out (``head=False``).
+            options: arguments of `CausalLM.from_pretrained`, such as ``dtype`` and ``device``. By default, the model
+                has no head (``head=False``).
 
         Raises:
             ValueError: the folder has modules that are not supported; otherwise as for `CausalLM.from_pretrained`.
@@ -53,7 +53,7 @@ class LigerEmbedder:
         return cls(load_by_name(str(name), **{"head": False, **options}), settings)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the embeddings of a batch of `pack_texts`, [texts, C] fp32, with gradients."""
+        """Return the embeddings for a batch from `pack_texts`, [texts, C] fp32, with gradients."""
         return embed(self.model, batch, self.settings)
 
     @torch.no_grad()
@@ -70,16 +70,17 @@ class LigerEmbedder:
 
         Args:
             texts: one text or several.
-            prompt_name: name of a prompt in the settings, such as "query". Default: ``settings.default_prompt``.
-            prompt: a text before each text, instead of a prompt of the settings.
-            dimensions: number of leading dimensions that are kept (Matryoshka embeddings), before the normalization.
-            batch_tokens: number of tokens in a forward. Longer texts have a forward of their own.
+            prompt_name: name of a prompt in the settings, such as "query"; by default ``settings.default_prompt``.
+            prompt: a text to put before each text, instead of a prompt from the settings.
+            dimensions: number of leading dimensions to keep before the normalization (Matryoshka embeddings); None for
+                all.
+            batch_tokens: maximum number of tokens in a forward. Each longer text gets a separate forward.
 
         Returns:
             [texts, C] fp32, on the device of the model; [C] for one text.
 
         Raises:
-            ValueError: there is no such prompt, both prompts are given, or a number is out of range.
+            ValueError: there is no such prompt, both a prompt and a prompt name are given, or a number is out of range.
         """
         settings, many = self.settings, not isinstance(texts, str)
         if prompt is not None and prompt_name is not None:
@@ -105,7 +106,7 @@ class LigerEmbedder:
         return vectors if many else vectors[0]
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None) -> None:
-        """Write a folder that sentence-transformers and `from_pretrained` load.
+        """Write a folder that both sentence-transformers and `from_pretrained` load.
 
         Args:
             folder: the folder.
@@ -119,18 +120,18 @@ class LigerEmbedder:
 
 
 def write_settings(model: CausalLM, settings: EmbedderSettings, folder: str | os.PathLike[str]) -> None:
-    """Write the files of sentence-transformers beside a saved model or adapter. Every rank must call this function."""
+    """Add sentence-transformers' files to the folder of a saved model or adapter. Every rank must call this."""
     size, bidirectional = model.config.hidden_size, model.bidirectional
     run_on_rank_zero(f"settings {folder}", lambda: settings.write(folder, size, bidirectional=bidirectional))
 
 
 @dataclass(frozen=True)
 class EmbedderTexts:
-    """Makes the texts of examples for training: a query and its documents, each with its prompt.
+    """Creates the texts of training examples: a query and its documents, each with its prompt.
 
     Args:
         query_prompt, document_prompt: texts before the query and before each document.
-        max_length: number of tokens to which texts are cut.
+        max_length: maximum number of tokens, to which texts are cut.
     """
 
     query_prompt: str = ""
@@ -147,13 +148,13 @@ class EmbedderTexts:
 
 
 def embed(model: CausalLM, batch: Batch, settings: EmbedderSettings, dimensions: int | None = None) -> Tensor:
-    """Return the embeddings of a batch of `pack_texts`, [texts, C] fp32.
+    """Return the embeddings for a batch from `pack_texts`, [texts, C] fp32.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`.
-        batch: the batch on the model's device. Of its tensors, ``input_ids``, ``cu_seqlens`` and ``texts`` are read.
+        batch: the batch, on the model's device. Only its tensors ``input_ids``, ``cu_seqlens`` and ``texts`` are read.
         settings: pooling and normalization.
-        dimensions: number of leading dimensions that are kept, before the normalization; None for all.
+        dimensions: number of leading dimensions to keep before the normalization; None for all.
 
     Raises:
         ValueError: ``dimensions`` is out of range.
@@ -162,7 +163,8 @@ def embed(model: CausalLM, batch: Batch, settings: EmbedderSettings, dimensions:
     if dimensions is not None and not 1 <= dimensions <= C:
         raise ValueError(f"embed: dimensions must be 1 to the model's hidden_size ({C}), got {dimensions}.")
     ids, bounds = batch["input_ids"], batch["cu_seqlens"]
-    # The pooling runs in the head's forward, which ends the forward under FSDP. The head's product is not computed.
+    # The pooling runs inside the head's forward, because FSDP's forward ends with it. The head's product is not
+    # computed.
     pooled: Tensor = model(
         ids,
         cu_seqlens=bounds,

@@ -1,4 +1,4 @@
-"""Metrics of retrieval: recall@k and nDCG@k of the documents that a model finds for queries."""
+"""Retrieval metrics: recall@k and nDCG@k for the documents that a model finds for queries."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ CHUNK = 1024
 
 
 def ranks_of_targets(queries: Tensor, documents: Tensor, target: Tensor) -> Tensor:
-    """Return the rank of each query's positive document among all documents by the product of embeddings, [N] int64.
+    """Rank documents by their products with each query. Returns the positive documents' ranks, [N] int64.
 
-    The best document has rank 0. A document with the same product as the positive one counts as worse.
+    The best document has rank 0. A document with the same product as the positive document ranks below it.
 
     Args:
         queries: [N, C].
@@ -25,10 +25,10 @@ def ranks_of_targets(queries: Tensor, documents: Tensor, target: Tensor) -> Tens
 
 
 def recall(ranks: Tensor, k: int) -> Tensor:
-    """Return the fraction of queries whose positive document is among the best k, [] fp32.
+    """Return the fraction of queries whose positive document is among the k best documents, [] fp32.
 
     Args:
-        ranks: [N], the rank of each query's positive document, from 0.
+        ranks: [N], the rank of each query's positive document, starting from 0.
         k: number of documents.
     """
     return (ranks < k).float().mean()
@@ -37,14 +37,14 @@ def recall(ranks: Tensor, k: int) -> Tensor:
 def ndcg(scores: Tensor, relevance: Tensor, k: int | None = None) -> Tensor:
     """Compute the normalized discounted cumulative gain of a ranking, [] fp32.
 
-    Each of the best k documents has the gain 2^relevance − 1, divided by log2(2 + rank), and the sum is divided by the
-    sum for the ideal ranking. It is 0 if no document is relevant. Documents with equal scores share their mean gain, so
-    their order has no effect.
+    Each of the k best documents contributes its gain 2^relevance − 1, divided by log2(2 + rank). The sum is divided by
+    the sum for the ideal ranking. The result is 0 if no document is relevant. Documents with equal scores share their
+    mean gain, so their order has no effect.
 
     Args:
-        scores: [n], by which the documents are ranked.
+        scores: [n], the scores by which the documents are ranked.
         relevance: [n], the relevance of each document, at least 0.
-        k: number of documents that count; None for all.
+        k: number of documents to count; None for all.
     """
     gains = torch.exp2(relevance.float()) - 1
     discounts = 1 / torch.arange(2, len(gains) + 2, device=gains.device).log2()

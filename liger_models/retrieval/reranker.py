@@ -25,10 +25,10 @@ class LigerReranker:
 
     Args:
         model: the causal model, with its head.
-        settings: prompt and tokens, by default those of Qwen3-Reranker.
+        settings: the prompt and both tokens, by default as in Qwen3-Reranker.
 
     Raises:
-        ValueError: an answer of the settings is not a single token.
+        ValueError: ``yes`` or ``no`` in the settings is not a single token.
     """
 
     def __init__(self, model: CausalLM, settings: RerankerSettings | None = None) -> None:
@@ -37,7 +37,7 @@ class LigerReranker:
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> "LigerReranker":
-        """Load a reranker from a folder or from the hub: any causal model, with the settings in its folder if any.
+        """Load a reranker from a folder or the hub: any causal model, with the settings in its folder if there are any.
 
         Args:
             name: folder, or name of a repository on the hub.
@@ -47,19 +47,20 @@ class LigerReranker:
         return cls(load_by_name(str(name), **options), settings)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the scores of a batch of prompts that `pack_texts` has made, [texts] fp32, with gradients."""
+        """Return the scores for a batch of prompts from `pack_texts`, [texts] fp32, with gradients."""
         return score(self.model, batch, self.answers)
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[str, str]], *, batch_tokens: int = 16384) -> Tensor:
-        """Return the scores of pairs of a query and a document, without gradients.
+        """Return the scores of (query, document) pairs, without gradients.
 
         Args:
             pairs: the pairs.
-            batch_tokens: number of tokens in a forward. Longer prompts have a forward of their own.
+            batch_tokens: maximum number of tokens in a forward. Each longer prompt gets a separate forward.
 
         Returns:
-            [pairs] fp32, on the device of the model: the log-odds of ``yes``, whose sigmoid is a probability.
+            [pairs] fp32, on the device of the model: the log-odds of ``yes``. Their sigmoid is the probability of
+            ``yes``.
         """
         tokenizer = self.model.tokenizer
         limit = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None)
@@ -84,11 +85,11 @@ class LigerReranker:
 
 @dataclass(frozen=True)
 class RerankerTexts:
-    """Makes the texts of examples for training: a prompt for each document of a query.
+    """Creates the texts of training examples: a prompt for each document of a query.
 
     Args:
         settings: the prompt.
-        max_length: number of tokens to which prompts are cut.
+        max_length: maximum number of tokens, to which prompts are cut.
     """
 
     settings: RerankerSettings
@@ -103,14 +104,14 @@ class RerankerTexts:
 
 
 def score(model: CausalLM, batch: Batch, answers: tuple[int, int]) -> Tensor:
-    """Return the scores of a batch of prompts, [texts] fp32: the difference of the logits of two tokens.
+    """Return the scores for a batch of prompts, [texts] fp32: the logit of yes minus the logit of no.
 
-    Only these logits are computed, for the last token of each prompt.
+    Only these two logits are computed, and only for the last token of each prompt.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`.
-        batch: a batch of `pack_texts` on the model's device.
-        answers: the ids of the tokens for yes and no.
+        batch: a batch from `pack_texts`, on the model's device.
+        answers: the token ids of yes and no.
     """
     ids, bounds, head = batch["input_ids"], batch["cu_seqlens"], model.lm_head
 
@@ -126,7 +127,7 @@ def score(model: CausalLM, batch: Batch, answers: tuple[int, int]) -> Tensor:
 
 
 def answer_ids(tokenizer: Tokenizer, settings: RerankerSettings) -> tuple[int, int]:
-    """Return the ids of the tokens ``yes`` and ``no``.
+    """Return the token ids of ``yes`` and ``no``.
 
     Raises:
         ValueError: one of them is not a single token.
@@ -146,13 +147,14 @@ def answer_ids(tokenizer: Tokenizer, settings: RerankerSettings) -> tuple[int, i
 def encode_prompts(
     tokenizer: Tokenizer, settings: RerankerSettings, pairs: Sequence[tuple[str, str]], max_length: int | None
 ) -> list[Tensor]:
-    """Return the token ids of the prompt for each query and document, [n] int32.
+    """Return the token ids of the prompt for each pair of a query and a document, [n] int32.
 
     Args:
-        tokenizer: the tokenizer of the model. Its special tokens are not added.
+        tokenizer: the tokenizer of the model. It does not add special tokens.
         settings: the prompt.
         pairs: pairs of a query and a document.
-        max_length: number of tokens to which a prompt is cut, at the end of the document; None for no limit.
+        max_length: maximum number of tokens in a prompt. Longer prompts are cut at the end of the document. None for no
+            limit.
 
     Raises:
         ValueError: ``max_length`` leaves no room for a query and a document.
@@ -179,7 +181,7 @@ def encode_prompts(
 def _warn_of_long_queries(
     tokenizer: Tokenizer, settings: RerankerSettings, queries: Collection[str], max_length: int
 ) -> None:
-    """Warn if a query and the instruction have ``max_length`` tokens, so that nothing of the document is left."""
+    """Warn if query and instruction fill ``max_length`` tokens, so that nothing of the document is left."""
     texts = [settings.body(query, "") for query in queries]
     if any(len(text) >= max_length for text in encode_texts(tokenizer, texts, None, add_special_tokens=False)):
         warnings.warn(

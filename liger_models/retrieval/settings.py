@@ -1,7 +1,8 @@
-"""The files in which sentence-transformers describes a model of embeddings or a reranker besides its weights.
+"""The files, apart from the weights, in which sentence-transformers describes an embedding model or a reranker.
 
-``modules.json`` lists the modules: the transformer in the folder itself, and after it pooling and normalization, or the
-score of a reranker, each with a ``config.json`` in a subfolder. ``config_sentence_transformers.json`` has the prompts.
+``modules.json`` lists the modules. The first is the transformer, in the folder itself. It is followed by pooling and
+normalization or, for a reranker, by the score; each of these has a ``config.json`` in a subfolder.
+``config_sentence_transformers.json`` has the prompts.
 """
 
 import json
@@ -23,7 +24,8 @@ FILES = (MODULES, CONFIG, TRANSFORMER, "*_*/config.json")
 """Names of the files, and a pattern for the configs of modules."""
 
 _POOLING_KEYS = {"lasttoken": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
-"""Maps each pooling to its key in the config of a pooling module, after the prefix ``pooling_mode_``."""
+"""Maps each pooling to its key in a pooling module's config, where the key has the prefix ``pooling_mode_``.
+"""
 _OTHER_POOLING_KEYS = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -40,10 +42,11 @@ class EmbedderSettings:
 
     Attributes:
         pooling: "lasttoken", "mean" or "cls"; see `pool`.
-        normalize: whether embeddings have length 1.
-        prompts: maps the names of prompts, such as "query" and "document", to texts before the text to embed.
+        normalize: whether embeddings are normalized to length 1.
+        prompts: maps the name of a prompt, such as "query" or "document", to the text that is put before the text to
+            embed.
         default_prompt: the name of the prompt that is used by default; None for no prompt.
-        max_length: number of tokens to which texts are cut; None for the length of the model.
+        max_length: maximum number of tokens, to which texts are cut; None for the model's maximum length.
     """
 
     pooling: str = "lasttoken"
@@ -57,7 +60,7 @@ class EmbedderSettings:
 
     @classmethod
     def read(cls, name: str | os.PathLike[str], **options: Any) -> "EmbedderSettings | None":
-        """Read the settings of a model of embeddings, or return None if the folder has no `MODULES`.
+        """Read the settings of an embedding model. Returns None if the folder has no `MODULES`.
 
         Args:
             name: folder, or name of a repository on the hub.
@@ -85,12 +88,13 @@ class EmbedderSettings:
         return cls(**settings, prompts=prompts, default_prompt=described.get("default_prompt_name"))
 
     def write(self, folder: str | os.PathLike[str], hidden_size: int, *, bidirectional: bool = False) -> None:
-        """Write the files into the folder of a checkpoint or adapter, which sentence-transformers then loads.
+        """Write the files into the folder of a checkpoint or adapter. sentence-transformers can then load this folder.
 
         Args:
             folder: the folder.
             hidden_size: C, the size of embeddings.
-            bidirectional: whether the model is bidirectional, which the config.json of an adapter's base does not say.
+            bidirectional: whether the model is bidirectional. The config.json of an adapter's base model does not say
+                so.
         """
         modules = ["Pooling", *["Normalize"] * self.normalize]
         pooling = {"word_embedding_dimension": hidden_size}
@@ -113,15 +117,16 @@ class EmbedderSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RerankerSettings:
-    """How a causal language model scores a document for a query: by the logits of two tokens after a prompt.
+    """How a causal language model scores a document for a query: with the logits of two tokens after a prompt.
 
-    The score is the logit of ``yes`` minus the logit of ``no``; its sigmoid is the probability of ``yes`` among both.
+    The score is the logit of ``yes`` minus the logit of ``no``. Its sigmoid is the probability of ``yes`` over ``no``.
 
     Attributes:
-        instruction: the task that a document must fulfill for a query.
-        prefix, suffix: texts before and after instruction, query and document; by default those of Qwen3-Reranker.
-        yes, no: the texts of the tokens.
-        max_length: number of tokens to which prompts are cut, by cutting the document; None for the model's length.
+        instruction: text that says what makes a document fit a query.
+        prefix, suffix: the texts before and after instruction, query and document; by default as in Qwen3-Reranker.
+        yes, no: the texts of the two tokens.
+        max_length: maximum number of tokens in a prompt, to which the document is cut; None for the model's maximum
+            length.
     """
 
     instruction: str = INSTRUCTION
@@ -137,7 +142,7 @@ class RerankerSettings:
 
     @property
     def template(self) -> str:
-        """The prompt as a chat template for messages of the roles system, query and document."""
+        """The prompt as a chat template for messages with the roles system, query and document."""
         content = "(messages | selectattr('role', 'eq', '{}') | map(attribute='content') | list + [{}]) | first"
         roles = {"system": json.dumps(self.instruction), "query": "''", "document": "''"}
         system, query, document = (f"{{{{ {content.format(role, text)} }}}}" for role, text in roles.items())
@@ -155,11 +160,11 @@ class RerankerSettings:
         return None if described is None else cls(**described)
 
     def write(self, folder: str | os.PathLike[str], yes: int, no: int) -> None:
-        """Write the files into the folder of a checkpoint, which sentence-transformers' ``CrossEncoder`` then loads.
+        """Write the files into a checkpoint's folder, so that sentence-transformers' ``CrossEncoder`` can load it.
 
         Args:
             folder: the folder.
-            yes, no: the ids of both tokens.
+            yes, no: the ids of the two tokens.
         """
         described = {"model_type": "CrossEncoder", "liger_reranker": {**vars(self)}, "prompts": {}}
         transformer: dict[str, Any] = {
@@ -188,7 +193,7 @@ def is_bidirectional(folder: Path) -> bool:
 
 
 def settings_folder(name: str | os.PathLike[str], **options: Any) -> Path:
-    """Return the local folder with the files of sentence-transformers, which are downloaded for a name on the hub.
+    """Return the local folder with sentence-transformers' files. For a name on the hub, the files are downloaded.
 
     Args:
         name, options: as in `EmbedderSettings.read`.
@@ -205,7 +210,7 @@ def has_settings(folder: Path) -> bool:
 
 
 def copy_settings(source: Path, folder: Path) -> None:
-    """Copy the files of sentence-transformers from the local folder of a checkpoint or adapter, if it has any."""
+    """Copy sentence-transformers' files, if there are any, from the local folder of a checkpoint or adapter."""
     if has_settings(source):
         paths = [path for pattern in FILES for path in source.glob(pattern)]
         _write(folder, {str(path.relative_to(source)): json.loads(path.read_bytes()) for path in paths[1:] + paths[:1]})
@@ -227,13 +232,13 @@ class _Files:
             self.modules = [(module.rpartition(".")[2], PurePath(place).name) for module, place in listed]
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return the content of a file; an empty one if there is no such file."""
+        """Return the content of a file, or an empty dict if there is no such file."""
         path = self.folder / name
         return parse_json(path.read_bytes(), name) if path.is_file() else {}
 
 
 def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
-    """Return the pooling of a module's config, in the form of sentence-transformers 6 or of earlier versions."""
+    """Return the pooling in a module's config, which may be in the format of sentence-transformers 6 or earlier."""
     keys = {key: name for name, key in _POOLING_KEYS.items()}
     chosen = [key for key in (*keys, *_OTHER_POOLING_KEYS) if described.get(f"pooling_mode_{key}")]
     poolings = described.get("pooling_mode", [keys.get(key, key) for key in chosen] or ["mean"])
@@ -247,7 +252,7 @@ def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
 
 
 def _list_modules(package: str, names: list[str], transformer: str = "sentence_transformers.models") -> Any:
-    """Return the content of `MODULES` for a transformer and the modules ``names`` after it."""
+    """Return the content of `MODULES` for a transformer, followed by the modules ``names``."""
     types = [f"{transformer}.Transformer", *(f"{package}.{name}" for name in names)]
     paths = ["", *(f"{number}_{name}" for number, name in enumerate(names, 1))]
     return [
@@ -257,7 +262,7 @@ def _list_modules(package: str, names: list[str], transformer: str = "sentence_t
 
 
 def _write(folder: Path, files: Mapping[str, Any]) -> None:
-    """Write JSON files, each first to a temporary file. `MODULES`, which names the other files, must be the last."""
+    """Write each JSON file through a temporary file. `MODULES`, which names the other files, must come last."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Batches of whole texts: packed rows without padding between texts, and the pooling of each text's hidden states."""
+"""Batches of whole texts, packed into rows without padding in between, and pooling of each text's hidden states."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from liger_models.text.tokenizer import Tokenizer
 POOLINGS = ("lasttoken", "mean", "cls")
 """Ways to reduce the hidden states of a text to one vector, under sentence-transformers' names."""
 ROW = 512
-"""Least number of tokens of a packed row. Attention to packed texts is fastest if a row has at most a few dozen."""
+"""Minimum number of tokens in a packed row. Attention is fastest if a row packs at most a few dozen texts."""
 GROUP = 256
 """Number of texts that are tokenized together."""
 MULTIPLE = 64
-"""Rows have a multiple of this number of tokens, so that few shapes occur."""
+"""The number of tokens in a row is a multiple of this, so that few shapes occur."""
 
 
 class EmptyTextError(ValueError):
@@ -33,7 +33,8 @@ def encode_texts(
     Args:
         tokenizer: the tokenizer of the model.
         texts: the texts.
-        max_length: number of tokens to which a text is cut at its end. Special tokens around the text are kept.
+        max_length: maximum number of tokens. Longer texts are cut at the end, but special tokens around a text are
+            kept.
         add_special_tokens: whether the tokenizer adds its special tokens around a text.
 
     Raises:
@@ -43,7 +44,7 @@ def encode_texts(
     limits: dict[str, Any] = {} if max_length is None else {"truncation": True, "max_length": max_length}
     limits["add_special_tokens"] = add_special_tokens
     encoded: list[Tensor] = []
-    for start in range(0, len(texts), GROUP):  # the tokenizer pads all texts of a call to the longest one
+    for start in range(0, len(texts), GROUP):  # in each call, the tokenizer pads all texts to the longest one
         inputs = tokenizer([*texts[start : start + GROUP]], padding_side="right", **limits)
         sizes = inputs["attention_mask"].sum(1).tolist()
         encoded += [row[:size] for row, size in zip(inputs["input_ids"].int(), sizes, strict=True)]
@@ -60,17 +61,17 @@ def regroup(texts: Sequence[Tensor], sizes: Iterable[int]) -> list[list[Tensor]]
 
 
 def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
-    """Pack whole texts into rows, by best fit, so that almost no token is padding.
+    """Pack whole texts into rows by best fit, so that almost no token is padding.
 
     Args:
         texts: the token ids of each text, [n] int32.
-        filler: the token id of padding at the end of rows.
+        filler: the token id that pads the ends of rows.
 
     Returns:
-        ``input_ids``, ``labels`` (all −100) [B, T] int64 and ``cu_seqlens`` [documents + 1] int32 for a model's
-        forward, and ``texts`` [texts] int64, the document of each text. Padding is a document, too.
+        For a model's forward, ``input_ids`` and ``labels`` (all −100), both [B, T] int64, and ``cu_seqlens`` [documents
+        + 1] int32. In addition, ``texts`` [texts] int64, the index of each text's document. Padding is also a document.
     """
-    # A row has room for the longest text, and for several of the others.
+    # A row has room for the longest text, or for several other texts.
     sizes = torch.tensor([len(text) for text in texts])
     longest, total = (-(-int(size) // MULTIPLE) * MULTIPLE for size in (sizes.max(), sizes.sum()))
     length = max(longest, min(ROW, total), 2)
@@ -87,14 +88,14 @@ def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
 
 
 def split_by_tokens(texts: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Group texts of similar length, so that attention is fast, into batches of at most ``most`` tokens, or one text.
+    """Group texts into batches of at most ``most`` tokens or one text. Texts of a batch have similar lengths.
 
     Args:
         texts: the token ids of each text, [n].
-        most: number of tokens of a batch.
+        most: maximum number of tokens in a batch.
 
     Returns:
-        The indices of the texts of each batch.
+        For each batch, the indices of its texts.
 
     Raises:
         ValueError: ``most`` is below 1.
@@ -117,7 +118,7 @@ def pool(hidden: Tensor, cu_seqlens: Tensor, texts: Tensor, pooling: str) -> Ten
     Args:
         hidden: [B, T, C], normalized outputs of the last block.
         cu_seqlens: [documents + 1], the bounds of the documents in the B · T flattened tokens.
-        texts: [texts] int64, the document of each text.
+        texts: [texts] int64, the index of each text's document.
         pooling: "lasttoken", "mean" or "cls" (the first token).
 
     Returns:
@@ -130,7 +131,7 @@ def pool(hidden: Tensor, cu_seqlens: Tensor, texts: Tensor, pooling: str) -> Ten
         return tokens[bounds[texts + 1] - 1].to(wide)
     if pooling == "cls":
         return tokens[bounds[texts]].to(wide)
-    # Sums of segments are computed in order, so repeated runs are bitwise identical, which `index_add` is not.
+    # `segment_reduce` sums in order, so repeated runs are bitwise identical. With `index_add` they would not be.
     means = torch.segment_reduce(tokens.to(wide), "mean", lengths=bounds.diff(), axis=0, unsafe=True)
     return means[texts]
 

@@ -1,8 +1,8 @@
-"""Rendering of conversations as text, and detection of the parts of the text that the assistant writes.
+"""Rendering of conversations as text, and detection of the parts of this text that the assistant writes.
 
-Each conversation is rendered twice, the second time with marks in the texts of its messages. Without the marks, the
-second text must be equal to the first. The marks then show where each message is, and which fields the template leaves
-out.
+Each conversation is rendered twice, the second time with marks in the texts of its messages. When the marks are
+removed, the second rendering must equal the first. The marks then show where each message is, and which fields the
+template leaves out.
 """
 
 import functools
@@ -17,30 +17,31 @@ from typing import Any, NamedTuple
 from liger_models.text.templates import BEGIN, END, THOUGHTS, render, without_nulls
 
 Span = tuple[int, int]
-"""The index of the first character, and the index after the last character."""
+"""A range of characters: the index of the first one, and the index after the last one."""
 Messages = Sequence[Mapping[str, Any]]
 MULTI_TURN = ("split", "last", "all")
-"""How the answers of a conversation become examples; see `Tokenizer.render_examples`."""
+"""How the answers of a conversation become training examples; see `Tokenizer.render_examples`."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = re.compile("\ufdd2([\ufde0-\ufdef]+)\ufdd3")
-"""A mark is a hexadecimal number. Unicode assigns no character to any of its code points."""
+"""A mark is a hexadecimal number, written with code points to which Unicode assigns no characters."""
 _DIGITS = {0xFDE0 + digit: f"{digit:x}" for digit in range(16)}
 _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
-"""Templates look for tags in a text, such as ``</think>``. Marks are placed between tags, where they hide no tag."""
+"""Templates look for tags in a text, such as ``</think>``. Marks are placed between tags, so that they hide no tag."""
 _TAGS = 8
-"""Marks are placed around at most this many tags of a text."""
+"""Maximum number of tags in a text between which marks are placed."""
 _TOOLS = -1
-"""The owner of the marks in tools. The owner of other marks is the index of their message."""
+"""The owner of marks in tools. The owner of any other mark is the index of its message."""
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
-"""Fields that an answer may have instead of content."""
+"""Fields that an answer may have instead of ``content``."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
-"""Where the marks of a field are placed. The first place shows most. With the last, the field has no marks."""
+"""Where the marks of a field are placed. The first value shows the most, and the last one means that there are no
+marks."""
 
 _headers: dict[tuple[Any, ...], int] = {}
-"""Maps template, variables, fields of messages and text before an answer to the length of the answer's header."""
+"""Maps (template, variables, fields of messages, text before an answer) to the length of the answer's header."""
 _HEADERS, _HEADER_CHARACTERS = 4096, 1000
-"""The cache keeps at most this many headers, for texts of at most this many characters."""
+"""Limits of `_headers`: the number of headers, and the number of characters in the text before an answer."""
 
 
 class Rendering(NamedTuple):
@@ -48,9 +49,9 @@ class Rendering(NamedTuple):
 
     Attributes:
         text: the output of the template. Some templates write the token that ends an answer only before the next
-            message. In this case the token is added to the last answer.
+            message. In this case, the token is added to the last answer.
         spans: the parts of the text that the assistant writes.
-        unrendered: the fields of messages that the text lacks, such as "message 2: tool_calls".
+        unrendered: the fields of messages that the text does not show, such as "message 2: tool_calls".
     """
 
     text: str
@@ -59,7 +60,7 @@ class Rendering(NamedTuple):
 
 
 class Style(NamedTuple):
-    """Everything that determines how a conversation is rendered, except its messages.
+    """Everything that determines how a conversation is rendered, except the conversation's messages.
 
     Attributes:
         template: the source of the chat template.
@@ -75,7 +76,7 @@ class Style(NamedTuple):
 
 
 def select_template(templates: str | Mapping[str, str] | None, tools: object) -> str:
-    """Return the source of the template that renders a conversation.
+    """Return the source of the template for a conversation.
 
     Args:
         templates: a tokenizer's ``chat_template``: one template, or several by name.
@@ -104,13 +105,13 @@ def render_examples(
     Args:
         style: the template and its variables.
         messages: dicts with ``role`` and ``content``.
-        learned: for each message, whether it is an answer that is learned. Default: all messages of the assistant.
+        learned: for each message, whether it is an answer to learn; by default, all messages of the assistant are.
         multi_turn: one of `MULTI_TURN`.
 
     Raises:
         ValueError: the template refuses the messages, or the position of an answer cannot be determined.
     """
-    # Only answers that are learned need spans.
+    # Only answers to learn need spans.
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     needed = answers if learned is None else [index for index in answers if learned[index]]
     needed = needed[-1:] if multi_turn == "last" else needed
@@ -136,8 +137,8 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Return whether each token contains a character that the assistant writes.
 
     Args:
-        offsets: the span of characters of each token: tokenizers' ``Encoding.offsets``.
-        spans: the span of characters of each answer, from `Tokenizer.render_answers`.
+        offsets: each token's span of characters, from ``Encoding.offsets`` of the tokenizers library.
+        spans: each answer's span of characters, from `Tokenizer.render_answers`.
     """
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     mask = [False] * len(offsets)
@@ -147,18 +148,18 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     return mask
 
 
-# A conversation in the spelling that its template takes
+# Forms of a conversation that templates expect
 
 
 def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in each form that templates expect of tool calls. Content and arguments differ."""
+    """Yield the messages in each form that templates may expect for tool calls. Contents and arguments differ."""
     plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
     yield plain
     calling = [bool(message.get("tool_calls")) for message in plain]
     if not any(calling):
         return
     yield [{"content": "", **m} if calls else m for m, calls in zip(plain, calling, strict=True)]
-    # DeepSeek's templates look for content that is none, and join arguments to texts.
+    # DeepSeek's templates check whether content is None, and concatenate arguments with texts.
     empty = [
         {**m, "content": m.get("content") or None} if calls else m for m, calls in zip(plain, calling, strict=True)
     ]
@@ -172,7 +173,7 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 def _in_best_spelling(
     messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
 ) -> list[Rendering]:
-    """Return the examples for the first form of the messages from which the template leaves out the fewest fields."""
+    """Return the examples for the (first) form of the messages from which the template leaves out the fewest fields."""
     refusal: ValueError | None = None
     best: tuple[int, list[Rendering]] | None = None
     for spelling in _spellings(messages):
@@ -181,7 +182,7 @@ def _in_best_spelling(
         except ValueError as error:
             refusal = refusal or error
             continue
-        # Without anything missing, no other spelling can be better.
+        # If nothing is missing, no other form can be better.
         missing = sum(len(rendering.unrendered) for rendering in renderings)
         best = (missing, renderings) if best is None or missing < best[0] else best
         if missing == 0:
@@ -208,8 +209,8 @@ def _examples(
     if multi_turn != "split":
         return [conversation.example({index: conversation.answer(index) for index in needed})]
 
-    # Answers are assigned from the last one backwards. An example holds all answers that its text shows as they were
-    # generated. The next example ends with the last answer that this one shows changed.
+    # Assign answers to examples, starting from the last answer. An example has all answers that its text shows exactly
+    # as they were generated. The next example ends with the last answer that this example's text shows in changed form.
     examples, left = [], [*needed]
     while True:
         shown: dict[int, list[Span]] = {}
@@ -227,15 +228,15 @@ class _Marks:
 
     Args:
         messages, tools: the originals, which are not changed.
-        placing: maps an owner and a field to where the marks of the field are placed. Default: around each piece
-            between tags.
+        placing: maps (owner, field) to where the marks of the field are placed; by default around each piece between
+            tags.
 
     Attributes:
         messages, tools: the copies with marks.
-        places: for each mark, its owner and the owner's field.
-        counts: for each mark, how often it is placed: twice around a text, once inside a text.
+        places: for each mark, its owner and its field.
+        counts: for each mark, how often it is placed: twice if it is around a text, once if it is inside a text.
         unmarked: for each text without marks, its owner, its field and the text.
-        blank: the marks of texts that are only white space, of which the template can leave out nothing that matters.
+        blank: the marks of texts that are only white space, so that it does not matter whether the template shows them.
     """
 
     def __init__(self, messages: Messages, tools: Any, placing: Mapping[tuple[int, str], int]) -> None:
@@ -253,14 +254,14 @@ class _Marks:
             if field in message:
                 place = (index, "reasoning_content" if field in THOUGHTS else field)
                 marked[field] = self._value(place, message[field])
-        # A message without any text has a mark, too, because its neighbors begin and end there.
+        # A message without any text also gets a mark, because the messages next to it begin and end there.
         content, place = message.get("content"), (index, "content")
         is_blank = isinstance(content, str) and not content.strip() and not message.keys() & _INSTEAD
         if is_blank and self._placing.get(place, _AROUND) != _NOWHERE:
             self.blank.add(len(self.places))
             marked["content"] = self._mark(place, 1) + str(content)
 
-        # Calls, also in the spelling of OpenAI's older API.
+        # Mark tool calls, which may be in the form of OpenAI's older API.
         calls = message.get("tool_calls")
         if isinstance(calls, list | tuple):
             marked["tool_calls"] = [self._names(index, "tool_calls", call) for call in calls]
@@ -269,7 +270,7 @@ class _Marks:
         return marked
 
     def _names(self, owner: int, field: str, function: Any, call_id: Any = None) -> Any:
-        """Return a tool or a tool call with marks in its name and its arguments."""
+        """Return a tool or a tool call with marks in the name and the arguments."""
         if not isinstance(function, Mapping):
             return function
         marked = dict(function)
@@ -290,7 +291,7 @@ class _Marks:
         if isinstance(value, list | tuple):
             return [self._value(place, item) for item in value]
         if isinstance(value, Mapping):
-            # Of a part of a content only the text is written, of arguments all values.
+            # From a part of a content, templates write only the text. From arguments, they write all values.
             names = ("text",) if place[1] == "content" and "type" in value else tuple(value)
             return {key: self._value(place, item) if key in names else item for key, item in value.items()}
         return value
@@ -303,12 +304,12 @@ class _Marks:
         if placing == _INSIDE:
             middle = len(text) // 2
             return text[:middle] + self._mark(place, 1) + text[middle:]
-        # The pieces alternate: text, tag, text, ... A text of tags alone is marked as a whole.
+        # The pieces alternate: text, tag, text, ... A text that consists only of tags is marked as a whole.
         pieces = _TAG.split(text, _TAGS)
         if not any(piece.strip() for piece in pieces[::2]):
             pieces = [text]
         for number in range(0, len(pieces), 2):
-            # White space stays outside of the marks, because templates trim it.
+            # Marks enclose no surrounding white space, because templates strip it.
             core = pieces[number].strip()
             if core:
                 before, _, after = pieces[number].partition(core)
@@ -329,8 +330,8 @@ class _Group(NamedTuple):
         owner: the index of the message, or `_TOOLS`.
         start, end: the positions of the first and the last mark in the text without marks.
         number: the number of the last mark.
-        is_repeated: whether the marks repeat earlier marks, such as those in the name of a call next to the call's
-            result.
+        is_repeated: whether the marks repeat earlier marks. For example, a call's name may be repeated next to the
+            call's result.
     """
 
     owner: int
@@ -341,12 +342,12 @@ class _Group(NamedTuple):
 
 
 class _Conversation:
-    """A conversation that is rendered with and without marks.
+    """A conversation, rendered with and without marks.
 
     Args:
         style: the template and its variables.
         messages: the messages in one form.
-        add_generation_prompt: end the text with the beginning of an answer.
+        add_generation_prompt: whether to end the text with the beginning of an answer.
 
     Attributes:
         text: the text without marks.
@@ -365,11 +366,11 @@ class _Conversation:
     # Marks
 
     def _place_marks(self) -> None:
-        """Place marks in every field in which they do not change what the template renders."""
+        """Place marks in every field where they do not change what the template renders."""
         if self._fits({}):
             return
-        # Some field does not take marks, such as one that the template compares with a word. Find it by trying each
-        # field alone, while the fields after it have no marks yet.
+        # Some field can't have marks, for example because the template compares it with a word. Find such fields by
+        # adding marks to one field after the other.
         placing = dict.fromkeys([*self._marks.places, *(place[:2] for place in self._marks.unmarked)], _NOWHERE)
         for place in placing:
             for where in (_AROUND, _INSIDE, _NOWHERE):
@@ -383,8 +384,8 @@ class _Conversation:
             )
 
     def _fits(self, placing: Mapping[tuple[int, str], int]) -> bool:
-        """Place marks, and return whether the rendered text without marks equals the text of the unmarked messages."""
-        # The last rendering is kept: it is also the prefix that ends with the last message.
+        """Place marks, and return whether the rendering without marks equals the text of the unmarked messages."""
+        # Keep the last rendering, because it is also the prefix that ends with the last message.
         variables = self.style.variables
         self._marks = _Marks(self.messages, variables.get("tools"), placing)
         self._variables = {**variables, "tools": self._marks.tools} if "tools" in variables else variables
@@ -393,7 +394,7 @@ class _Conversation:
             return False
         self._prefixes = {len(self.messages): marked}
 
-        # Positions count characters of the text without marks. Neighboring marks of one owner form a group.
+        # Positions are counted in the text without marks. Adjacent marks of the same owner form a group.
         pieces = _MARK.split(marked)
         positions = itertools.accumulate(map(len, pieces[:-1:2]))
         numbers = [int(digits.translate(_DIGITS), 16) for digits in pieces[1::2]]
@@ -418,13 +419,13 @@ class _Conversation:
             return None
 
     def _prefix(self, end: int) -> str | None:
-        """Return the rendered text of the first ``end`` messages with marks, or None if the template refuses them."""
+        """Return the rendered text, with marks, of the first ``end`` messages, or None if the template refuses them."""
         if end not in self._prefixes:
             self._prefixes[end] = self._render(self._marks.messages[:end])
         return self._prefixes[end]
 
     def _own_count(self, owner: int, number: int) -> int:
-        """Return how often a mark occurs in the prefix of the text that ends with the message that contains the mark.
+        """Return how often a mark occurs in the text that ends with the message to which the mark belongs.
 
         The template may write the name of a call twice in the call itself, and again next to the call's result.
         """
@@ -432,7 +433,7 @@ class _Conversation:
         return 0 if prefix is None else prefix.count(_mark(number))
 
     def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
-        """Return the fields of messages that the text lacks, except thoughts of answers that are not learned.
+        """Return the fields of messages that the text does not show, except reasoning in answers that are not learned.
 
         Args:
             learned: the answers that are learned in this text.
@@ -443,7 +444,7 @@ class _Conversation:
             missing.setdefault(place, False)
             missing[place] |= number not in self._seen and number not in self._marks.blank
         shown = {self._marks.places[number] for number in self._seen}
-        # Of a text without marks, only its longest word can be looked up.
+        # A text without marks counts as shown if its longest word occurs.
         for owner, field, text in self._marks.unmarked:
             missing[owner, field] = missing.get((owner, field), False) or max(text.split(), key=len) not in self.text
         fields = []
@@ -458,7 +459,7 @@ class _Conversation:
     # Answers
 
     def answer(self, index: int) -> list[Span]:
-        """Return the spans of a message of the assistant, each including the token that ends it."""
+        """Return the spans of a message of the assistant, including the token that ends the message."""
         groups = self._groups
         own = [number for number, group in enumerate(groups) if group.owner == index and not group.is_repeated]
         spans = []
@@ -469,7 +470,7 @@ class _Conversation:
             if number == own[0]:
                 start = lower + self._header(index, before and before.number, self.text[lower:start])
                 if not _TAG.sub("", self.text[start:end]).strip():
-                    # Tags of the answer may be among those of the prompt, such as empty thoughts.
+                    # Tags of the answer, such as tags around empty reasoning, may already be part of the prompt.
                     prompt = self._prompt(index, before and before.number) or ""
                     start = max(start, lower + len(prompt)) if self.text.startswith(prompt, lower) else start
             # The token that ends the answer belongs to the last span.
@@ -478,7 +479,8 @@ class _Conversation:
         if own:
             return spans
 
-        # The template writes nothing of the answer, for example because it is empty. It is between its neighbors.
+        # The template writes nothing of the answer, for example because it is empty. Its position is between its
+        # neighbors.
         earlier = [group for group in groups if group.owner < index]
         before = earlier[-1] if earlier else None
         lower = before.end if before else 0
@@ -491,16 +493,17 @@ class _Conversation:
         return self._groups[number].start if number < len(self._groups) else len(self.text)
 
     def shows(self, index: int, spans: Sequence[Span]) -> bool:
-        """Return whether the text shows an answer as it was generated.
+        """Return whether the text shows an answer exactly as it was generated.
 
-        The text up to the end of the answer is then the text of the conversation that ends with this answer.
+        If so, the text up to the end of the answer equals the text of the conversation that ends with this answer.
         """
         prefix = self._prefix(index + 1)
         if prefix is None or not spans or index == len(self.messages) - 1:
             return True
         if index in {owner for owner, _ in self._marks.places} - {group.owner for group in self._groups}:
-            return False  # the text has nothing of it
-        # The shorter of both texts must begin the longer one: alone, the answer may lack the token that ends it.
+            return False  # the text shows nothing of the answer
+        # The longer text must begin with the shorter one, because the prefix alone may lack the token that ends the
+        # answer.
         alone, shown = _unmarked(prefix), self.text[: spans[-1][1]]
         return alone.startswith(shown) or shown.startswith(alone)
 
@@ -508,8 +511,8 @@ class _Conversation:
         """Return the conversation as an example.
 
         Args:
-            spans: maps the index of each answer that is learned to its spans.
-            elsewhere: all answers that are learned, in this example or in others.
+            spans: maps the index of each answer to learn to the answer's spans.
+            elsewhere: all answers to learn, in this example or in others.
         """
         unrendered = self.unrendered([*spans], elsewhere)
         if _GENERATION.search(self.style.template):
@@ -531,7 +534,7 @@ class _Conversation:
         return self._groups[-1].end if self._groups else 0
 
     def _header(self, index: int, number: int | None, before: str) -> int:
-        """Return how many characters before an answer belong to the prompt, that is, to the answer's header.
+        """Return the length of an answer's header, which is the end of the prompt: the text that precedes the answer.
 
         Args:
             index: the index of the answer.
@@ -568,12 +571,12 @@ class _Conversation:
         return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
-        """Return the length of the header if the text does not continue the prompt, such as before the first message.
+        """Return the header's length if the text does not continue the prompt, for example before the first message.
 
-        The header is then the longest beginning of the usual prompt that is in the text. If the text has no such
-        beginning, the header is the text that the template writes before any answer at this position.
+        The header is then the longest beginning of the usual prompt that the text has. If the text has no such
+        beginning, the header is what the template writes before any answer at this position.
         """
-        # The prompt after a question is what the template adds when it is asked for a prompt.
+        # The usual prompt is what the template adds after a question if it is asked for a generation prompt.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
         whole, plain = ((self._render(question, prompts) or "").rpartition(_mark(0))[2] for prompts in (True, False))
         prompt = whole[self._common(whole, plain) :]
@@ -582,7 +585,7 @@ class _Conversation:
             if end and prompt[:end] in before:
                 return before.rindex(prompt[:end]) + end
 
-        # No prompt is there. Compare with an answer of one word at the same position.
+        # The text has no prompt. Compare it with an answer of one word at the same position.
         own = _mark(len(self._marks.places))
         text = self._render([*self._marks.messages[:index], {"role": "assistant", "content": f"{own}1"}]) or ""
         text = text.partition(own)[0]
@@ -594,7 +597,7 @@ class _Conversation:
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """Return the length of two texts' common beginning, which ends at a boundary or at the end of one text."""
+        """Return the length of the common beginning of two texts. It ends at a boundary or at the end of one text."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common
@@ -610,7 +613,7 @@ class _Conversation:
             inner: whether more of the answer follows.
             skip: number of characters between this mark and ``after``.
         """
-        # Compare with the text that ends with this answer. Whatever both have in common belongs to the answer.
+        # Compare with the text that ends with this answer. What both texts have in common belongs to the answer.
         prefix = self._prefix(index + 1)
         own = prefix or ""
         if number is not None:
@@ -619,11 +622,11 @@ class _Conversation:
         common = self._common(after, own)
         ends = [] if inner else [match.end() for match in self._special.finditer(after, 0, common)]
         if ends:
-            # A template that always ends with a prompt would add it to the answer.
+            # If the template always ends with a prompt, the prompt must not be counted as part of the answer.
             has_prompt = after[ends[-1] : common].strip() or (len(ends) > 1 and self._always_prompts())
             return ends[0] if has_prompt else ends[-1]
 
-        # The template writes no such token. The first token of the next message ends the turn.
+        # If the template writes no token that ends the turn, the first token of the next message does.
         following = self._special.search(after, common) or re.compile(r"\s*\S+").match(after, common)
         return following.end() if following else common
 
@@ -634,8 +637,8 @@ class _Conversation:
         return text is not None and text == self._render(question, prompts=True)
 
     def _stop(self) -> str:
-        """Return the special token with which a next message would begin; if there is none, the end token."""
-        # The result of a tool follows a call, and a question follows any other answer.
+        """Return the special token with which the next message would begin; if there is none, return the end token."""
+        # After a call, the next message is a tool's result. After any other answer, it is a question.
         role = "tool" if self.messages[-1].get("tool_calls") else "user"
         for following in dict.fromkeys((role, "user")):
             longer = self._render([*self._marks.messages, {"role": following, "content": "1"}])
@@ -648,14 +651,15 @@ class _Conversation:
         return self.style.eos_token or ""
 
     def _marked_answers(self, wanted: Mapping[int, list[Span]]) -> list[Span]:
-        """Return those spans that the template marks as answers whose messages are learned."""
+        """Return the spans that the template marks as answers, if their messages are to be learned."""
         marked = render(self.style.template, self.messages, self.style.variables, mark_answers=True)
         spans = _read_generation(self.text, marked)
         answers = [index for index, message in enumerate(self.messages) if message.get("role") == "assistant"]
         if sorted(wanted) == answers:
             return spans
 
-        # The owner of a span is the first answer with marks in it; otherwise an answer right before or after it.
+        # The owner of a span is the first answer that has marks in it. Without one, it is the answer just before or
+        # after it.
         def owner(span: Span) -> int:
             inside = [group.owner for group in self._groups if group.start <= span[1] and group.end >= span[0]]
             before = [group.owner for group in self._groups if group.end <= span[0]]
@@ -672,7 +676,7 @@ def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of items that two sequences have in common at the beginning."""
+    """Return the number of items at the beginning that two sequences have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -686,7 +690,7 @@ def _unmarked(text: str) -> str:
 
 def _read_generation(text: str, marked: str) -> list[Span]:
     """Return the spans of ``text`` that are between `BEGIN` and `END` in ``marked``."""
-    # The parts alternate: context, answer, context, ... Without the marks they must be the text.
+    # The parts alternate: context, answer, context, ... When joined without the marks, they must equal the text.
     parts = re.split(f"[{BEGIN}{END}]", marked)
     marks = "".join(character for character in marked if character in BEGIN + END)
     if "".join(parts) != text or marks != (BEGIN + END) * (len(parts) // 2):

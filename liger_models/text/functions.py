@@ -1,4 +1,4 @@
-"""JSON schemas of Python functions that a model may call, as transformers' ``get_json_schema`` creates them."""
+"""JSON schemas for Python functions that a model may call, equal to those of transformers' ``get_json_schema``."""
 
 import contextlib
 import enum
@@ -18,11 +18,11 @@ PLAIN = {**SCALARS, list: "array", tuple: "array", dict: "object", torch.Tensor:
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the JSON schema by which a function is described to a model.
+    """Return the JSON schema that describes a function to a model.
 
     Args:
-        function: has a type hint for each argument, and a docstring in Google's style that describes the function and
-            each argument. A description may end in ``(choices: ["tea", "coffee"])``.
+        function: the function, which must have a type hint for each argument, and a docstring in Google's style that
+            describes the function and each argument. A description may end in ``(choices: ["tea", "coffee"])``.
 
     Returns:
         ``{"type": "function", "function": {"name", "description", "parameters", "return"}}``.
@@ -35,7 +35,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     if not description and not descriptions:
         raise _refusal(name, "must have a docstring, got none")
 
-    # The arguments, without an object that a method is called on.
+    # Collect the arguments, except the object that a method is called on.
     parameters = dict(inspect.signature(function).parameters)
     first = next(iter(parameters), "")
     if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty:
@@ -59,7 +59,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
         schema["required"] = required
     result: dict[str, Any] = {"name": name, "description": description, "parameters": schema}
     if "return" in hints:
-        with contextlib.suppress(ValueError):  # no model writes what a function returns
+        with contextlib.suppress(ValueError):  # models do not write results, so their types need no schema
             result["return"] = _of_type(name, hints["return"]) | ({} if returned is None else {"description": returned})
     return {"type": "function", "function": result}
 
@@ -69,14 +69,14 @@ def _refusal(name: str, problem: str) -> ValueError:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str], str | None]:
-    """Return the description of a function, of each argument and of its result from a docstring in Google's style."""
+    """Read the descriptions of a function, of its arguments and of its result from a docstring in Google's style."""
     text = text.strip()
     end = re.search(r"Args:|Returns:|Raises:|\Z", text)
     assert end is not None  # the end of the text
     returned = re.search(r"\n\s*Returns:\n\s*(.*?)\s*(Raises:|\Z)", text, re.DOTALL)
     section = re.search(r"\n\s*Args:\n(.*?)\s*(Returns:|Raises:|\Z)", text, re.DOTALL)
 
-    # An argument begins a line that is not indented deeper than the argument before it.
+    # A line begins a new argument unless it is indented more deeply than the previous argument.
     arguments: dict[str, list[str]] = {}
     indent: str | None = None
     current: list[str] = []
@@ -100,7 +100,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
         return _of_values(name, hint, [member.value for member in hint])
     if origin is typing.Literal:
         return _of_values(name, hint, parts)
-    # Unions of plain types become a list of names, others a list of schemas.
+    # A union of plain types becomes a list of names, and any other union a list of schemas.
     if origin in (typing.Union, types.UnionType):
         options = [_of_type(name, part) for part in parts if part is not type(None)]
         if len(options) > 1 and all(option.keys() == {"type"} and type(option["type"]) is str for option in options):
@@ -108,7 +108,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
             options = [{"type": names[0] if len(names) == 1 else names}]
         schema = options[0] if len(options) == 1 else {"anyOf": options}
         return schema | ({"nullable": True} if type(None) in parts else {})
-    # Containers, with and without a type of their elements.
+    # Convert containers, with or without a type for their elements.
     if origin in (list, tuple, dict) and not parts:  # such as typing.List
         return {"type": PLAIN[origin]}
     if origin is list:
@@ -117,7 +117,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
         return {"type": "array", "prefixItems": [_of_type(name, part) for part in parts]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _of_type(name, parts[1])}
-    # Plain types, and images.
+    # Convert plain types, and images.
     if origin is None and isinstance(hint, type) and hint in PLAIN:
         return {"type": PLAIN[hint]}
     if getattr(hint, "__module__", "") == "PIL.Image":

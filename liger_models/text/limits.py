@@ -1,8 +1,8 @@
-"""Limits on the work of chat templates, which come with checkpoints and may have been written by anybody.
+"""Limits on the work of chat templates. Templates come with checkpoints, so anybody may have written them.
 
-The sandbox of jinja2 protects Python's objects from a template, but prevents neither endless loops nor texts of
-gigabytes. `LimitedEnvironment` counts every step and every character of a template before the step runs or the
-character is produced. Counting works in every thread and needs no separate process. Four kinds of code are counted:
+jinja2's sandbox protects Python's objects from a template, but prevents neither endless loops nor gigabytes of text.
+`LimitedEnvironment` counts every step of a template before the step runs, and every character before it is produced.
+Counting works in every thread and needs no separate process. Each kind of code has its own way of counting:
 
     loops, macros                            a node of the syntax tree that charges, as their first statement
     texts joined by ~, slices, comparisons   a filter around them in the syntax tree
@@ -22,18 +22,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 10.0
-"""Longest time that a thread may compute for one conversation."""
+"""Maximum time that a thread may compute for one conversation."""
 WORK = 100_000_000
-"""Most work that a template may do for one conversation. A character of any text that it makes counts as 1, an element
-of a list as 8, and a loop iteration, a call, a filter, an operator or an output as `STEP`."""
+"""Maximum work that a template may do for one conversation. Each character of any text that it creates counts as 1,
+each element of a list counts as 8, and each loop iteration, call, filter, operator or output counts as `STEP`."""
 STEP = 50
 SOURCE = 100_000
-"""Largest number of characters in the source of a template."""
+"""Maximum number of characters in the source of a template."""
 
 _BITS = 4096
-"""Largest number of bits that the result of a product or a power of integers may have."""
+"""Maximum number of bits in a product or a power of integers."""
 _NUMERIC = frozenset({"abs", "d", "default", "float", "int", "round"})
-"""Filters whose numeric arguments are neither widths nor counts."""
+"""Filters whose numeric arguments are not widths or counts."""
 _SHALLOW = _NUMERIC | frozenset(
     {"attr", "batch", "count", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse"}
     | {"select", "selectattr", "slice"}
@@ -42,13 +42,13 @@ _SHALLOW = _NUMERIC | frozenset(
 
 
 class _Budget(threading.local):
-    """The remaining budget of the template that this thread renders."""
+    """The remaining budget of the template that the current thread renders."""
 
     left = 0
     check_below = 0
     """The time is checked when the remaining work falls to this number."""
     end: float | None = None
-    """Time of the thread at which it must be done; None before the first check."""
+    """The thread's time at which rendering must be done; None before the first check."""
 
 
 _budget = _Budget()
@@ -62,8 +62,8 @@ class LimitError(TemplateError):
 
 
 def begin() -> None:
-    """Reset the counts of this thread, for another conversation."""
-    # The clock is a call of the system, which would cost as much as rendering a short conversation.
+    """Reset the budget of this thread for a new conversation."""
+    # The clock is not read here, because this system call would take as much time as rendering a short conversation.
     _budget.left, _budget.check_below, _budget.end = WORK, WORK - 100 * STEP, None
 
 
@@ -86,15 +86,15 @@ def charged(value: Any, *, deep: bool = True) -> Any:
     return value
 
 
-# How large a value is, or will be
+# Sizes of values, now and after an operation
 
 
 def size(value: Any, *, deep: bool = True) -> int:
-    """Return the number of characters of a text, or the approximate number when another value is written out.
+    """Return the number of characters of a text, or approximately of the text as which another value is written.
 
     Args:
         value: anything.
-        deep: whether to visit the elements of a list or dict, too, until they exceed the limit. If False, each element
+        deep: whether to also visit the elements of a list or dict, until they exceed the limit. If False, each element
             counts as 8.
     """
     if isinstance(value, str | bytes):
@@ -112,16 +112,16 @@ def size(value: Any, *, deep: bool = True) -> int:
 
 
 def _result_size(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return an upper bound of the number of characters that a filter, or a method of a text, produces."""
+    """Return an upper bound for the number of characters that a filter or a string method produces."""
     values = [*args, *kwargs.values()]
     if name in ("format", "format_map"):
         return _formatted_size(str(subject), sum(map(size, values)))
 
     text = subject if isinstance(subject, str) else ""
     total = size(subject, deep=name not in _SHALLOW)
-    # Texts that are added, and numbers, which may be widths or counts.
+    # Count texts that are added, and numbers, which may be widths or counts.
     added = 0 if name in _NUMERIC else sum(abs(value) if isinstance(value, int) else size(value) for value in values)
-    times = 1  # how often they can appear in the result
+    times = 1  # how often these can appear in the result
     if name == "replace" and values:
         times = text.count(str(values[0])) + 1
     elif name == "join":
@@ -139,7 +139,7 @@ def _result_size(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, 
 
 
 def _formatted_size(pattern: str, values: int) -> int:
-    """Return an upper bound of the length of ``pattern % values`` or ``pattern.format(values)``."""
+    """Return an upper bound for the length of ``pattern % values`` or ``pattern.format(values)``."""
     if "*" in pattern or re.search(r"{[^{}]+{", pattern):
         raise LimitError("a format that takes its width from its arguments, which cannot be bounded")
     width = max(map(int, re.findall(r"\d{1,9}", pattern)), default=0)
@@ -149,7 +149,7 @@ def _formatted_size(pattern: str, values: int) -> int:
 # Filters that the syntax tree calls
 
 
-@pass_context  # for jinja2 would call another filter of a constant once, when it compiles the template
+@pass_context  # because jinja2 would call other filters of a constant only once, when it compiles the template
 def _charge_step(context: object, characters: int) -> None:
     charge(characters)
 
@@ -169,14 +169,15 @@ _INSERTED = {
     " copied": functools.partial(charged, deep=False),
     " joined": _join,
 }
-"""Filters that `_Counting` inserts. Templates could replace globals, but not filters, nor write these names."""
+"""Filters that `_Counting` inserts. They are not globals, because templates can replace globals but not filters.
+Templates can't write these names."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of jinja2 with the limits of this module on its templates.
+    """jinja2's sandbox, with the limits of this module for its templates.
 
     Args:
-        filters: filters to add to jinja2's.
+        filters: filters to add to jinja2's filters.
         options: as for `jinja2.Environment`.
     """
 
@@ -204,7 +205,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         subject = getattr(method, "__self__", None)
         if isinstance(subject, str):
-            # A generator is read first, because counting it would use it up.
+            # Convert a generator to a list first, because counting would use the generator up.
             args = tuple(list(value) if hasattr(value, "__next__") else value for value in args)
             charge(_result_size(method.__name__, subject, list(args), kwargs))
         else:
@@ -212,8 +213,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator, after counting the characters that it can produce."""
-        # Products of integers are bounded by bits, repeated texts by their length, formats by their widths.
+        """Apply an operator, after counting the characters that the result can have."""
+        # Limit the bits of products of integers. Count the length of repeated texts, and the widths in formats.
         if isinstance(left, int) and isinstance(right, int):
             bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}.get(operator, 0)
             if bits > _BITS:
@@ -230,10 +231,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Inserts counting filters into loops, macros, joined texts, slices and comparisons of a syntax tree."""
+    """Inserts counting filters into the loops, macros, joined texts, slices and comparisons of a syntax tree."""
 
     def _visit_body(self, node: Any) -> Any:
-        """Insert a filter that counts, for each execution of a body, one step and the characters of literal text."""
+        """Insert a filter that counts one step and the characters of literal text each time a body runs."""
         characters = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
         count = nodes.ExprStmt(_filter(" charge", nodes.Const(characters)))
@@ -262,7 +263,7 @@ def _filter(name: str, value: nodes.Expr) -> nodes.Expr:
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    # jinja2 passes the environment or the context as the first argument to functions that are marked so.
+    # To functions that are marked accordingly, jinja2 passes the environment or the context as the first argument.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)

@@ -14,9 +14,9 @@ from jinja2.parser import Parser
 from liger_models.text import limits
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around an answer. Unicode assigns no characters to these two code points."""
+"""The marks around an answer. Unicode assigns no characters to these two code points."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""The possible keys of the assistant's thoughts in a message. The first key with a value is used."""
+"""The keys under which a message may have the assistant's reasoning. The first key with a value is used."""
 
 
 def render(
@@ -34,7 +34,7 @@ def render(
         messages: dicts with ``role`` and ``content``.
         variables: the other variables of the template.
         add_generation_prompt: end the text with the beginning of an answer.
-        mark_answers: put `BEGIN` and `END` around the output of each ``{% generation %}`` block.
+        mark_answers: whether to put `BEGIN` and `END` around the output of each ``{% generation %}`` block.
 
     Raises:
         ValueError: the template has an error, refuses the messages or exceeds the limits of `liger_models.text.limits`.
@@ -48,14 +48,14 @@ def render(
 
 
 def without_nulls(message: Any) -> Any:
-    """Return a message without keys whose value is None, as in transformers, because templates would write "None"."""
+    """Return a message without keys whose value is None. As in transformers: templates would write "None"."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _with_thoughts(message: Any) -> Any:
-    """Return a message with its thoughts under both of the names that templates read, as in transformers."""
+    """Return a message with its reasoning under both names that templates read, as in transformers."""
     names = THOUGHTS if isinstance(message, Mapping) else ()
     thoughts = next((message[name] for name in names if message.get(name) is not None), None)
     if thoughts is None:
@@ -77,7 +77,7 @@ def variables_of(template: str) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _naming_errors(must: str) -> Iterator[None]:
-    """Context manager that converts any error in a template, such as a division by zero, to a ValueError."""
+    """Context manager that turns any error in a template, such as a division by zero, into a ValueError."""
     limits.begin()
     try:
         yield
@@ -118,7 +118,7 @@ def _environment(mark_answers: bool) -> limits.LimitedEnvironment:
 @functools.lru_cache(maxsize=16)
 def _compile(template: str, mark_answers: bool) -> Template:
     compiled = _environment(mark_answers).from_string(template)
-    compiled.globals = dict(compiled.globals)  # jinja2's chain of dicts is copied, slowly, by each rendering
+    compiled.globals = dict(compiled.globals)  # each rendering would copy jinja2's chain of dicts, which is slow
     return compiled
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face checkpoints, which use the ``tokenizers`` library for encoding and decoding."""
+"""Tokenizers for Hugging Face checkpoints. The ``tokenizers`` library encodes and decodes."""
 
 import contextlib
 import difflib
@@ -36,7 +36,7 @@ _FILES = (
 
 
 class ModelInputs(dict[str, Any]):
-    """The inputs of a model by name: a dict whose values are also attributes."""
+    """The inputs of a model, by name: a dict whose values are also attributes."""
 
     def to(
         self,
@@ -44,11 +44,11 @@ class ModelInputs(dict[str, Any]):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> "ModelInputs":
-        """Return the inputs with their tensors on ``device``, and floating-point tensors such as pixels in ``dtype``.
+        """Return the inputs with all tensors on ``device``, and floating-point tensors, such as pixels, in ``dtype``.
 
         Args:
             device: a device, or a dtype as in `torch.Tensor.to`.
-            dtype: the dtype of floating-point tensors. Tensors of integers keep theirs.
+            dtype: the dtype for floating-point tensors. Integer tensors keep their dtype.
             options: other arguments of `torch.Tensor.to`.
         """
         if isinstance(device, torch.dtype):
@@ -69,7 +69,7 @@ class ModelInputs(dict[str, Any]):
 
 
 class _SpecialToken:
-    """Descriptor for an attribute of a tokenizer, whose value is the token of a role, or None.
+    """Descriptor for an attribute of a tokenizer. The attribute's value is the token that has a role, or None.
 
     Args:
         role: the key in ``special_tokens``.
@@ -87,7 +87,7 @@ class _SpecialToken:
 
 
 class _SpecialTokenId:
-    """Descriptor for the id of the token of a role, or None. The arguments are those of `_SpecialToken`."""
+    """Descriptor like `_SpecialToken` for the id of the token that has a role. The arguments are the same."""
 
     def __init__(self, role: str, doc: str) -> None:
         self.role, self.__doc__ = role, doc
@@ -103,17 +103,18 @@ class Tokenizer:
     """The tokenizer of a checkpoint, with its special tokens and its chat template.
 
     Args:
-        backend: the tokenizer of the ``tokenizers`` library, from tokenizer.json.
+        backend: the tokenizer of the ``tokenizers`` library, read from tokenizer.json.
         config: the content of tokenizer_config.json, which includes special tokens and ``chat_template``.
 
     Attributes:
         backend: the tokenizer of the ``tokenizers`` library.
         special_tokens: maps roles, such as "eos_token", to tokens. Assign to an entry to change a role.
         chat_template: a jinja2 template, or several templates by name. Assign to this attribute to change the template.
-        padding_side: the default of calls, "left" (for generation) or "right" (for training).
+        padding_side: the default padding side of calls, "left" (for generation) or "right" (for training).
     """
 
-    # Assigning any other attribute, such as one of another library's tokenizers, is an error: nothing would read it.
+    # Assigning any other attribute, such as an attribute of another library's tokenizers, is an error: nothing reads
+    # it.
     __slots__ = (
         "__weakref__", "_as_read", "_clean_up", "_files", "_special", "backend", "chat_template", "padding_side",
         "special_tokens",
@@ -123,17 +124,17 @@ class Tokenizer:
         config = config or {}
         self.backend = backend
 
-        # A file that enables these would truncate or pad every text; that is the caller's choice.
+        # A tokenizer.json that enables these would truncate or pad every text, but this is the caller's choice.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = {name: _text(name, config[name]) for name in SPECIAL_TOKENS if config.get(name)}
         self.padding_side = "left"
 
         _add_tokens(backend, config, self.special_tokens)
-        # The clean-up is meant for WordPiece. transformers, too, ignores it for BPE.
+        # The clean-up is meant for WordPiece. Like transformers, ignore it for BPE.
         self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
 
-        # One template, or a list of templates with names.
+        # Read one template, or a list of named templates.
         template = config.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
@@ -145,8 +146,8 @@ class Tokenizer:
             )
         self.chat_template: str | dict[str, str] | None = template
 
-        self._special: tuple[int, tuple[str, ...]] = -1, ()  # number of tokens -> special ones
-        # `changed_files` compares with these.
+        self._special: tuple[int, tuple[str, ...]] = -1, ()  # (number of tokens, special tokens)
+        # `changed_files` compares the current values with these.
         self._as_read = len(self), dict(self.special_tokens), template
         self._files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
 
@@ -174,8 +175,8 @@ class Tokenizer:
 
         Args:
             folder: the folder; or, if there is no such folder, the name ``owner/name`` of a repository on the hub.
-            padding_side: the default of calls, "left" (for generation) or "right" (for training).
-            pad_token: the token that pads a batch. Default: the checkpoint's.
+            padding_side: the default padding side of calls, "left" (for generation) or "right" (for training).
+            pad_token: the token that pads a batch, by default the checkpoint's.
             revision, cache_dir, token, local_files_only: as in huggingface_hub; ignored for a folder.
 
         Raises:
@@ -216,10 +217,10 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
-        """Read the tokenizer from the contents of its files, which a loaded model has in ``model.assets``.
+        """Read the tokenizer from the contents of its files. A loaded model has these in ``model.assets``.
 
         Args:
-            files: maps names to contents.
+            files: maps file names to contents.
 
         Raises:
             ValueError: there is no tokenizer.json, or a file cannot be parsed.
@@ -231,11 +232,11 @@ class Tokenizer:
                 "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
             )
 
-        # The configuration, which older versions of transformers spread over several files.
+        # Read the configuration, which older versions of transformers spread over several files.
         config = _json(files, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # saved by transformers before 4.34: the map completes the config
             config |= _json(files, "special_tokens_map.json")
-        # Older vision-language checkpoints hold the processor's template here and have no .jinja file.
+        # Older vision-language checkpoints have the processor's template in this file, and have no .jinja file.
         config |= _json(files, "chat_template.json")
         if "chat_template.jinja" in files:
             with _naming("chat_template.jinja: must be UTF-8"):
@@ -258,10 +259,10 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def add_tokens(self, new_tokens: str | Sequence[str], special_tokens: bool = False) -> int:
-        """Add tokens, which are matched in a text before the text is split. Existing tokens are not changed.
+        """Add tokens. They are matched in a text before the text is split. Existing tokens do not change.
 
-        The model needs a row of its embedding for each id. If the embedding has fewer rows than ``len(tokenizer)``,
-        call ``model.resize_token_embeddings(len(tokenizer))``.
+        The model's embedding needs a row for each id. If the embedding has fewer rows than ``len(tokenizer)``, call
+        ``model.resize_token_embeddings(len(tokenizer))``.
 
         Args:
             new_tokens: one token, or several. They get the next ids in this order.
@@ -277,13 +278,13 @@ class Tokenizer:
         return len(self) - before
 
     def changed_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the new contents of the files that changed tokens, ``special_tokens`` or ``chat_template`` affect.
+        """Return the new contents of all files that change because tokens, roles or the chat template have changed.
 
         Args:
             files: the contents of the files from which the tokenizer was read, by name.
 
         Returns:
-            The new contents by name. The result is empty if nothing has changed.
+            The new contents by file name. The result is empty if nothing has changed.
 
         Raises:
             ValueError: ``chat_template`` was changed to something other than a str.
@@ -314,7 +315,7 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """The id for padding a batch: the id of ``pad_token`` or, without one, of ``eos_token``; 0 without both."""
+        """The id that pads a batch: the id of ``pad_token``, or else of ``eos_token``; 0 if there is neither."""
         return next((token for token in (self.pad_token_id, self.eos_token_id) if token is not None), 0)
 
     def _assign(self, role: str, token: str | None) -> None:
@@ -341,7 +342,8 @@ class Tokenizer:
 
         Args:
             text: one text or a list.
-            add_special_tokens: add the special tokens that the tokenizer puts around a text, such as ``bos_token``.
+            add_special_tokens: whether to add the special tokens that the tokenizer puts around a text, such as
+                ``bos_token``.
             return_tensors: "pt" returns the ids of one text as [1, T] int64. For several texts, call the tokenizer.
 
         Raises:
@@ -363,8 +365,8 @@ class Tokenizer:
         """Decode token ids to a text.
 
         Args:
-            ids: token ids of one text. A tensor has the shape [T].
-            skip_special_tokens: omit special tokens.
+            ids: token ids of one text; a tensor must have the shape [T].
+            skip_special_tokens: whether to omit special tokens.
         """
         ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         with _naming(f"{TOKENIZER_JSON}: must decode any ids", ()):
@@ -374,13 +376,13 @@ class Tokenizer:
     def decode_stream(self, tokens: Iterable[int | Tensor], skip_special_tokens: bool = True) -> Iterator[str]:
         """Yield the text of tokens while the tokens are generated, in pieces of whole characters.
 
-        The concatenated pieces equal the result of `decode` for all tokens, unless tokenizer_config.json asks for a
-        clean-up of spaces, or some bytes form no character. An unfinished character at the end becomes one or more
-        U+FFFD.
+        The concatenated pieces equal the result of `decode` for all tokens, unless tokenizer_config.json requests a
+        clean-up of spaces, or some bytes do not form a character. An unfinished character at the end becomes one or
+        more U+FFFD.
 
         Args:
-            tokens: ids, or tensors of one id each, such as ``model.stream(...)`` yields for one prompt.
-            skip_special_tokens: omit special tokens.
+            tokens: ids, or tensors with one id each, such as ``model.stream(...)`` yields for one prompt.
+            skip_special_tokens: whether to omit special tokens.
 
         Raises:
             ValueError: a tensor has the tokens of several rows.
@@ -396,7 +398,8 @@ class Tokenizer:
             try:
                 piece = stream.step(self.backend, pending[-1])
             except Exception:
-                # Bytes that form no character change text that has been yielded. Begin anew with this token.
+                # Bytes that do not form a character changed text that has already been yielded. Restart with this
+                # token.
                 piece = self.decode(pending, skip_special_tokens)
                 stream = DecodeStream(skip_special_tokens=skip_special_tokens)
                 stream.step(self.backend, pending[-1])
@@ -429,12 +432,12 @@ class Tokenizer:
             texts: the batch.
             padding_side: "left" (for generation) or "right" (for training). Default: ``tokenizer.padding_side``.
             add_special_tokens: as for `encode`.
-            truncation: cut texts of more than ``max_length`` tokens at their end.
-            max_length: with ``truncation``, the largest number of tokens of a text, including its special tokens.
+            truncation: whether to cut the end of texts that have more than ``max_length`` tokens.
+            max_length: with ``truncation``, the maximum number of tokens in a text, including special tokens.
 
         Returns:
-            ``input_ids`` and ``attention_mask``, int64 [B, T]; the mask is 0 on padding. Padding is ``pad_token``,
-            or ``eos_token`` if the tokenizer has no ``pad_token``.
+            ``input_ids`` and ``attention_mask``, both int64 [B, T]; the mask is 0 for padding. Padding is
+            ``pad_token``, or ``eos_token`` if the tokenizer has no ``pad_token``.
 
         Raises:
             ValueError: an argument is out of range, or ``truncation`` and ``max_length`` are not given together.
@@ -451,7 +454,7 @@ class Tokenizer:
         """Return rows of ids as ``input_ids`` and ``attention_mask`` [B, T], padded to the longest row."""
         length = max(map(len, rows), default=0)
         input_ids = torch.full((len(rows), length), self.padding_id)  # [B, T]
-        # Rows that are padded on the left all continue at the same column.
+        # All rows that are padded on the left continue at the same column.
         attention_mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             columns = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
@@ -474,7 +477,7 @@ class Tokenizer:
             raise ValueError(
                 f"Tokenizer: max_length must be more than the {around} special tokens around a text, got {max_length}."
             )
-        # The text is cut before the special tokens are added around it, so that none is lost.
+        # Cut the text before special tokens are added around it, so that no special token is lost.
         with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
             encodings = self.backend.encode_batch(texts, add_special_tokens=False)
             for encoding in encodings:
@@ -547,15 +550,16 @@ class Tokenizer:
         Args:
             messages: dicts with ``role`` and ``content``; or a list of such lists, one for each conversation.
             add_generation_prompt: end the text with the beginning of an answer.
-            continue_final_message: end the text within the last message, so that the model continues it. A str names
-                the field to continue instead of "content", such as "reasoning_content".
+            continue_final_message: whether to end the text within the last message, so that the model continues this
+                message. A str names the field to continue instead of "content", such as "reasoning_content".
             tools: JSON schemas of functions that the model may call, or Python functions with type hints and a
                 docstring in Google's style; see `liger_models.text.functions`.
-            chat_template: a template to use instead of the tokenizer's, or the name of one of its templates.
-            tokenize: return token ids. False returns text.
+            chat_template: a template to use instead of the tokenizer's template, or the name of one of the tokenizer's
+                templates.
+            tokenize: whether to return token ids instead of text.
             return_tensors: "pt" returns the token ids as [B, T] int64, for ``model.generate``. Several conversations
                 are padded on ``padding_side``.
-            return_dict: with ``return_tensors="pt"``, return ``input_ids`` and ``attention_mask``, for
+            return_dict: with ``return_tensors="pt"``, whether to return ``input_ids`` and ``attention_mask``, for
                 ``model.generate(**inputs)``.
             **variables: the other variables of the template.
 
@@ -564,9 +568,10 @@ class Tokenizer:
             list of texts.
 
         Raises:
-            TypeError: the template reads no variable of this name.
+            TypeError: a variable is given that the template does not read.
             ValueError: there are no messages or no chat template, the template refuses the messages or leaves out the
-                one to continue, a function cannot be described, or a limit of `liger_models.text.limits` is exceeded.
+                message to continue, a function cannot be described, or a limit of `liger_models.text.limits` is
+                exceeded.
         """
         if return_tensors is not None and (return_tensors != "pt" or not tokenize):
             raise ValueError(
@@ -613,23 +618,23 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
-        """Render a conversation as text, and find the parts that the assistant writes, on which a model is trained.
+        """Render a conversation as text, and find the parts that the assistant writes. A model is trained on these.
 
         A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
-        parts, such as thoughts and text. Without these marks an answer reaches from the end of the generation prompt to
-        the token that ends the turn. If the template writes no such token, the first special token of the next message
-        ends the turn. If there is no next message, this token is added at the end of the text.
+        parts, such as reasoning and text. Without these marks, an answer extends from the end of the generation prompt
+        to the token that ends the turn. If the template writes no such token, the first special token of the next
+        message ends the turn. If there is no next message, this token is added at the end of the text.
 
         Args:
-            messages, tools, chat_template, **variables: as for `apply_chat_template`, of one conversation.
-            learned: for each message, whether it is an answer to find. Default: all messages of the assistant.
+            messages, tools, chat_template, **variables: as for `apply_chat_template`, for one conversation.
+            learned: for each message, whether it is an answer to find; by default, all messages of the assistant are.
 
         Returns:
-            The text, and for each part the index of its first character and of the one after its last. `answer_mask`
-            finds the tokens of the parts.
+            The text, and for each part, the index of its first character and the index after its last character.
+            `answer_mask` finds the tokens of the parts.
 
         Raises:
-            TypeError: the template reads no variable of this name.
+            TypeError: a variable is given that the template does not read.
             ValueError: the template refuses the messages, or the position of an answer cannot be determined.
         """
         style = self._style(tools, variables, chat_template)
@@ -649,13 +654,14 @@ class Tokenizer:
 
         Args:
             messages, tools, learned, **variables: as for `render_answers`.
-            multi_turn: which answers an example has. "all" makes one example of all answers, as the template renders
-                the whole conversation. "last" makes one example of the last answer. "split" makes one example of all
-                answers, but if the template changes earlier answers, for example by removing their thoughts, each
-                changed answer ends an example of its own, as it was generated.
+            multi_turn: which answers each example has. "all" makes one example with all answers, as the template
+                renders the whole conversation. "last" makes one example with the last answer. "split" also makes one
+                example with all answers, unless the template changes earlier answers, for example by removing their
+                reasoning. Then each changed answer ends a separate example, which shows the answer as it was generated.
 
         Returns:
-            The examples in the order of their answers. Each example lists the fields of messages that its text lacks.
+            The examples in the order of their answers. Each example lists the fields of messages that its text does not
+            show.
 
         Raises:
             TypeError, ValueError: as for `render_answers`.
@@ -669,7 +675,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> Rendering:
-        """Render a conversation as text that ends with the beginning of an answer, and list the fields that it lacks.
+        """Render a conversation up to the beginning of an answer, and list the fields that the text does not show.
 
         Args:
             messages, tools, **variables: as for `apply_chat_template`.
@@ -686,7 +692,9 @@ class Tokenizer:
     def _special_contents(self) -> tuple[str, ...]:
         """Return the special tokens in the order of their ids."""
         size, contents = self._special
-        if size != len(self):  # the list takes milliseconds where there are thousands of added tokens, as in Gemma
+        if size != len(
+            self
+        ):  # creating the list takes milliseconds if there are thousands of added tokens, as in Gemma
             added = self.backend.get_added_tokens_decoder().values()
             contents = tuple(token.content for token in added if token.special)
             self._special = len(self), contents
@@ -710,7 +718,8 @@ class Tokenizer:
         templates = named.values() if isinstance(named, dict) else [named or ""]
         names = set().union(*map(variables_of, templates))
         unknown = sorted(variables.keys() - names) if named else []
-        # Arguments of transformers are accepted if they ask for what happens anyway. `max_length` is none of them here.
+        # Arguments of transformers are accepted if they request what happens anyway. `max_length` is not one of these
+        # here.
         foreign = {name: variables[name] for name in unknown if name in FOREIGN and name != "max_length"}
         translate("apply_chat_template", foreign, ())
         variables = {name: value for name, value in variables.items() if name not in foreign}
@@ -722,7 +731,7 @@ class Tokenizer:
 
 
 def _refuse_variables(unknown: Sequence[str], names: set[str]) -> None:
-    """Raise TypeError for variables that the chat template, whose variables are ``names``, does not read."""
+    """Raise TypeError for variables that the chat template does not read; ``names`` are the ones that it reads."""
     options = sorted(names - {"messages", *SPECIAL_TOKENS})
     near = difflib.get_close_matches(unknown[0], options, n=1)
     if {"truncation", "max_length"} & {*unknown}:
@@ -740,19 +749,19 @@ def _render_unfinished(
 ) -> str:
     """Render a conversation up to the end of a field of its last message, without the text after this field.
 
-    A mark is appended to the field, and the rendered text ends where the template writes the mark. A space after the
-    mark shows whether the template strips the field.
+    A mark is appended to the field. The rendered text is cut where the template writes the mark. A space after the mark
+    shows whether the template strips the field.
     """
     where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
     last = dict(messages[-1])
-    # Thoughts have several names, and templates read any of them.
+    # Reasoning has several names, and templates may read any of them.
     names = THOUGHTS if field in THOUGHTS else (field,)
     value = next((last[name] for name in names if last.get(name) is not None), None)
     copies = [name for name in names if last.get(name) == value]
     if value is None or not any(name in template for name in names):
         problem = "a template that does not read it" if value is not None else "none"
         raise ValueError(f"{where} needs the field {field!r} in the last message, got {problem}.")
-    # The text to continue is the field itself, or the last part of it that is a text.
+    # The text to continue is the field itself, or the field's last part that is a text.
     marked: Any
     if isinstance(value, str):
         text, marked = value, value + mark
@@ -773,7 +782,7 @@ def _render_unfinished(
 
 
 def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Add the tokens that are in tokenizer_config.json but not in tokenizer.json, in the order of transformers."""
+    """Add tokens that are in tokenizer_config.json but not in tokenizer.json, in the same order as transformers."""
     present = {token.content for token in backend.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder") or {}
     for _, token in sorted(added.items(), key=lambda item: int(item[0])):
@@ -804,7 +813,7 @@ def _text(name: str, token: Any) -> str:
 
 @contextlib.contextmanager
 def _naming(must: str, kinds: type[Exception] | tuple[()] = Exception) -> Iterator[None]:
-    """Context manager that converts errors of these kinds, and panics of the tokenizers library, to a ValueError."""
+    """Context manager that turns errors of these kinds, and panics of the tokenizers library, into a ValueError."""
     try:
         yield
     except BaseException as error:
