@@ -138,7 +138,7 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context manager within which a model runs without adapters, for example as the reference of a preference loss.
+    """Context manager within which a model runs without adapters, for example as a preference loss's reference model.
 
     If a forward within the context is followed by a backward, the backward must also run within the context.
 

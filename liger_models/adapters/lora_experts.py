@@ -26,7 +26,7 @@ from liger_models.layers.moe import MATRICES
 class ExpertAdapter(Layer):
     """The adapter of a parameter that holds one matrix per expert: A [X, r, in] and B [X, out, r].
 
-    The rows of B have the packed order of the weight.
+    The rows of B are in the packed order of the weight.
 
     Args:
         weight: the matrices, [X, out, in].

@@ -286,7 +286,7 @@ class LoRALinear(nn.Linear, Layer):
     def reset_adapters(self) -> None:
         """Draw A, set B to 0, and set m to the norms of the weight's rows, so that the adapters have no effect.
 
-        Sharded adapters get their parts of the values that the first rank draws.
+        If the adapters are sharded, each rank gets its part of the values that the first rank draws.
         """
         norms: dict[str, Tensor] = {}
         if self.lora.config.use_dora:

@@ -215,8 +215,8 @@ class LigerMTP(nn.Module):
             labels: [B, T] int64, unshifted; −100 is ignored.
             num_items_in_batch: number by which both summed losses are divided; by default, each loss is divided by its
                 own number of targets.
-            inputs: other arguments of the model's forward: ``position_ids``, ``attention_mask``, ``cu_seqlens`` (also
-                under the names that the collator of transformers uses), and, for models with images, pixels and grids.
+            inputs: other arguments of the model's forward: ``position_ids``, ``attention_mask``, ``cu_seqlens`` (or the
+                names that the collator of transformers uses for it) and, for models with images, pixels and grids.
 
         Raises:
             ValueError: the model is sharded; otherwise as in `Decoder.forward`.

@@ -102,7 +102,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
 
 
 def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]:
-    """Return ``target_modules`` and ``target_parameters`` with which PEFT adapts the adapted matrices of ``model``."""
+    """Return the ``target_modules`` and ``target_parameters`` that make PEFT adapt the same matrices as ``model``."""
     names: set[str] = set()
     experts: set[str] = set()
     for layer in adapted_layers(model).values():

@@ -97,10 +97,10 @@ class UnpackedLMHead(Layer):
 
 
 class Node(nn.Module):
-    """An inner module of the tree. Its leaves are the model's modules under other names. PEFT may replace leaves."""
+    """An inner module of the tree. Its leaves are modules of the model, under other names. PEFT may replace leaves."""
 
     leaves: dict[str, tuple[nn.Module, str]]
-    """Maps the name of each leaf to the leaf's owner in the model, and to the leaf's name in this owner."""
+    """Maps the name of each leaf to (its owner in the model, its name in this owner)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -555,7 +555,7 @@ class UnpackedModel(Node):
 
 
 def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
-    """Map each module of the checkpoint to our modules that have parameters of it or of its submodules."""
+    """Map each checkpoint module to our modules that hold its own parameters or parameters of its submodules."""
     counterparts: dict[str, set[str]] = {}
     for parameter, expression in entries.items():
         for tensor in expression.names():

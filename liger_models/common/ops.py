@@ -211,7 +211,7 @@ def _argument(hint: Any) -> Argument | None:
 
 
 def _type_name(hint: Any) -> str:
-    """Return the type in a schema for the annotation of a field or a parameter."""
+    """Return the schema type for the annotation of a field or a parameter."""
     if get_origin(hint) is Annotated:
         return str(get_args(hint)[1])
     if get_origin(hint) not in (types.UnionType, Union):
@@ -462,7 +462,7 @@ def _fake_like(places: list[int]) -> Callable[..., Any]:
 
 
 def _result_type(hint: Any, outputs: list[str]) -> str:
-    """Return the type of an op's result in a schema."""
+    """Return the schema type of an op's result."""
     if hint is Tensor or hint is type(None):
         return "Tensor" if hint is Tensor else "()"
     types_of_outputs = get_args(hint)

@@ -189,7 +189,7 @@ def ranks_from_op(group: str = "", size: int = 1, sequence: bool = False) -> Gro
 
 
 def for_op(group: Group | None) -> tuple[str, int, bool]:
-    """Represent a `Group` by three arguments of an op: its name, its size, and ``sequence_parallel``."""
+    """Represent a `Group` by three arguments for an op: the group's name, its size, and ``sequence_parallel``."""
     return ("", 1, False) if group is None else (group.name, group.size, group.sequence_parallel)
 
 

@@ -27,7 +27,7 @@ class Adaptable:
 
     @property
     def peft_config(self) -> Any:
-        """Maps adapters' names to their PEFT configurations.
+        """Maps adapter names to PEFT configurations.
 
         PEFT reads this property before it looks for modules to replace, so reading it unpacks the projections.
 

@@ -523,7 +523,7 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, Any]:
-    """Return the second result that from_pretrained has with ``output_loading_info``, as in transformers."""
+    """Return the second result of ``from_pretrained(..., output_loading_info=True)``, as in transformers."""
     return {
         "missing_keys": {*missing},
         "unexpected_keys": set(),

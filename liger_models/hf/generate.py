@@ -61,7 +61,7 @@ Accelerate's function casts in the forward, whereas the engine computes in the d
 """
 
 KNOWN = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria, criteria.MaxTimeCriteria)
-"""Stopping criteria that the engine implements itself, so that they are not asked about every token."""
+"""Stopping criteria that need not be asked about every token."""
 
 UNREAD = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
@@ -218,7 +218,7 @@ def _run(
     pixels = {name: inputs[name] for name in decoder.prompt_inputs if inputs.get(name) is not None}
     pixels = {name: x.to(ids.device) if isinstance(x, Tensor) else x for name, x in pixels.items()}
 
-    # The engine implements the criteria for the length, for stop tokens and for time.
+    # Separate the criteria that need not be asked about every token: for the length, for stop tokens and for time.
     known: dict[type, list[Any]] = {kind: [] for kind in KNOWN}
     others = criteria.StoppingCriteriaList()
     for criterion in stopping_criteria:
@@ -241,7 +241,7 @@ def _run(
         use_cache=bool(inputs.get("use_cache")), **options,
     )  # fmt: skip
 
-    # Run the steps. Every few steps, ask the criteria that the engine does not implement.
+    # Run the steps. Every few steps, ask all other criteria.
     records = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     output = Output(ids, new, pad, others, limits, streamer, keeps_scores=bool(config.output_scores and records))
     every = STEPS_PER_CHECK if ids.device.type in ACCELERATORS and streamer is None else 1

@@ -228,7 +228,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     Args:
         config: configuration of transformers.
-        decoder: a model of this package. Default: a new model without a head, with random weights.
+        decoder: a model of this package. By default, a new model without a head, with random weights.
     """
 
     config_class = AutoConfig  # all families share this class for the body
@@ -330,7 +330,8 @@ class LigerModel(Loading, LigerPreTrainedModel):
             save_directory: created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
             state_dict: unsharded tensors to save instead of the parameters, by their names in the body.
-            push_to_hub: upload the folder afterwards; ``options`` are arguments of ``push_to_hub``.
+            push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
+                ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             options: other arguments of transformers, which are ignored.
 
@@ -511,7 +512,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
 
     Args:
         config: configuration of transformers' class of the same name.
-        decoder: a model of this package. Default: a new model with random weights.
+        decoder: a model of this package. By default, a new model with random weights.
         kernels: the parts of a new model that run on fused kernels.
     """
 

@@ -37,7 +37,8 @@ class BaseAttention(Layer):
     """Attention without the projections that compute queries, keys and values. A derived class adds them.
 
     A derived class creates the projections and ``o_proj``, and defines `forward`, `_add_norm`, `_to_heads`, `_qkv` and
-    `attention`. For tensor and context parallelism, it also defines `can_shard`, `shard` and `shard_tokens`.
+    `attention`. To support tensor and context parallelism, the class also defines `can_shard`, `shard` and
+    `shard_tokens`.
 
     Args:
         num_heads: H.

@@ -136,8 +136,8 @@ class BatchLayout:
             cache: the decode cache that holds the preceding tokens.
             visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to. This
                 may be a later token of the same image. By default, it is the token itself.
-            prefix: [B, T] bool, whether the window does not apply to a token, as for the tokens of a prefix that attend
-                to each other in both directions (by ``visible_until``). By default, the window applies to all tokens.
+            prefix: [B, T] bool, whether a token is exempt from the window, such as the tokens of a prefix that attend
+                to each other in both directions (by ``visible_until``). By default, no token is exempt.
             dtype: dtype of the activations. If it is given, masks may have forms that only the kernels for this dtype
                 support. Otherwise, masks have forms that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
@@ -405,7 +405,7 @@ def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor 
 def _spans(
     documents: Tensor | None, B: int, T: int, past: int, device: torch.device, pages: Pages | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `BatchLayout.spans` of a batch [B, T] after ``past`` cached tokens."""
+    """Compute `BatchLayout.spans` for a batch [B, T] that follows ``past`` cached tokens."""
     if pages is not None:
         # The keys of a row are numbered from 0 within its pages.
         return torch.zeros_like(pages.lengths), pages.lengths - 1
@@ -440,7 +440,7 @@ def number_chunks(
         index: [B, S] int64, the index of each token in its packed document. If it is None, each row is one document,
             which starts at the first token that is not padding.
         size: number of tokens per chunk.
-        B, S: number of rows, and number of cached and new tokens.
+        B, S: the number of rows, and the number of cached tokens plus new tokens.
         device: device of the result.
     """
     if index is not None and documents is not None:

@@ -106,7 +106,7 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
 
 
 def compile_with_steps(optimizer: Any) -> None:
-    """Let `compile_ahead` also compile the kernels of an optimizer of the model's parameters.
+    """Make `compile_ahead` also compile the kernels of an optimizer that updates the model's parameters.
 
     Args:
         optimizer: has a method ``launch``, which takes parameters, and launches the kernels that would update them, on

@@ -61,8 +61,8 @@ def check_numbers(where: str, values: Mapping[str, Any]) -> None:
 
     Args:
         where: name of the config, for the error message.
-        values: maps the names of fields to values. The fields of dataclasses and the elements of lists are checked,
-            too.
+        values: maps the names of fields to values. The fields of dataclasses and the elements of lists are also
+            checked.
 
     Raises:
         ValueError: a number is NaN, infinite or out of range.
@@ -248,7 +248,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def head_size(self) -> int:
-        """Dimension of a head's queries and keys, of which ``qk_rope_head_dim`` dimensions are rotated."""
+        """Dimension of a head's queries and keys, including the ``qk_rope_head_dim`` dimensions that are rotated."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -267,7 +267,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
 
 def _let_use_cache_be_set(cls: Any) -> None:
-    """Make the frozen config ignore assignments to ``use_cache``, because transformers' Trainer makes one."""
+    """Make the frozen config ignore assignments to ``use_cache``, because transformers' Trainer assigns to it."""
     frozen = cls.__setattr__
     if getattr(frozen, "drops_use_cache", False):
         return

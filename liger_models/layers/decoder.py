@@ -69,7 +69,7 @@ class CausalLMOutput(NamedTuple):
     Attributes:
         loss: [] fp32, or the result of ``loss_function``.
         logits: [B, T, V] in the dtype of the weights.
-        aux_loss: [], the part of ``loss`` that comes from mixture-of-experts layers; None if a decode cache was given.
+        aux_loss: [], the part of ``loss`` that comes from mixture-of-experts layers; None if there was a decode cache.
         log_probs: [B, T] fp32, the log-probability of each token's target, or 0 for a token without a target.
         hidden_states: tensors [B, T, C]. The last one is the input of the head. If ``output_hidden_states`` was
             requested, the inputs of all blocks come before it.
@@ -242,7 +242,7 @@ class Decoder(nn.Module):
         return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """Build the rotary embeddings, by the names that the attention layers refer to."""
+        """Build the rotary embeddings. The keys are the names by which attention layers refer to them."""
         rotary = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
@@ -341,8 +341,8 @@ class Decoder(nn.Module):
 
         The weights of linear layers and embeddings are drawn from a normal distribution with ``initializer_range``;
         biases and the embedding of the padding token are set to 0. Other layers initialize their parameters in
-        `Layer.draw`. All other modules initialize them in ``reset_parameters``, submodules first. The
-        ``reset_parameters`` of subclasses of linear layers, embeddings and layers is called as well.
+        `Layer.draw`. All other modules initialize them in ``reset_parameters``, submodules first. If a subclass of a
+        linear layer, an embedding or a layer adds ``reset_parameters``, this method is also called.
 
         Raises:
             ValueError: a module has parameters but no method ``reset_parameters``.
@@ -399,7 +399,7 @@ class Decoder(nn.Module):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "Self":
-        """Like `torch.nn.Module.to_empty`, without PyTorch's import of SymPy for tensors on the meta device."""
+        """Like `torch.nn.Module.to_empty`, but without importing SymPy for tensors on the meta device."""
         return self._apply(functools.partial(empty_on, device), recurse)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -427,7 +427,7 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[Any]:
-        """All blocks in execution order: first those of any vision tower, then those of the decoder."""
+        """All blocks in execution order: first the blocks of the vision tower, if any, then the decoder's blocks."""
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -505,7 +505,7 @@ class Decoder(nn.Module):
         self.bidirectional = bidirectional
 
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
-        """Choose which activations are saved for the backward, and where. The gradients do not depend on the choice.
+        """Choose which activations are saved for the backward, and where they are saved. Gradients do not depend on it.
 
         Args:
             policy: one policy for all blocks, or a list with a policy for each block. "none" saves all tensors that the
@@ -517,8 +517,8 @@ class Decoder(nn.Module):
             offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap with
                 the compute stream. The blocks are spread evenly and exclude the last two if possible, so that copies
                 can finish while other blocks run. Offloading works with compiled blocks. A model with offloading is not
-                compiled as one graph: ``torch.compile(model)`` splits it into several, and with ``fullgraph=True`` the
-                forward fails.
+                compiled as one graph: ``torch.compile(model)`` splits it into several graphs, and with
+                ``fullgraph=True``, the forward fails.
 
         Raises:
             ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``
@@ -662,7 +662,7 @@ class Decoder(nn.Module):
         return {}
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
-        """Build the layout of a batch of ``shape`` (B, T); the options are those of `BatchLayout.build`."""
+        """Build the layout of a batch of ``shape`` (B, T); the options are as in `BatchLayout.build`."""
         if self._windows is None:
             raise ValueError(
                 f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it."

@@ -55,8 +55,8 @@ class FrozenParameters(nn.Module):
         self.shape = weight.shape if like is None else like.shape
         """Global (unsharded) shape of the weight: ``[O, C]``, or ``[X, O, C]`` for experts."""
         self.sharded: tuple[int, int] | None = None
-        """The dimension along which `apply_tp` or `apply_ep` sharded the weight, and the number of ranks; None if it is
-        whole."""
+        """Dimension along which `apply_tp` or `apply_ep` sharded the weight, and number of ranks; None without these.
+        """
         # `shard` may change the layout, and `apply_fsdp` the dtype. Quantizing again uses the original layout and
         # dtype.
         self._quantized_dtype, self._quantized_layout = weight.dtype, self.layout
@@ -88,7 +88,7 @@ class FrozenParameters(nn.Module):
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's slice or experts, or of the whole weight without `apply_tp` and `apply_ep`."""
+        """Shape of this rank's slice or experts; without `apply_tp` and `apply_ep`, shape of the whole weight."""
         sizes = list(self.shape)
         if self.sharded is not None:
             sizes[self.sharded[0]] //= self.sharded[1]

@@ -12,7 +12,7 @@ from liger_models.layers.linear_attention import LigerGatedRMSNorm, LinearAttent
 
 
 class _Sizes(NamedTuple):
-    """Number of rows per key head of each part of the projection of `LigerGatedDeltaNet`."""
+    """For each part of the projection of `LigerGatedDeltaNet`, the number of rows per key head."""
 
     query: int
     key: int

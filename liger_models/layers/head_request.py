@@ -73,7 +73,7 @@ class LossTargets(NamedTuple):
     Attributes:
         shifted: [B, T], the target of every token.
         local: [B, T / R], the targets of this rank's tokens, where R is the number of ranks.
-        num_items: divisor of this rank's summed loss; None stands for the number of targets in ``local``.
+        num_items: number by which this rank's summed loss is divided; None for the number of targets in ``local``.
         rows: the rows of ``local`` that have a target, if the head may skip all other rows; otherwise None.
     """
 

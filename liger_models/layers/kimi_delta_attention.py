@@ -55,7 +55,7 @@ class ForgetGate(Layer):
 
 
 class _Sizes(NamedTuple):
-    """Number of rows per unit of each part of the projection of `LigerKimiDeltaAttention`."""
+    """For each part of the projection of `LigerKimiDeltaAttention`, the number of rows per unit."""
 
     query: int
     key: int
@@ -186,7 +186,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         return normed, (conv_state, state)
 
     def _of_latent(self, linear: nn.Linear, latent: Tensor) -> Tensor:
-        """Apply a second projection, for this rank's heads, to a latent of which this rank has some channels."""
+        """Gather a latent, of which this rank has some channels, and project it for this rank's heads."""
         context, ranks = self.groups.context, self.tensor_ranks
         if context is not None:  # each rank uses all channels for its heads
             latent = gather_channels(latent, context)

@@ -22,11 +22,12 @@ class AttentionSpec(NamedTuple):
         window: number of tokens that a token attends to, including itself; None for all.
         needs_mask: whether the kernel needs a mask even for plainly causal attention (softcaps).
         pair_flops: number of floating-point operations in the forward for each pair of a query and a visible key.
-        needs_flash: whether plainly causal attention on accelerators needs a mask except in half precision (sinks).
-        takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step.
+        needs_flash: whether plainly causal attention on accelerators needs a mask unless it runs in half precision
+            (sinks).
+        takes_pages: whether, in a decoding step, keys and values may be pages of a `PagedCache`.
         caches_latents: whether the decode cache has one row per token, and keys and values are computed from these
             rows.
-        chunk: number of tokens per chunk, if a token attends only to its own chunk of its document; otherwise None.
+        chunk: number of tokens per chunk, if tokens attend only to their own chunk of a document; otherwise None.
     """
 
     cache_slot: int | None

@@ -125,7 +125,7 @@ class LinearAttention(Layer):
 
         Args:
             projected: [B, T, rows], the outputs for this rank's units, 0 for padding.
-            states: the states before the first token; None for 0.
+            states: the states before the first token; None for states of zeros.
             padding: [B, T, 1] bool, whether each token is padding; None if there is no padding.
             options: arguments of `run`.
 

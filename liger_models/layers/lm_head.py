@@ -50,7 +50,7 @@ def _aside(device: torch.device) -> torch.Stream:
 
 
 class LabeledRows:
-    """The rows of a batch whose targets [...] are not −100. Only these rows need logits.
+    """The rows of a batch that have a target other than −100. Only these rows need logits.
 
     The number of these rows is copied to the host asynchronously. If the object is created before the blocks run, the
     copy has finished by the time the head needs the number, so the head never waits for the device. The copy runs on
@@ -170,7 +170,7 @@ class LigerLMHead(nn.Linear, Layer):
         Args:
             x: [..., C].
             target: [...] int64, already shifted; −100 is ignored. None returns only the logits.
-            num_items: divisor of the summed loss; None stands for the number of targets.
+            num_items: number by which the summed loss is divided; None for the number of targets.
             return_logits: whether to return the logits [..., V] in addition to the loss.
             log_probs: whether to return the log-probability of each target [...] instead of the loss. It is 0 for
                 ignored targets.

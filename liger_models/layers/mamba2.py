@@ -40,7 +40,7 @@ class GroupedGatedNorm(Layer):
         return True
 
     def forward(self, x: Tensor, gate: Tensor, weight: Tensor, ranks: Group | None) -> Tensor:
-        """Normalize x [..., I / R] with its gate of the same shape.
+        """Normalize x [..., I / R], and multiply by the gate, which has the same shape.
 
         Args:
             x, gate: this rank's channels.
@@ -117,7 +117,7 @@ class StateDecay(Layer):
 
 
 class _Sizes(NamedTuple):
-    """Number of rows per unit of each part of the projection of `LigerMamba2`."""
+    """For each part of the projection of `LigerMamba2`, the number of rows per unit."""
 
     gate: int
     value: int

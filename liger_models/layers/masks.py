@@ -190,7 +190,7 @@ def text_mask(
         needed: whether a mask is required even for plainly causal attention.
         visible_until: [B, T] int64; see `BatchLayout.build`.
         segments: the packed documents as segments if variable-length attention supports the batch; otherwise None.
-        prefix: [B, T] bool, the tokens whose attention has no window; see `BatchLayout.build`.
+        prefix: [B, T] bool, whether a token is exempt from the window; see `BatchLayout.build`.
     """
     if T == 1 and documents is None:
         return Mask()  # a single token attends to the whole cache, or to the window that `attention` cuts from it

@@ -330,7 +330,7 @@ class LigerMoE(Layer):
         If ``addend`` [..., C] is not None, it is added to y.
         """
         if self.training and self.router_jitter:
-            # The experts get the noisy input, too.
+            # The experts also get the noisy input.
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
         return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts), addend)
 

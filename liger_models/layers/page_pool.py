@@ -144,7 +144,7 @@ class PagePool(PagedCache):
         return (self.lengths * (self.remaining > 0)).long()[:, None]
 
     def step(self) -> None:
-        """Like `PagedCache.step`, for the rows with remaining tokens."""
+        """Like `PagedCache.step`, for the rows that have remaining tokens."""
         positions = self.positions
         self.slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
         self.lengths.copy_(positions[:, 0] + 1)
@@ -203,13 +203,13 @@ class PagePool(PagedCache):
         return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Like `DecodeCache.states`, for the rows in the forward."""
+        """Like `DecodeCache.states`, for the rows that take part in the forward."""
         if self.pages is not None:
             return self._states[layer]
         return tuple(state[self._filled] for state in self._states[layer]) if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Like `DecodeCache.replace_states`, for the rows in the forward."""
+        """Like `DecodeCache.replace_states`, for the rows that take part in the forward."""
         n = len(self._filled)
         for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:

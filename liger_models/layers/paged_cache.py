@@ -115,7 +115,8 @@ class PagedCache(DecodeCache):
 
         Args:
             bounds: [2B + 1] int32, the bounds of each row's tokens and of its padding, for layers that read
-                `BatchLayout.bounds`. The cache keeps only the states after the tokens.
+                `BatchLayout.bounds`. The cache keeps only the states after the tokens, not the states after the
+                padding.
         """
         self.bounds = bounds
         try:

@@ -101,8 +101,8 @@ def mrope_positions(
 
     Args:
         kinds: [B, T] int64: 0 for text, 1 for images, 2 for videos.
-        grids: ``grid_thw`` [n, 3] of all images and ``grid_thw`` of all videos, each in the order of the text; None if
-            there are none.
+        grids: ``grid_thw`` [n, 3] of all images, and ``grid_thw`` of all videos, both in the order of the text. None
+            stands for no images or no videos.
         merge: number of patches along the side of a block, the square of patches that becomes one token.
         mask: [B, T], 0 for padding, which is not counted and has position 0.
         cu_seqlens: [n + 1], boundaries of packed documents; see `BatchLayout.build`. Positions start from 0 in each
@@ -161,7 +161,7 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
     """Count the image tokens that should directly follow the previous token of the same part but do not.
 
     Args:
-        here: [B, T] bool, whether each token belongs to an image (or to a video).
+        here: [B, T] bool, whether each token belongs to one of the images (or videos).
         sizes: [n] int64, the number of tokens of each image, in the order of the text.
         parts: [n] int64, for each image, the number of tokens of a part. The tokens of a part must be contiguous.
         cu_seqlens: [documents + 1], boundaries of packed documents. A part must not cross a boundary.
@@ -192,9 +192,9 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
     Args:
         weight: [side², C].
         patches: the N patches of a batch.
-        aligned: whether the centers of the corner patches of an image coincide with those of the learned grid. If
-            False, the borders of both grids coincide, and positions outside of the learned grid are 0, as in PyTorch's
-            ``grid_sample`` with its default settings.
+        aligned: whether the centers of an image's corner patches coincide with the corner points of the learned grid.
+            If False, the borders of both grids coincide, and positions outside of the learned grid are 0, as in
+            PyTorch's ``grid_sample`` with its default settings.
         bicubic: whether to interpolate bicubically. The borders of both grids coincide, and outside of the learned grid
             the positions at its border are repeated, as in PyTorch's ``grid_sample``.
 

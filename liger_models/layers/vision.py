@@ -22,7 +22,7 @@ class VisionBlock(nn.Module):
         kernels: which parts run on fused kernels.
         rotary: name of the rotary embedding; None for no rotation.
         bias: whether the projections of attention have biases.
-        o_bias: whether the output projection has a bias, if this differs from ``bias``.
+        o_bias: whether the output projection has a bias; by default the same as ``bias``.
         interleaved: as in `LigerAttention`.
     """
 

@@ -127,7 +127,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
 
         Args:
             lin_weight: [V, C] weight of the head.
-            _input: [2·pairs, T, C] hidden states, the chosen sequences first.
+            _input: [2·pairs, T, C] hidden states. The chosen sequences come first.
             target: [2·pairs, T] int64, already shifted.
             bias: [V] bias of the head.
             ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. The

@@ -130,7 +130,7 @@ class LigerKLDIVLoss(nn.Module):
 
         Args:
             y_pred: [..., V] log-probabilities.
-            y_true: [..., V] probabilities or, with ``log_target``, log-probabilities; gets no gradient.
+            y_true: [..., V] probabilities or, with ``log_target``, log-probabilities. It gets no gradient.
         """
         check_distributions("LigerKLDIVLoss", y_pred, y_true)
         divergence = "kl_log" if self.log_target else "kl"

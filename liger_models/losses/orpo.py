@@ -111,8 +111,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
 
         Args:
             nll_target: [2·pairs, T] targets for the NLL if they differ from ``target``, for example because the NLL
-                includes the prompt. Only the chosen half is read. The head then runs a second time on the chosen
-                sequences.
+                includes the prompt. Only the half of the chosen sequences is read. The head then runs a second time on
+                them.
             Others: as in `LigerFusedLinearDPOLoss.forward`.
         """
         if nll_target is None:

@@ -22,7 +22,7 @@ class LigerFusedCETVDLoss(nn.Module):
     """Cross entropy and total variation distance of each token, computed from all logits.
 
     Args:
-        ignore_index: target value of tokens that are ignored. Both results are 0 for these tokens.
+        ignore_index: target value of tokens to ignore. Both results are 0 for these tokens.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:

@@ -33,7 +33,7 @@ class MemoryPlan:
     Attributes:
         policies: the checkpointing policy of each block.
         offload_layers: number of blocks whose activations are offloaded; see `Decoder.set_checkpointing`.
-        host_moments: indices of the blocks whose moments live in host memory.
+        host_moments: indices of the blocks whose moments are kept in host memory.
         in_backward: whether the optimizer steps during the backward.
         parts: dict from the name of each part of the estimated peak to its bytes.
         budget: number of bytes of device memory that the step may take.

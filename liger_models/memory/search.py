@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
         away: [columns], the sums over the offloaded blocks.
         offload_layers: number of offloaded blocks.
         host_moments: number of blocks whose moments are kept in host memory.
-        in_backward: whether the optimizer steps in the backward.
+        in_backward: whether the optimizer steps during the backward.
     """
 
     stay: Tensor
@@ -156,9 +156,10 @@ class Search:
 
         Args:
             case: the case.
-            stay: [S, columns], the sums over the blocks that stay on the device, with rising bytes and falling seconds.
+            stay: [S, columns], the sums over the blocks that stay on the device, sorted by rising bytes and falling
+                seconds.
             away: [A, columns], the sums over the offloaded blocks.
-            in_backward: whether the optimizer steps in the backward.
+            in_backward: whether the optimizer steps during the backward.
         """
         kept, _, stay_seconds = stay[:, :COUNTS].T.contiguous()  # contiguous for the bisection
         freed = self._freed(case.offload)[:, None]  # [H, 1]

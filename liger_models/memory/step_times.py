@@ -59,7 +59,7 @@ class StepTimes(NamedTuple):
             recomputed: seconds of recomputation per batch.
             moved: bytes of activations that are offloaded per batch.
             moments: bytes of moments that are kept in host memory.
-            in_backward: whether the optimizer steps in the backward.
+            in_backward: whether the optimizer steps during the backward.
         """
         recomputed, moved, moments = (
             torch.as_tensor(values, dtype=torch.float64) for values in (recomputed, moved, moments)

@@ -131,7 +131,7 @@ class EmbedderTexts:
 
     Args:
         query_prompt, document_prompt: texts before the query and before each document.
-        max_length: maximum number of tokens, to which texts are cut.
+        max_length: maximum number of tokens; longer texts are cut.
     """
 
     query_prompt: str = ""

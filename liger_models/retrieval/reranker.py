@@ -89,7 +89,7 @@ class RerankerTexts:
 
     Args:
         settings: the prompt.
-        max_length: maximum number of tokens, to which prompts are cut.
+        max_length: maximum number of tokens; longer prompts are cut.
     """
 
     settings: RerankerSettings

@@ -46,7 +46,7 @@ class EmbedderSettings:
         prompts: maps the name of a prompt, such as "query" or "document", to the text that is put before the text to
             embed.
         default_prompt: the name of the prompt that is used by default; None for no prompt.
-        max_length: maximum number of tokens, to which texts are cut; None for the model's maximum length.
+        max_length: maximum number of tokens; longer texts are cut. None for the model's maximum length.
     """
 
     pooling: str = "lasttoken"
@@ -125,7 +125,7 @@ class RerankerSettings:
         instruction: text that says what makes a document fit a query.
         prefix, suffix: the texts before and after instruction, query and document; by default as in Qwen3-Reranker.
         yes, no: the texts of the two tokens.
-        max_length: maximum number of tokens in a prompt, to which the document is cut; None for the model's maximum
+        max_length: maximum number of tokens; in longer prompts, the document is cut. None for the model's maximum
             length.
     """
 

@@ -79,7 +79,7 @@ def select_template(templates: str | Mapping[str, str] | None, tools: object) ->
     """Return the source of the template for a conversation.
 
     Args:
-        templates: a tokenizer's ``chat_template``: one template, or several by name.
+        templates: a tokenizer's ``chat_template``, which is one template, or several templates by name.
         tools: the tools of the conversation. With tools, the template "tool_use" takes precedence over "default".
 
     Raises:

@@ -1,4 +1,4 @@
-"""JSON schemas for Python functions that a model may call, equal to those of transformers' ``get_json_schema``."""
+"""JSON schemas for Python functions that a model may call, as transformers' ``get_json_schema`` creates them."""
 
 import contextlib
 import enum

@@ -33,7 +33,7 @@ def render(
         template: the source of the chat template.
         messages: dicts with ``role`` and ``content``.
         variables: the other variables of the template.
-        add_generation_prompt: end the text with the beginning of an answer.
+        add_generation_prompt: whether to end the text with the beginning of an answer.
         mark_answers: whether to put `BEGIN` and `END` around the output of each ``{% generation %}`` block.
 
     Raises:

@@ -549,7 +549,7 @@ class Tokenizer:
 
         Args:
             messages: dicts with ``role`` and ``content``; or a list of such lists, one for each conversation.
-            add_generation_prompt: end the text with the beginning of an answer.
+            add_generation_prompt: whether to end the text with the beginning of an answer.
             continue_final_message: whether to end the text within the last message, so that the model continues this
                 message. A str names the field to continue instead of "content", such as "reasoning_content".
             tools: JSON schemas of functions that the model may call, or Python functions with type hints and a
@@ -557,8 +557,8 @@ class Tokenizer:
             chat_template: a template to use instead of the tokenizer's template, or the name of one of the tokenizer's
                 templates.
             tokenize: whether to return token ids instead of text.
-            return_tensors: "pt" returns the token ids as [B, T] int64, for ``model.generate``. Several conversations
-                are padded on ``padding_side``.
+            return_tensors: "pt" returns the token ids as [B, T] int64, for ``model.generate``. If there are several
+                conversations, they are padded on ``padding_side``.
             return_dict: with ``return_tensors="pt"``, whether to return ``input_ids`` and ``attention_mask``, for
                 ``model.generate(**inputs)``.
             **variables: the other variables of the template.
