@@ -1,4 +1,4 @@
-"""The training command, and components for custom training loops: optimizers, metrics, seeds and kernel warm-up."""
+"""The training command, and components for custom training loops: optimizers, metrics, seeding and kernel warm-up."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -21,15 +21,16 @@ from liger_models.train.resume import OPTIONS
 from liger_models.train.train_options import TrainOptions
 
 RUNS = Path("runs")
-"""The folder of the runs whose folder the user has not named."""
+"""The parent folder of every run for which the user has named no output folder."""
 OBJECTIVE_OF = {"preference": "dpo", "kto": "kto"}
-"""Maps formats of data to the objective that they train with by default. All others train with sft."""
+"""Maps data formats to their default objective. The default objective of all other formats is sft."""
 
 
 def choose_folder(options: TrainOptions) -> TrainOptions:
     """Return the options with a new folder for the run if the user has named none. Every rank must call this function.
 
-    The folder is named after model and data. Its name gets a number if the folder exists, so no run is overwritten.
+    The folder is named after the model and the data. If this folder exists, a number is appended to the name, so
+    that no run is overwritten.
     """
     if options.output is not None:
         return options
@@ -57,9 +58,9 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
 
 
 def choose_objective(options: TrainOptions) -> TrainOptions:
-    """Return the options with the objective for the format of the data if the user has named none.
+    """Return the options with an objective: the user's choice or, without one, the default for the format of the data.
 
-    If the data do not exist or cannot be read, the objective remains sft, which raises the error later.
+    If the data do not exist or cannot be read, the objective remains sft, and reading the data raises the error later.
     """
     if options.given["objective"] is not None or options.field is not None:
         return options
@@ -72,13 +73,13 @@ def choose_objective(options: TrainOptions) -> TrainOptions:
 
 
 def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
-    """Return the options with the dtype of the weights under adapters if the user has named none.
+    """Return the options with a dtype for the weights under adapters, unless the user has named a dtype.
 
-    This is the dtype of the checkpoint. A run that resumes keeps the dtype with which it began.
+    The default is the dtype of the checkpoint. A resumed run keeps the dtype with which it began.
 
     Args:
         options: the options of the run, whose folder is chosen.
-        computing: the dtype of the computation, in which 16-bit weights are kept.
+        computing: the dtype of the computation, and of the weights if the checkpoint has 16-bit weights.
     """
     if options.dtype is not None:
         return options
@@ -94,7 +95,7 @@ def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
 
 
 def begun_options(options: TrainOptions) -> dict[str, Any]:
-    """Return the options with which the run in ``options.output`` was last started; empty for a new run."""
+    """Return the options with which the run in ``options.output`` was last started, or an empty dict for a new run."""
     output = Path(str(options.output))
     try:
         begun = json.loads((output / OPTIONS).read_text()) if newest_checkpoint(output) else {}

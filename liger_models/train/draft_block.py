@@ -1,4 +1,4 @@
-"""The block for multi-token prediction in a training run: trained with the model, or kept and measured."""
+"""Multi-token prediction in a training run: its block is trained with the model, or only kept and measured."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,17 +17,18 @@ from liger_models.train.objectives import INPUTS
 from liger_models.train.report import say
 
 MEASURED_BATCHES, MEASURED_SAMPLES = 8, 512
-"""Number of batches in which drafts are compared with the choices of the model, and, if there are no evaluation data,
-the number of samples of the training data from which these batches are taken."""
+"""The number of batches on which drafts are compared with the model's own predictions, and the number of training
+samples from which these batches are taken if there are no evaluation data.
+"""
 
 
 def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded: bool) -> LigerMTP | None:
-    """Make the block that is trained with a model or drafts for it; None if ``weight`` is None.
+    """Make the model's block for multi-token prediction; None if ``weight`` is None.
 
     Args:
         model: the model, whose weights are loaded.
         weight: the option ``mtp_weight``.
-        detached: whether the loss of the block trains only the block.
+        detached: whether the block's loss trains only the block, and not the model.
         sharded: whether FSDP or other kinds of parallelism shard the model.
 
     Raises:
@@ -48,11 +49,11 @@ def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded
 
 
 class DraftAcceptance:
-    """Measures how many drafts of a model's block for multi-token prediction the model accepts.
+    """Measures which share of the tokens drafted by the block for multi-token prediction the model accepts.
 
     Args:
         model: the model, sharded by FSDP or not.
-        block: the block that is trained, or None if the tensors of the checkpoint are kept.
+        block: the trained block, or None if the checkpoint's tensors of the block are only kept.
         batches: the batches of this rank, on the device of the model.
     """
 
@@ -62,10 +63,10 @@ class DraftAcceptance:
 
     @torch.no_grad()
     def measure(self) -> float | None:
-        """Return the share of accepted drafts on rank 0, which has the kept tensors. Every rank must call this.
+        """Return the share of accepted drafts on rank 0, which holds the kept tensors. Every rank must call this.
 
-        The result is None on other ranks, and if `LigerMTP` does not support the model or the tensors of its block. The
-        reason is printed.
+        The result is None on other ranks. It is also None if `LigerMTP` does not support the model or the tensors
+        of its block; the reason is then printed.
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self._model.device)
         with unsharded(self._model) as model:
@@ -87,7 +88,7 @@ class DraftAcceptance:
 
 
 def has_block(model: CausalLM) -> bool:
-    """Whether the checkpoint of a model has a block for multi-token prediction. Every rank must call this."""
+    """Return whether the model's checkpoint has a block for multi-token prediction. Every rank must call this."""
     mtp_format = format_of(type(model)).mtp
     if mtp_format is None:
         return False

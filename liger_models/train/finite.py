@@ -1,4 +1,4 @@
-"""Checks that stop a run with non-finite numbers at the next log line, and before non-finite weights are saved."""
+"""Checks that stop a run at the first log line after a non-finite loss or gradient, or before bad weights are saved."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,17 +13,18 @@ from liger_models.distributed.ranks import is_distributed
 from liger_models.layers.linear import local
 
 NEVER = 2**62
-"""A number of a step that no run reaches. It means that all losses so far were finite."""
+"""A step number that no run reaches. As the first non-finite step, it means that all steps so far were finite."""
 
 
 class FiniteChecks:
-    """Records on the device the first step whose loss or gradients were not finite. `check` raises an error for it.
+    """Records, on the device, the first step with a non-finite loss or gradient. `check` then raises an error.
 
     Args:
         parameters: the trained parameters.
-        scaler: the loss scale. If gradients overflow in float16, the scaler skips the step, which is then not an error.
-            With a scale below 1, however, the scale can't be the cause, and the step is an error.
-        files: the files of the data, for error messages.
+        scaler: the gradient scaler. If gradients overflow in float16, the scaler skips the step, which is not an
+            error. With a scale below 1, however, the scale can't be the cause of the overflow, and the step is an
+            error.
+        files: the data files, for error messages.
         newest: a function that returns the newest checkpoint, for error messages.
     """
 
@@ -40,14 +41,14 @@ class FiniteChecks:
         self._quantity = "loss"
 
     def watch(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
-        """Record whether a step was finite, without waiting for the device.
+        """Record whether the loss and the gradients of a step were finite, without waiting for the device.
 
         Args:
             step: number of the step.
             loss: the loss of this rank, [].
             norm: the norm of the gradients of all ranks, []; None if the optimizer has stepped in the backward.
         """
-        # The first step is a tensor [] on the device, so that the host waits for nothing before `check`.
+        # The first non-finite step is a tensor [] on the device, so that the host does not wait before `check`.
         if self._first is None:
             self._first = torch.full((), NEVER, dtype=torch.int64, device=loss.device)
         finite = loss.isfinite()

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, so that only one process group at a time trains in it, and its JSON files."""
+"""The folder of a run: its JSON files, and the lock that lets only one process group at a time train in it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,16 +17,16 @@ LOCK = ".lock"
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Context manager that no other run can enter for the same folder. Every rank must call this function.
+    """Context manager that only one run at a time can enter for the same folder. Every rank must call this function.
 
-    A run that fails before it has written anything leaves no folder.
+    If a run fails before it has written anything, its folder is removed.
 
     Raises:
         ValueError: another run is training in the folder.
         OSError: the folder cannot be written.
     """
     with ExitStack() as stack:
-        # Rank 0 locks for all ranks, and its error ends all of them.
+        # Rank 0 takes the lock for all ranks. If it fails, its error is raised on all ranks.
         with raise_on_all_ranks():
             if rank() == 0:
                 try:
@@ -50,7 +50,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a run that failed before it wrote anything but the lock."""
+    """Remove the folder of a run if the folder contains nothing but the lock."""
     if [path.name for path in folder.iterdir()] == [LOCK]:
         with suppress(OSError):  # the folder may be a mount point
             (folder / LOCK).unlink()
@@ -58,7 +58,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file beside its target and rename it, so that a killed run leaves the old file or the new."""
+    """Replace a JSON file atomically (write, then rename): a killed run leaves either the old or the new file."""
     temporary = path.with_suffix(".tmp")
     with reporting(path):
         write_json(temporary, content)

@@ -45,7 +45,7 @@ class GRPOObjective(Objective):
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
-        # The reward, and what is sampled.
+        # The reward function and the options of sampling.
         if "reward" not in settings:
             raise ValueError(
                 "TrainOptions: objective grpo needs a reward, got none. Name a function: file.py:function."
@@ -69,7 +69,7 @@ class GRPOObjective(Objective):
 
         settings.pop("mtp_weight", None)
 
-        # The loss. `prepare` makes it again with the settings of the model's head.
+        # The loss. `prepare` creates the loss again with the settings of the model's head.
         self.temperature = settings.get("temperature", 1.0)
         low = settings.pop("epsilon", 0.2)
         ranges = {"epsilon_low": low, "epsilon_high": settings.pop("epsilon_high", low)}
@@ -101,7 +101,7 @@ class GRPOObjective(Objective):
         Raises:
             ValueError: a column of the data has the name of another argument of the reward function.
         """
-        # Prompts leave room for an answer in a row.
+        # Prompts are limited in length, so that a prompt and its answer fit into a row.
         data = PromptDataset(source, reader_of(model), **{**options, "length": options["length"] - self.new})
         rows: Any = data.rows
         records = itertools.chain.from_iterable(part.records for part in getattr(rows, "parts", [rows]))
@@ -118,11 +118,12 @@ class GRPOObjective(Objective):
         """Sample ``num_generations`` answers to each prompt of a batch, and compute their rewards.
 
         Returns:
-            Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations. With
-            ``replay_routing``, the batch also has the experts of each token, ``routed_experts`` [B, T, layers, k]. With
-            ``deterministic_rollouts``, it also has the log-probabilities ``old`` [B, T] if several steps need them.
+            Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations.
+            With ``replay_routing``, the batch also has the experts of each token, ``routed_experts`` [B, T, layers,
+            k]. With ``deterministic_rollouts``, the batch also has the log-probabilities ``old`` [B, T] if it is
+            used for several steps.
         """
-        # Answers, and their rewards relative to the group of answers to the same prompt.
+        # Sample answers, and compare each reward with the rewards of the other answers to the same prompt.
         answers, experts, log_probs, drafted = self._answers(model, rows)
         reshard(model)
         rows = [row for row in rows for _ in range(self.generations)]
@@ -158,9 +159,10 @@ class GRPOObjective(Objective):
         """Sample ``num_generations`` consecutive answers to each prompt, up to and including their stop tokens.
 
         Returns:
-            The answers; the experts of the tokens of prompts and answers, if `rollout` has sampled the answers and
-            routing is replayed; the log-probabilities of the answers, if `rollout` has sampled the answers; and the
-            numbers of accepted drafts and of forwards [2], if the block for multi-token prediction has drafted.
+            Four values: the answers; the experts of all tokens in prompts and answers, if `rollout` sampled the
+            answers and routing is replayed; the log-probabilities of the answers, if `rollout` sampled the answers;
+            the number of accepted drafts and the number of forwards [2], if the block for multi-token prediction
+            drafted tokens.
         """
         prompts: list[list[int]] = [[*row["ids"]] for row in rows]
         longest = max(map(len, prompts))
@@ -168,7 +170,7 @@ class GRPOObjective(Objective):
         options: dict[str, Any] = {"max_new_tokens": self.new, "do_sample": True, "temperature": self.temperature}
         options |= {"num_return_sequences": self.generations, **UNFILTERED}
 
-        # Sampling is fastest with whole parameters and `rollout`, which needs memory for both.
+        # Sampling is fastest with unsharded parameters and with `rollout`, if there is memory for both.
         gathers = has_room(model)
         with unsharded(model) if gathers else nullcontext(model) as policy:
             refused = refusal(policy, longest + self.new, prompts[0]) if not inputs else "prompts must have no images"
@@ -188,7 +190,8 @@ class GRPOObjective(Objective):
                 )
             if self.deterministic:
                 raise ValueError(f"TrainOptions: deterministic_rollouts needs rollout, but {refused}. Leave it out.")
-            # If FSDP gathers in each forward, all ranks must run the same number of forwards: no answer may end early.
+            # If FSDP gathers parameters in each forward, all ranks must run the same number of forwards, so no
+            # answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
             pad = model.tokenizer.padding_id
             sampled = policy.generate(prompts, **options, **ends, **inputs, pad_token_id=pad)[:, longest:].tolist()
@@ -197,7 +200,7 @@ class GRPOObjective(Objective):
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
         """Call the reward function with the arguments that TRL's trainer passes, and check the rewards."""
-        # All columns of the data, and completions in the form of the prompts: text or messages.
+        # Pass all columns of the data. Completions have the same form as the prompts: text or messages.
         names = dict.fromkeys(name for example in examples for name in example if name != "prompt")
         texts: list[Any] = [model.tokenizer.decode(answer) for answer in answers]
         texts = [
@@ -211,7 +214,7 @@ class GRPOObjective(Objective):
             **{name: [example.get(name) for example in examples] for name in names},
         )
 
-        # Numbers in a tensor, an array or a sequence.
+        # The rewards may be a tensor, an array or a sequence.
         rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
         # Iterating over a dict would yield its keys, and a set has no order.
         is_ordered = isinstance(rewards, Iterable) and not isinstance(rewards, Mapping | Set | str | bytes)
@@ -228,7 +231,7 @@ class GRPOObjective(Objective):
         return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """See `Objective.loss`. ``batch`` caches the log-probabilities of the sampling policy and of the reference."""
+        """See `Objective.loss`. Log-probabilities of sampling policy and reference model are cached in ``batch``."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 
@@ -236,7 +239,8 @@ class GRPOObjective(Objective):
             values: Tensor = model(**inputs, **more, loss_function=self._log_probs).loss
             return values
 
-        # The first step on a batch computes the log-probabilities of the sampling policy and of the reference.
+        # The first step on a batch computes the log-probabilities under the sampling policy and under the reference
+        # model.
         if self.repeats > 1 and "old" not in batch:
             with torch.no_grad(), self._forward(model):
                 batch["old"] = log_probs(model, **replayed)
@@ -258,7 +262,7 @@ class GRPOObjective(Objective):
             else:
                 (loss, metrics), mtp_loss, aux_loss = block.losses(**inputs, **replayed, loss_function=policy_loss)
 
-        # A loss that is no mean over all tokens of the step is a mean over its batches.
+        # A loss that is not a mean over all tokens of the step is a mean over the batches of the step.
         loss = loss / (1 if num_items is not None else self.accumulate)
         loss = loss if aux_loss is None else loss + aux_loss / self.accumulate
         tokens = (batch["labels"] != -100).sum()
@@ -271,7 +275,7 @@ class GRPOObjective(Objective):
         return loss, {**self.evaluate(model, batch), **means, **drafts}
 
     def _forward(self, model: CausalLM) -> AbstractContextManager[None]:
-        """Return the context manager for the forwards of the policy."""
+        """Return the context manager in which the policy's forwards run."""
         return deterministic_forward(model) if self.deterministic else nullcontext()
 
     def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -325,8 +329,8 @@ def load_function(name: str) -> Reward:
 
 
 def has_room(model: CausalLM) -> bool:
-    """Return whether all ranks have memory for all parameters in 16 bits, and the same amount again for sampling."""
-    # All ranks must decide alike. Two bytes a parameter, twice.
+    """Return whether all ranks have memory for all parameters in 16 bits, plus the same amount for sampling."""
+    # All ranks must make the same decision. Parameters take two bytes each, and sampling takes as much again.
     free = free_memory(model.device)
     if free is None:
         return True

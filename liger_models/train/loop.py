@@ -1,9 +1,9 @@
 """Train or fine-tune a model on packed data with FSDP2: ``torchrun -m liger_models.train config.yaml``.
 
 This file contains the whole loop, from the process group to the export, and is meant to be copied and changed. The
-options of the loop are in ``train_options.py``. The loop trains all weights, or adapters (LoRA). It runs on any number
-of GPUs, on CPUs with gloo, and in a single process without torchrun. A run that is started again resumes from its last
-checkpoint.
+options of the loop are in ``train_options.py``. The loop trains either all weights or adapters (LoRA). It runs on
+any number of GPUs, on CPUs with gloo, and in a single process without torchrun. A run that is started again resumes
+from its last checkpoint.
 """
 
 import math
@@ -91,21 +91,21 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
 
     Args:
         options: the options of the run.
-        restarts: whether the processes of several ranks start themselves again, with the arguments of the command line,
-            if one of them runs out of memory and a smaller plan exists. If False, the rank raises the error, and the
-            next run in the folder uses the smaller plan.
+        restarts: what happens if one of several ranks runs out of memory and a smaller plan exists. If True, all
+            processes restart themselves with the arguments of the command line. If False, the rank raises the
+            error, and the next run in the folder uses the smaller plan.
 
     Raises:
         KeyboardInterrupt: SIGINT has stopped the run.
         SystemExit: SIGTERM has stopped the run.
-        ValueError: the device or a data file does not exist, data have no targets, ``options.output`` is a file,
-            another process trains in it, it holds a run with another model, other data or another objective, the
-            number of ranks does not fit, no step fits into the memory, or a loss, the norm of the gradients or a weight
-            is not finite.
+        ValueError: the device or a data file does not exist; the data have no targets; ``options.output`` is a
+            file; another process trains in this folder; the folder holds a run with another model, other data or
+            another objective; the number of ranks does not fit the options; no step fits into the memory; or a
+            loss, the norm of the gradients or a weight is not finite.
         torch.OutOfMemoryError: a step does not fit into the memory of the device.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
-    # The lock comes last, because all ranks must be able to report that it is taken.
+    # The lock comes last, because all ranks must be able to report that another run holds it.
     device = select_device(options.device)
     prepare_paths(options)
     started_group = start_group(device)
@@ -114,7 +114,7 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
     with lock_folder(output), ExitStack() as cleanup:
         stop = run(options, output, device, cleanup, restarts=restarts)
 
-    # A group that the caller has made stays. Signals take effect after all cleanup.
+    # Only a process group that this function created is destroyed. Signals take effect after all cleanup.
     if started_group:
         dist.destroy_process_group()
         if device.type == "cpu":  # Python aborts if it exits while a thread of gloo still frees a tensor
@@ -129,7 +129,7 @@ def run(
 
     After an error, ``cleanup`` ends the line of the progress bar.
     """
-    # Packages, budget, mesh and seed: whatever can fail before a large model is loaded.
+    # Check packages, memory budget, mesh and seed first, so that errors appear before a large model is loaded.
     for name in options.report_to:
         reporter(name)
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
@@ -138,7 +138,7 @@ def run(
     seed_all(options.seed + data_rank, deterministic=options.deterministic)
     options = choose_objective(fetch_files(options))
 
-    # The model, sharded, and what else the objective needs, such as a reference model.
+    # The sharded model, and other models that the objective needs, such as a reference model.
     dtype = computing_dtype(options, device)
     options = choose_dtype(options, dtype)
     model, objective = load_model(options, device, mesh, dtype), make_objective(options)
@@ -147,14 +147,14 @@ def run(
     objective.block = make_block(model, options.mtp_weight, detached=detached, sharded=is_sharded)
     trained = model if objective.trained_block is None else objective.trained_block
 
-    # The data. Weights that only images reach are frozen if there are no images.
+    # The data. Weights that only process images are frozen if the data contain no images.
     bound_images(model, options.max_pixels)
     data, eval_data = make_datasets(options, model, objective, data_rank, data_ranks)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     if not options.lora_r and not data.has_images:
         freeze_images(model)
 
-    # What is recomputed or offloaded, by a policy or by a plan.
+    # Choose what is recomputed or offloaded: by the user's policy or by a memory plan.
     step_plan = StepPlan(options, model, dtype, budget, restarts=restarts)
     if options.compile:
         from liger_models.parallel.fsdp import compile_blocks  # slow to import
@@ -165,9 +165,9 @@ def run(
     progress = Progress(options, data, objective)
     updates = Updates(trained, options, step_plan.plan, progress, dtype)
     drafts = measure_drafts(options, model, objective, data_rank, data_ranks)
-    accepted_before = None if drafts is None else drafts.measure()  # by the weights that the run began with
+    accepted_before = None if drafts is None else drafts.measure()  # with the weights that the run began with
 
-    # The saved state if the run resumes. The current options override the saved ones.
+    # Load the saved state if the run resumes. The current options override the saved options.
     state = (trained, updates.optimizer, updates.scheduler, loader, updates.scaler)
     settings = fixed_settings(options, objective)
     start = load_state(output, *state, settings=settings) or 0
@@ -188,7 +188,7 @@ def run(
     if accepted_before is not None and start == 0:
         log.write(0, draft_acceptance=accepted_before)
 
-    # Signals and checks of finite numbers begin with the first step.
+    # Signal handling and the checks for non-finite values begin with the first step.
     checkpoints, stop = Checkpoints(output, options.keep, state, settings), Stop()
     finite = FiniteChecks(updates.trained, updates.scaler, options.data, checkpoints.newest)
     targets = TargetChecks(options.length)
@@ -210,7 +210,7 @@ def run(
         lr, norm = updates.step()
         finite.watch(step, loss, norm)
 
-        # Log, evaluation, sample. Only the time of training counts in the log's rates. All ranks decide alike.
+        # Log, evaluation, sample. The rates in the log count training time only. All ranks make the same decisions.
         is_last = step == steps
         is_stopping = stop.check() and step % objective.repeats == 0
         if step % options.log_every == 0 or is_last:
@@ -224,7 +224,7 @@ def run(
             if warning := targets.check(step, device):
                 say(warning)
             finite.check()
-            if norm is None:  # the loss may be finite although gradients that no check has seen are not
+            if norm is None:  # the loss may be finite although an unchecked gradient is not
                 finite.check_weights(step)
         if step % options.eval_every == 0 or is_last:
             if eval_data is not None:
@@ -267,7 +267,7 @@ def run(
 
 
 def prepare_paths(options: TrainOptions) -> None:
-    """Check the paths of the data, and create the folder of the run if the options name it.
+    """Check the paths of the data, and create the folder of the run if the options name one.
 
     Raises:
         ValueError: the model is a file, a path of the data does not exist, or the output is a file.
@@ -302,10 +302,11 @@ def prepare_paths(options: TrainOptions) -> None:
 
 
 def select_device(name: str | None) -> torch.device:
-    """Set and return the current device: the device called ``name``, else the rank's accelerator, else the CPU.
+    """Set and return the current device: ``name`` if given, otherwise the rank's accelerator if any, otherwise the
+    CPU.
 
     Raises:
-        ValueError: there is no such device, or several processes are to share one.
+        ValueError: there is no such device, or several processes would share one device.
     """
     device = available_device("train", name)
     if device.type == "cpu":
@@ -323,7 +324,8 @@ def start_group(device: torch.device) -> bool:
     """Initialize the process group unless there is one, and return whether this call initialized it."""
     if dist.is_initialized():
         return False
-    # torchrun describes its group in variables. A single process needs neither a port nor a store on the network.
+    # torchrun describes its process group in environment variables. A single process needs no port and no network
+    # store.
     by_torchrun = "RANK" in os.environ
     single: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(dist.get_default_backend_for_device(device), **(new_store() if by_torchrun else single))
@@ -331,10 +333,10 @@ def start_group(device: torch.device) -> bool:
 
 
 def make_mesh(options: TrainOptions, device: torch.device) -> DeviceMesh:
-    """Arrange the ranks as [ranks with different batches ("dp"), ranks that share a batch ("shared")].
+    """Arrange the ranks in a 2D mesh: "dp" (ranks with different batches) x "shared" (ranks that share a batch).
 
     Raises:
-        ValueError: the number of ranks is not a multiple of the ranks that share a batch.
+        ValueError: the number of ranks is not a multiple of the number of ranks that share a batch.
     """
     ranks, sharing = dist.get_world_size(), options.sharing
     if ranks % sharing != 0:
@@ -346,7 +348,7 @@ def make_mesh(options: TrainOptions, device: torch.device) -> DeviceMesh:
 
 
 def all_ranks(device: torch.device) -> DeviceMesh:
-    """Return a mesh of all ranks. Without it FSDP would shard over accelerators even if the run is on the CPU."""
+    """Return a mesh of all ranks. Without a mesh, FSDP would shard over accelerators even if the run is on the CPU."""
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
@@ -376,7 +378,7 @@ def make_datasets(
 
 
 def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[str, Any]:
-    """Return the arguments of a data set that training and evaluation data have in common."""
+    """Return the data set arguments that training and evaluation data have in common."""
     return {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
         "broken_media": options.broken_media, "multi_turn": options.multi_turn,
@@ -388,9 +390,9 @@ def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[s
 def measure_drafts(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> DraftAcceptance | None:
-    """Return an object that measures the drafts of the model's block for multi-token prediction; None without a block.
+    """Return an object that measures drafts by the model's block for multi-token prediction; None without a block.
 
-    It reads the first batches of the evaluation data or, without evaluation data, of the training data.
+    The object measures on the first batches of the evaluation data or, without evaluation data, of the training data.
     """
     if options.sharing != 1 or not objective.has_head or not (objective.block is not None or has_block(model)):
         return None
@@ -399,7 +401,7 @@ def measure_drafts(
         return None
     files, limit = (options.eval_data, None) if options.eval_data else (options.data, MEASURED_SAMPLES)
     data = objective.eval_dataset(files, model, max_samples=limit, **packing_of(options, data_rank, data_ranks))
-    # Sampled answers must not change the random numbers of the run.
+    # Restore the random state afterwards: sampling answers must not change the random numbers of the run.
     state = random_state(model.device)
     batches = [objective.batch(model, batch) for batch in first_batches(data)]
     restore_random_state(state, model.device)
@@ -415,13 +417,15 @@ class Progress:
 
     def __init__(self, options: TrainOptions, data: PackedDataset, objective: Objective) -> None:
         self._options, self._data, self._repeats = options, data, objective.repeats
-        # Batches and steps of all epochs. Products are rounded before `ceil`, so that 0.07 of 100 batches are 7, not 8.
+        # The number of batches and steps in all epochs. Products are rounded before `ceil`, so that 0.07 × 100
+        # gives 7, not 8.
         self._batches = math.ceil(round(options.epochs * len(data), 6))
         self._exact_steps = self._batches / options.accumulate * objective.repeats
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
-        """Continue after step ``start``. The last epoch ends with the data, even if the size of a step has changed.
+        """Continue after step ``start``. The run still ends with the last batch, even if the size of a step has
+        changed.
 
         For example, suppose that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If its steps now
         have 4 batches, the run has 5 more steps, so `steps` becomes 15.
@@ -431,11 +435,11 @@ class Progress:
             self.steps = start + max(math.ceil(round(self._exact_steps - read_steps, 6)), 0)
 
     def _batches_read(self) -> float:
-        """Return the number of batches that each rank has read, in batches of the current size."""
+        """Return how many batches each rank has read, counted in batches of the current size."""
         return self._data.passed / (self._data.ranks * self._options.batch_size)
 
     def next_batches(self) -> int:
-        """Return the number of batches of the next step. The last step of all epochs takes the remaining batches."""
+        """Return the number of batches of the next step. The very last step of the run takes the remaining batches."""
         if self._options.steps is not None:
             return self._options.accumulate
         remaining = math.ceil(round(self._batches - self._batches_read(), 6))
@@ -443,7 +447,7 @@ class Progress:
 
     @property
     def epochs(self) -> float:
-        """Number of passes through the data in all steps of the run."""
+        """Number of passes through the data that all steps of the run make together."""
         if self._options.steps is None:
             return self._batches / len(self._data)
         return self.steps * self._options.accumulate / len(self._data) / self._repeats
@@ -454,11 +458,11 @@ class Progress:
 
 
 class Updates:
-    """The optimizer with the learning rate schedule, the loss scale and gradient clipping.
+    """The optimizer with the learning rate schedule, the gradient scaler and gradient clipping.
 
     Attributes:
         trained: the trained parameters.
-        scaler: the loss scale, which is enabled in float16 only.
+        scaler: the gradient scaler, which is enabled in float16 only.
     """
 
     def __init__(
@@ -483,7 +487,7 @@ class Updates:
         return cosine(step, max(1, round(self._options.warmup * steps)), steps, self._options.min_lr)
 
     def resume(self, start: int) -> None:
-        """Set the current options in the optimizer again, because a loaded state has replaced them."""
+        """Set the current options in the optimizer again, because loading a state has replaced them."""
         if self._in_backward:
             step_in_backward(self.optimizer)
         self.scheduler.base_lrs = [group["lr"] for group in self._groups]
@@ -498,10 +502,10 @@ class Updates:
     def step(self) -> tuple[float, Tensor | None]:
         """Update the parameters, and return the learning rate and the norm of the gradients before clipping.
 
-        The norm is None if the optimizer steps in the backward, because the gradients then never exist all at the same
+        The norm is None if the optimizer steps in the backward, because then all gradients never exist at the same
         time.
         """
-        # Clipping needs the true norm, so the scale is removed first.
+        # Clipping needs the norm of the unscaled gradients, so the scale is removed first.
         self.scaler.unscale_(self.optimizer)
         norm = None if self._in_backward else clip_grad_norm_(self.trained, self._options.max_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -518,7 +522,7 @@ class Checkpoints:
     Args:
         output: folder of the run.
         keep: number of checkpoints to keep.
-        state: the positional arguments of `save_state` from ``model`` on.
+        state: the positional arguments of `save_state`, starting with ``model``.
         settings: as for `save_state`.
     """
 
@@ -527,7 +531,7 @@ class Checkpoints:
         self._saving: Future[None] | None = None
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. If writing has failed, this method raises the error."""
+        """Wait for the checkpoint that is being written, and raise an error if writing it has failed."""
         if self._saving is not None:
             self._saving.result()
 
@@ -554,7 +558,7 @@ def announce(
         peak = estimate_step(options, model).peak(str(options.checkpointing), options.accumulate)
     ranks, steps, epochs = dist.get_world_size(), progress.steps, progress.epochs
 
-    # Lines that rank 0 prints. Some of them need a computation on all ranks.
+    # Print lines on rank 0. Some lines need a computation on all ranks.
     say(*banner(model, options, ranks=ranks, memory=peak, start=start, steps=steps, epochs=epochs))
     if changes := changed_options(options, start):
         say(f"changed     {'; '.join(changes)}")
@@ -602,13 +606,13 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         if options.attention_dropout is not None:
             model.set_attention_dropout(options.attention_dropout)
 
-        # Adapters, and fewer bits for the weights under them unless the checkpoint's float8 weights are kept.
+        # Add adapters, and quantize the weights under them unless the checkpoint's float8 weights are kept.
         if options.lora_r:
             model = add_adapters(model, options)
         if options.lora_4bit or options.lora_float8:
             quantize_base(model, dtype="nf4" if options.lora_4bit else "float8")
 
-        # Shards. Tensor parallelism shards layers first; FSDP shards what each rank has then.
+        # Shard the model. Tensor parallelism shards layers first; then FSDP shards the part that each rank has left.
         if not needs_fsdp(options, dtype):
             start_kernels(options, model, device)
             return model
@@ -634,16 +638,16 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
 
 
 def start_kernels(options: TrainOptions, model: CausalLM, device: torch.device) -> None:
-    """Start to compile the kernels of the first step of a run on text, while the weights are being read."""
+    """Start to compile the kernels of a text run's first step while the weights are being read."""
     if options.objective == "sft" and not options.compile and model.visual is None:
         model.set_checkpointing(options.checkpointing or "none")  # a later plan may have other policies
         compile_early(model, (options.batch_size, options.length), device)
 
 
 def needs_fsdp(options: TrainOptions, dtype: torch.dtype) -> bool:
-    """Return whether FSDP must shard the weights, or convert them to the ``dtype`` of the computation.
+    """Return whether the run needs FSDP: to shard the weights, or to convert them to the ``dtype`` of the computation.
 
-    On one device, weights in this dtype are used as they are, which saves FSDP's copies.
+    On one device, weights that already have this dtype need no FSDP, which saves its copies.
     """
     is_quantized = any(getattr(options, name) for name in STORED)
     is_converted = not (options.dtype == "bfloat16" and dtype == torch.bfloat16)
@@ -654,13 +658,13 @@ def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
     """Add the LoRA adapters that ``options`` describe.
 
     Raises:
-        ValueError: ``lora_tower`` is set but the model has no vision tower, or as in `apply_lora`.
+        ValueError: ``lora_tower`` is set but the model has no vision tower, or a reason that `apply_lora` names.
     """
     if options.lora_tower and model.visual is None:
         raise ValueError(
             f"train: lora_tower needs a model with a vision tower, got {type(model).__name__}. Leave it out."
         )
-    # Without `lora_tower` the layers of a vision tower are left out.
+    # Without `lora_tower`, the layers of the vision tower get no adapters.
     targets: Sequence[str] | str = options.lora_targets or "all-linear"
     if model.visual is not None and not options.lora_tower:
         targets = language_targets(model, targets)
@@ -672,7 +676,7 @@ def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
 
 
 def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """Load a reference model or teacher without gradients, sharded over all ranks, in the dtype of the computation."""
+    """Load a frozen reference model or teacher, sharded over all ranks, in the dtype of the computation."""
     from liger_models.parallel.fsdp import apply_fsdp  # slow to import
 
     shard = partial(apply_fsdp, mesh=all_ranks(device), param_dtype=dtype)
@@ -684,7 +688,7 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
     """Set the largest number of pixels of an image, unless ``max_pixels`` is None.
 
     Raises:
-        ValueError: the model's processor has no such limit, or its images have at least more pixels.
+        ValueError: the model's processor has no such limit, or its minimum number of pixels is larger.
     """
     if max_pixels is None:
         return
@@ -702,9 +706,9 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
 
 
 def freeze_images(model: CausalLM) -> None:
-    """Freeze the parameters that only images use, such as those of the vision tower.
+    """Freeze the parameters that only process images, such as the vision tower's parameters.
 
-    If they were not frozen, sharded ones would get zero gradients, and weight decay would shrink them.
+    Otherwise, sharded ones among these parameters would get zero gradients, and weight decay would shrink them.
     """
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
@@ -712,7 +716,7 @@ def freeze_images(model: CausalLM) -> None:
 
 
 def make_optimizer(model: CausalLM | LigerMTP, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
-    """Create the optimizer that ``options`` name. A plan may put the optimizer's moments into host memory."""
+    """Create the optimizer named in ``options``. A plan may put the optimizer's moments into host memory."""
     decoder = model.model if isinstance(model, LigerMTP) else model
     rounding = options.dtype == "bfloat16"
     if options.optimizer == "muon":
@@ -725,7 +729,7 @@ def make_optimizer(model: CausalLM | LigerMTP, options: TrainOptions, plan: Memo
 
 
 def parameter_groups(model: torch.nn.Module, options: TrainOptions) -> list[dict[str, Any]]:
-    """Group the trained parameters: with weight decay, without weight decay, and the matrices B of LoRA+."""
+    """Group the trained parameters: with weight decay, without weight decay, and (for LoRA+) the LoRA matrices B."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ratio = options.lora_plus_ratio
     raised = {name: parameter for name, parameter in trained.items() if ratio and name.endswith("lora_B")}
@@ -751,8 +755,8 @@ def check_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 @torch.no_grad()
 def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objective: Objective) -> dict[str, float]:
-    """Compute metrics over all batches on all ranks, such as ``eval_loss``, without auxiliary losses."""
-    # Dropout is off. The order of the data is that of epoch 0.
+    """Compute metrics such as ``eval_loss`` over all batches on all ranks. Auxiliary losses are not included."""
+    # Dropout is off. The data have the same order as in epoch 0.
     model.eval()
     data.set_epoch(0)
     total = Metrics()
@@ -765,7 +769,7 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objecti
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:
-    """Yield the batches of successive epochs, without end."""
+    """Yield the batches of one epoch after another, without end."""
     while True:
         yield from loader
 
@@ -798,9 +802,9 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
 
     Args:
         arguments: the arguments. Default: those of the process.
-        command: name of the command in messages. Default: that of the process.
-        standalone: whether an error with a self-explanatory message ends the process with exit code 1 and this message
-            in one line. If False, the error is raised.
+        command: name of the command in messages. Default: the name of the process.
+        standalone: whether an error with a self-explanatory message ends the process with exit code 1 after
+            printing the message in one line. If False, the error is raised.
     """
     options = read_options(TrainOptions, arguments, command, positionals=("model", "data"))
     try:
@@ -809,9 +813,9 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
         sys.exit(130)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         lost = any(words in str(error) for words in LOST_RANK)
-        if lost and arguments is None:  # the lost process may be restarting, and may restart this one
+        if lost and arguments is None:  # the lost process may restart itself and this process
             time.sleep(PATIENCE)
-        if not standalone or (isinstance(error, RuntimeError) and not lost):  # an error of PyTorch needs its traceback
+        if not standalone or (isinstance(error, RuntimeError) and not lost):  # a PyTorch error needs its traceback
             raise
         message = f"another process of the run has ended. Look for its error. ({error})" if lost else str(error)
         sys.exit(printable(f"error on rank {os.environ.get('RANK', 0)}: {message}"))

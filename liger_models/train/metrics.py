@@ -21,19 +21,20 @@ from liger_models.layers.layer import AttentionSpec, layers_of
 from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
-"""Maps part of a device's name to its peak dense bf16 FLOPS in the vendor's datasheet, by which MFU is defined."""
+"""Maps part of a device's name to its peak dense bf16 FLOPS in the datasheet. MFU is a fraction of this peak."""
 
 REPORTERS = {"tensorboard": ("TensorBoard", "torch.utils.tensorboard"), "wandb": ("Weights & Biases", "wandb")}
-"""Maps a kind of ``report_to`` to the name of its product and the module that writes it."""
+"""Maps a value of ``report_to`` to the name of the product and the module that writes its logs."""
 
 
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
-    """Count the floating-point operations of a forward and backward on this rank.
+    """Count the floating-point operations that this rank performs in a forward and backward.
 
-    The count includes matrix products and all kinds of attention. Each element of a weight counts 2 operations per
-    token for the forward, 2 for the gradient of the layer's input if anything before the layer is trained, and 2 for
-    its own gradient if it is trained. Neither recomputation nor vision towers are included. Experts count only for the
-    tokens that are routed to them, and the head only for tokens with a target.
+    The count includes matrix products and all kinds of attention. Per token, each element of a weight counts as 2
+    operations for the forward, 2 for the gradient of the layer's input if anything before the layer is trained, and
+    2 for the weight's own gradient if the weight is trained. The count includes neither recomputation nor vision
+    towers. Experts count only for the tokens that are routed to them, and the head counts only for tokens with a
+    target.
 
     Args:
         model: the model, sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the
@@ -48,7 +49,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     targets = sum(int((batch.get("labels", batch["input_ids"]) != -100).sum()) for batch in batches) * share_of_rank
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
 
-    # Module -> number of rows in its products, and layer -> what it costs besides them.
+    # Maps: module -> number of rows in its matrix products; layer -> operations of its attention and other parts.
     rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
     attention: dict[nn.Module, AttentionSpec | None] = {layer: layer.attention for layer in layers_of(model.layers)}
     token_work: dict[nn.Module, float] = {layer: layer.token_flops for layer in layers_of(model.layers)}
@@ -67,7 +68,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
             backward = before or any(weight.requires_grad for weight in inputs)
             total += (3.0 if backward else 1.0) * work
 
-        # Products with the module's own matrices.
+        # Matrix products with the module's own weights.
         for weight, size in own_parameters(module).items():
             if module in rows and weight.dim() > 1:
                 products = 2.0 + 2.0 * before + 2.0 * weight.requires_grad
@@ -77,14 +78,14 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
 
 class Log:
-    """The log on the screen, in log.jsonl, TensorBoard and W&B. It counts tokens and time between its lines.
+    """The log on the screen, in log.jsonl, TensorBoard and W&B. It counts tokens and time between log lines.
 
     Only rank 0 writes the log.
 
     Args:
-        folder: folder of log.jsonl. Lines of steps after ``start`` are removed, because those steps run again.
+        folder: folder of log.jsonl. Lines for steps after ``start`` are removed, because those steps run again.
         start: number of finished steps.
-        steps: number of all steps of the run.
+        steps: total number of steps of the run.
         device: the device whose memory and MFU are reported.
         ranks: number of ranks with different batches. Default: all ranks.
         report_to: "tensorboard" also writes ``folder/tensorboard``. "wandb" also writes a run of Weights & Biases, with
@@ -110,12 +111,12 @@ class Log:
         self.ranks = world_size() if ranks is None else ranks
         self.lines = Lines(start, steps)
         self.writers: list[_TensorBoard | _WandB] = []
-        # None shows the bar on a terminal only: a file would get a line for every step.
+        # With None, tqdm shows the bar on a terminal only. In a file, the bar would write a line for every step.
         self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=None if self.first else True, leave=False)
         name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
         self.peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
 
-        # Remove the lines of steps that run again, and then add to the file.
+        # Remove the lines for steps that run again, and append new lines to the file.
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
@@ -139,8 +140,8 @@ class Log:
         self.operations += operations
 
     def rates(self) -> dict[str, float]:
-        """Return tokens per second of all ranks, and MFU and peak memory of this rank in GiB, since `restart`."""
-        # Without a step since then, as after an evaluation, there are no rates.
+        """Return rates since `restart`: tokens per second of all ranks, and this rank's MFU and peak memory in GiB."""
+        # If no step has run since `restart`, as after an evaluation, there are no rates.
         if not self.tokens:
             return {}
         seconds = time.perf_counter() - self.since
@@ -158,7 +159,7 @@ class Log:
         Args:
             step: number of the step.
             epochs: passes through the data so far. The screen shows this number instead of the integer ``epoch``.
-            values: maps names to values.
+            values: the values to log, by name.
         """
         if self.first:
             with reporting(self.file), self.file.open("a") as file:
@@ -175,7 +176,7 @@ class Log:
 
 
 class _TensorBoard:
-    """Writes a TensorBoard file. Earlier values from step ``start`` on are hidden, because these steps run again."""
+    """Writes a TensorBoard file. Old values for steps from ``start`` on are hidden, because these steps run again."""
 
     def __init__(self, folder: Path, start: int) -> None:
         self._writer: Any = reporter("tensorboard").SummaryWriter(folder, purge_step=start)
@@ -209,7 +210,7 @@ class _WandB:
 
 
 def _step(line: bytes) -> float:
-    """Return the step of a line of log.jsonl; infinity if a killed run has left an incomplete line."""
+    """Return the step of a line of log.jsonl; infinity if the line is incomplete because the run was killed."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (KeyError, TypeError, ValueError):
@@ -217,7 +218,7 @@ def _step(line: bytes) -> float:
 
 
 def reporter(name: str) -> Any:
-    """Import the package that writes a kind of ``report_to``. Raises ImportError if it is not installed."""
+    """Import the package for a value of ``report_to``. Raises ImportError if the package is not installed."""
     product, module = REPORTERS[name]
     try:
         return importlib.import_module(module)

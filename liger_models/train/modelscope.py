@@ -1,4 +1,4 @@
-"""Downloads of models and data sets called ``modelscope:owner/name`` with ModelScope's own client."""
+"""Downloads of models and data sets named ``modelscope:owner/name``, with ModelScope's own client."""
 
 import importlib
 import os
@@ -10,14 +10,14 @@ PREFIX = "modelscope:"
 
 
 def fetch(name: str, *, dataset: bool = False, revision: str | None = None) -> str:
-    """Return the local folder of ``modelscope:owner/name``, which is downloaded unless it is in ModelScope's cache.
+    """Return the local folder of ``modelscope:owner/name``, after downloading it unless it is in ModelScope's cache.
 
-    Other names are returned unchanged. Every rank must call this function. The first rank of each host downloads, and
-    the other ranks of the host wait for it.
+    Other names are returned unchanged. Every rank must call this function. The first rank of each host downloads
+    the files, and the other ranks of the host wait for this download.
 
     Args:
         name: ``modelscope:owner/name``, or anything else.
-        dataset: whether the name is that of a data set instead of a model.
+        dataset: whether the name belongs to a data set instead of a model.
         revision: branch, tag or commit of a data set; None for the default.
 
     Raises:
@@ -26,7 +26,8 @@ def fetch(name: str, *, dataset: bool = False, revision: str | None = None) -> s
     if not name.startswith(PREFIX):
         return name
     folder, first = "", not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
-    # The first ranks take the first turn. In the second turn the other ranks find the files in the cache.
+    # In the first turn, the first rank of each host downloads. In the second turn, the other ranks find the files
+    # in the cache.
     for turn in (True, False):
         with raise_on_all_ranks(), long_work("download"):
             if first == turn:

@@ -1,6 +1,6 @@
-"""AdamW's moments in an optimizer state: tensors with the shape of the parameter, or 8-bit codes with scales.
+"""AdamW's moments as stored in an optimizer state: tensors with the shape of the parameter, or 8-bit codes with scales.
 
-In the state, codes and scales have other names than moments, so that no other optimizer mistakes codes for moments.
+In the state, codes and scales have their own names, so that no other optimizer mistakes codes for moments.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ NAMES = (*MOMENTS, *(f"{name}_codes" for name in MOMENTS), *(f"{name}_scale" for
 
 
 def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a parameter's moments if ``wanted`` is requested. int8 means 8-bit codes.
+    """Return the dtype that a parameter's moments get if the user requests ``wanted``. int8 means 8-bit codes.
 
-    With 8-bit codes, each block of 128 elements of the last dimension has one scale. Parameters that do not have whole
-    blocks on every rank get moments in fp32 instead. These are vectors, narrow matrices, and matrices whose last
+    With 8-bit codes, each block of 128 elements along the last dimension has one scale. If some rank would not have
+    whole blocks, the moments are in fp32 instead. This concerns vectors, narrow matrices, and matrices whose last
     dimension is sharded within a block.
     """
     if wanted != torch.int8:
@@ -48,8 +48,8 @@ def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, 
 
 
 def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state with its moments converted to the format of ``dtype``, rounded to nearest."""
-    # Everything that is no moment, such as the step, is kept.
+    """Return a saved state with its moments converted to the format for ``dtype``. Values are rounded to nearest."""
+    # Keep all entries except the moments, for example the step.
     state = {name: value for name, value in saved.items() if name not in NAMES}
     for name, code_dtype in MOMENTS.items():
         codes: Any = saved.get(f"{name}_codes")
@@ -58,7 +58,7 @@ def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> di
         if dtype != torch.int8:
             state[name] = value if codes is None else _as_of(param, decode(local(codes), local(scale)))
             continue
-        # Encoding needs whole rows in fp32, next to each other in memory.
+        # Encoding needs a contiguous fp32 tensor with whole rows.
         if codes is None:
             parts = encode(local(value).to(torch.float32).contiguous(), code_dtype)
             codes, scale = (_as_of(param, part) for part in parts)
@@ -67,7 +67,7 @@ def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> di
 
 
 def moments(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return this rank's shards of a parameter's two moments, or of their two tensors of codes and two of scales."""
+    """Return this rank's shards of a parameter's two moments or, with 8 bits, of the two code and two scale tensors."""
     return [local(state[name]) for name in NAMES if name in state]
 
 
@@ -75,6 +75,6 @@ def _as_of(param: Tensor, part: Tensor) -> Tensor:
     """Wrap this rank's codes or scales in a DTensor that is sharded like the parameter."""
     if not is_sharded(param):
         return part
-    # Scales have another last dimension than the parameter.
+    # The last dimension of scales is smaller than that dimension of the parameter.
     last = param.shape[-1] if part.shape == local(param).shape else scale_shape(param.shape)[-1]
     return sharded_as(param, part, torch.Size([*param.shape[:-1], last]))

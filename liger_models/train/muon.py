@@ -20,7 +20,7 @@ SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""Maps ``adjust_lr_fn`` to the factor of an orthogonal update besides the learning rate."""
+"""Maps ``adjust_lr_fn`` to the formula for s, the factor that scales an orthogonal update besides the learning rate."""
 
 
 class LigerMuon(LigerAdamW):
@@ -32,23 +32,23 @@ class LigerMuon(LigerAdamW):
         U = orthogonal factor of (1 - μ) G + μ M, or of M without ``nesterov``
         W = W - lr λ W - lr s U         s = 0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))
 
-    The matrices are those of the Hugging Face checkpoint: q, k and v are three matrices, each with all of its heads.
-    Gate and up are two matrices, unless the checkpoint has them in one tensor (Phi-3). Each expert has its own
-    matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers' layout.
+    The matrices are those of the Hugging Face checkpoint: q, k and v are three matrices, each with all of its
+    heads. Gate and up are two matrices, unless the checkpoint stores both in one tensor (Phi-3). Each expert has
+    its own matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers' layout.
     `newton_schulz` multiplies in bfloat16 on accelerators, and in at least fp32 on the CPU.
 
-    For DTensors (FSDP2, HSDP, tensor and expert parallelism) the computation is divided by matrix among all ranks that
-    hold shards. One rank gathers a matrix, computes its update, and sends the shards of the update back
+    For DTensors (FSDP2, HSDP, tensor and expert parallelism), the ranks that hold shards divide the matrices among
+    themselves. One rank gathers a matrix, computes its update, and sends the shards of the update back
     (`SharedMatrices`). All ranks must call ``step``, and a parameter must have a gradient on all ranks or on none.
 
     Args:
-        model: the model, already sharded if it should be. Its trainable parameters are optimized in three groups: the
-            matrices, with ``momentum``; embeddings, head and others; vectors and biases, without weight decay.
+        model: the model. If it is to be sharded, shard it first. Its trainable parameters form three groups: matrices
+            (with ``momentum``); embeddings, head and others; vectors and biases (without weight decay).
         lr: learning rate of the matrices. With "match_rms_adamw", a learning rate that suits AdamW.
-        weight_decay: λ of everything except vectors and biases.
+        weight_decay: λ for everything except vectors and biases.
         momentum: μ.
         nesterov: whether to use Nesterov momentum, which looks one step ahead.
-        adjust_lr_fn: the formula of s by its name in torch, "match_rms_adamw" or "original".
+        adjust_lr_fn: the name of the formula for s, as in torch: "match_rms_adamw" or "original".
         adamw_lr: learning rate of all other parameters. Default: ``lr``.
         betas, eps: as for AdamW.
         stochastic_rounding: as for `LigerAdamW`; Muon's momentum is rounded to nearest.
@@ -58,14 +58,14 @@ class LigerMuon(LigerAdamW):
     Raises:
         TypeError: the model is not one of this package.
         ValueError: an option is out of range, or no matrix of the model is trained. The matrices of adapters do not
-            count: the model computes with the product of two such matrices, for which AdamW is better suited.
+            count: the model computes with the product of two adapter matrices, so AdamW is better suited for them.
 
     Source: https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 ("match_rms_adamw").
     """
 
     _separable = False
     _shared: SharedMatrices | None = None
-    """The matrices with the ranks that compute their updates; the first step creates this object."""
+    """Assigns each matrix to the rank that computes its update. The first step creates this object."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class LigerMuon(LigerAdamW):
                 "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits."
             )
 
-        # The matrices, by the rows that each occupies in its parameter, and all other parameters.
+        # Split the trained parameters into matrices, with the rows that each matrix has in its parameter, and all
+        # others.
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         matrices = {name: weight for name, weight in model.hidden_matrices().items() if weight.requires_grad}
         if len(matrices) == 0:
@@ -141,7 +142,8 @@ class LigerMuon(LigerAdamW):
         entries = [*parameters]
         super()._apply(entry for entry in entries if entry[1] not in self._rows)
 
-        # The state of each matrix with a gradient. Counts on the CPU are read without waiting for the device.
+        # The state of each matrix with a gradient. Step counts are on the CPU, so reading them does not wait for
+        # the device.
         matrices = [*self._rows]
         if self._shared is None:
             self._shared = SharedMatrices(matrices, [*self._rows.values()])
@@ -158,7 +160,7 @@ class LigerMuon(LigerAdamW):
         if steps:
             torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
 
-        # The direction of a parameter before orthogonalization, from this rank's shard: [rows, columns].
+        # Compute this rank's shard of a parameter's update before orthogonalization, [rows, columns].
         def read(number: int) -> Tensor:
             param = matrices[number]
             grad: Any = param.grad
@@ -179,7 +181,7 @@ class LigerMuon(LigerAdamW):
             # Experts [X, O, C] become rows [X O, C].
             return update.reshape(-1, update.shape[-1]).to(device, wide if device.type == "cpu" else torch.bfloat16)
 
-        # Update this rank's shard of a parameter, once the update of the whole matrix is ready.
+        # Apply an orthogonal update to this rank's shard of a parameter.
         def write(number: int, update: Tensor) -> None:
             param = matrices[number]
             group, stream = options[param]
@@ -187,7 +189,8 @@ class LigerMuon(LigerAdamW):
             wide = torch.promote_types(weight.dtype, torch.float32)
             new = weight.to(wide) * (1 - lr * group["weight_decay"])
             new.add_(update.view(weight.shape).to(weight.device), alpha=-lr)
-            # The rounding depends on seed, step and parameter alone, so that a resumed run has the same bits.
+            # The rounding depends only on the seed, the step and the parameter, so that a resumed run is bitwise
+            # identical.
             generator = None
             if self.stochastic_rounding:
                 key = hash((self.seed, int(self.state[param]["step"]), stream)) & (2**63 - 1)
@@ -205,7 +208,8 @@ class LigerMuon(LigerAdamW):
             batches.setdefault(tuple(sorted(stack.shape[1:])), []).append(index)
         results = [*stacks]
         for indices in batches.values():
-            # Newton-Schulz costs least with rows no longer than columns: n x n products.
+            # Newton-Schulz multiplies n x n matrices, so it is cheapest if the n rows of a matrix are not longer than
+            # its columns.
             selected = (stacks[index] for index in indices)
             wide = [stack.mT if stack.shape[1] > stack.shape[2] else stack for stack in selected]
             updates = newton_schulz(torch.cat(wide)).split([len(stack) for stack in wide])

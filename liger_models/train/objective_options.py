@@ -1,4 +1,4 @@
-"""The options of the training objectives, each with the objectives that read it."""
+"""The options of the training objectives. Each option lists the objectives that read it."""
 
 # ruff: noqa: RUF009 (`_of` returns a field)
 
@@ -43,7 +43,7 @@ def _of(objectives: str, help: str, default: Any = None, **checks: Any) -> Any:
 class ObjectiveOptions:
     """Objective.
 
-    The objective and its options, under TRL's names. None means the default of the objective.
+    The objective and its options, with the names that TRL uses. None means the default of the objective.
     """
 
     objective: str | None = option(

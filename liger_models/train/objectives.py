@@ -34,9 +34,9 @@ from liger_models.parallel.step import mean_over_ranks, targets_per_rank
 from liger_models.text.tokenizer import Tokenizer
 
 Metrics: TypeAlias = dict[str, Tensor]
-"""Maps a metric's name to a tensor [2]: a sum on this rank, and its number of summands. The metric is their ratio."""
+"""Maps a metric's name to a tensor [2]: a sum on this rank and its number of summands. The metric is sum / number."""
 Load = Callable[[str], CausalLM]
-"""A function that loads a frozen model by its folder or name, sharded like the trained model."""
+"""A function that takes a folder or name, and returns the frozen model, sharded like the trained model."""
 DIVERGENCES: dict[str, type[Any]] = {
     "jsd": LigerFusedLinearJSDLoss,
     "forward_kl": LigerFusedLinearForwardKLLoss,
@@ -59,11 +59,11 @@ class Reference:
 
     Args:
         options: all options of the run.
-        name: folder or name of the reference model. None: the trained model, as it was before training.
+        name: folder or name of the reference model. None means the trained model as it was before training.
     """
 
     def __init__(self, options: Any, name: str | None) -> None:
-        # Without adapters, training changes the model, so that its former state needs a second copy.
+        # Without adapters, training changes the model's weights, so the reference model is a second copy.
         self.name = name or options.model
         self.by_adapters = options.lora_r > 0 and self.name == options.model
         self.model: CausalLM | None = None
@@ -93,7 +93,7 @@ INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", *PromptInputs.__annotat
 
 
 class Objective:
-    """Supervised fine-tuning. The loss is the mean cross entropy of all tokens that have a label.
+    """Supervised fine-tuning. The loss is the mean cross entropy over all tokens that have a label.
 
     Args:
         options: all options of the run.
@@ -108,15 +108,15 @@ class Objective:
     shares_rows = True
     """Whether several ranks may share a row (tensor and context parallelism)."""
     repeats = 1
-    """Number of optimizer steps on the same batches."""
+    """Number of optimizer steps that use the same batches."""
     compares = False
     """Whether examples are answers or texts to compare. They are not packed into rows."""
     has_head = True
     """Whether the model has a language-model head."""
     generates = True
-    """Whether the model writes texts."""
+    """Whether the model generates text."""
     is_gentle = False
-    """Whether the default learning rate is that of objectives that compare or sample answers."""
+    """Whether the default learning rate is the lower rate for objectives that compare or sample answers."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         self.accumulate = options.accumulate
@@ -124,10 +124,10 @@ class Objective:
         """The model and its block for multi-token prediction, if ``mtp_weight`` is given."""
 
     def prepare(self, model: CausalLM, load: Load) -> None:
-        """Load the models that the loss needs besides the trained one."""
+        """Load the models that the loss needs in addition to the trained model."""
 
     def frozen_models(self) -> dict[str, str]:
-        """Map the name of each model that the loss needs besides the trained one to the checksum of its weights.
+        """Return the name and weight checksum of each model that the loss needs in addition to the trained model.
 
         Every rank must call this method.
         """
@@ -146,11 +146,11 @@ class Objective:
         return batch  # type: ignore[no-any-return]
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """Return the common divisor of the losses of all batches of a step; None if each loss has its own divisor."""
+        """Return the divisor that the losses of all batches in a step share; None if each loss has its own divisor."""
         return targets_per_rank(batches)
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """Return the part of a step's loss that comes from a batch, and the metrics of the batch."""
+        """Return the contribution of a batch to the loss of its step, and the metrics of the batch."""
         if self.trained_block is not None and num_items is not None:
             out = self.trained_block(**batch, num_items_in_batch=num_items)
             return out.loss, {"mtp_loss": pair(out.mtp_loss * num_items, (batch["labels"] != -100).sum())}
@@ -177,27 +177,27 @@ class Objective:
         return self.block if self.block is not None and self.block.loss_weight else None
 
     def finish_evaluation(self, device: torch.device) -> Metrics:
-        """Return the metrics of all batches of an evaluation together. Every rank must call this method."""
+        """Return metrics computed over all batches of an evaluation together. Every rank must call this method."""
         return {}
 
     def export(self, model: CausalLM, folder: Path) -> None:
-        """Write further files into the folder of the exported model or adapters. Every rank must call this method."""
+        """Write additional files to the folder of the exported model or adapters. Every rank must call this method."""
 
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
-        """Compute the metrics of a batch, including "loss", without gradients and auxiliary losses."""
+        """Compute the metrics of a batch, including "loss", without gradients. Auxiliary losses are not included."""
         out = model(**batch, num_items_in_batch=1)  # the sum of the losses
         loss = out.loss - (0 if out.aux_loss is None else out.aux_loss)
         return {"loss": pair(loss, (batch["labels"] != -100).sum())}
 
 
 class PretrainObjective(Objective):
-    """Pretraining on texts or token ids. Chats and other formats are refused, so that none is used by mistake."""
+    """Pretraining on texts or token ids. Chats and other formats are refused, so that they are not used by mistake."""
 
     formats = ("text", "input_ids")
 
 
 class Compared(Objective):
-    """The base class of objectives that compare whole answers of a batch by a loss in `liger_models.losses`."""
+    """The base class of objectives whose loss, from `liger_models.losses`, compares whole answers of a batch."""
 
     formats = ("preference",)
     shares_rows, compares, is_gentle = False, True, True
@@ -206,7 +206,7 @@ class Compared(Objective):
     needs_reference = False
     """Whether the loss compares with a reference model."""
     rows_of_example = 2
-    """Number of rows that an example has in a batch: the chosen and the rejected answer, or one."""
+    """Number of rows of an example in a batch: 2 for a chosen and a rejected answer, otherwise 1."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
@@ -215,7 +215,7 @@ class Compared(Objective):
         self.function = type(self).make(**self.settings)  # refuses options before a model is loaded
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Translate options of the objective into arguments of the loss."""
+        """Translate the objective's options into arguments of the loss."""
         return options
 
     def prepare(self, model: CausalLM, load: Load) -> None:
@@ -235,7 +235,9 @@ class Compared(Objective):
         return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
-        """See `Objective.eval_dataset`. Batches of pairs may be incomplete, but labeled answers need full batches."""
+        """See `Objective.eval_dataset`. Batches of pairs may be incomplete, but batches of labeled answers must be
+        full.
+        """
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
@@ -251,12 +253,12 @@ class Compared(Objective):
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
         """See `Objective.evaluate`."""
         out, metrics = self._run(model, batch)
-        # The loss is a mean over the examples that count.
+        # The loss is a mean over the examples that count in metrics.
         number = self._counted(batch).sum()
         return {"loss": pair(out.loss[0] * number, number), **metrics}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """Run the model. Returns its output, whose ``loss`` is a pair of the loss and other values, and the metrics."""
+        """Run the model. Returns (output, metrics), where the output's ``loss`` is a pair (loss, other values)."""
         reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
         # The loss runs inside the head, where FSDP has gathered its weight.
         out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))
@@ -272,12 +274,12 @@ class Compared(Objective):
             means["nll_loss"] = values.nll_loss
         odds = ("log_odds_ratio", "log_odds_chosen")
         means |= {name: getattr(values, name) for name in odds if hasattr(values, name)}
-        # Values are per example or scalars. An example that was filled in does not count.
+        # The values are scalars or have one element per example. Examples that only fill a batch do not count.
         counted = self._counted(batch)
         return out, {name: pair((mean * counted).float().sum(), counted.sum()) for name, mean in means.items()}
 
     def _counted(self, batch: Batch) -> Tensor:
-        """Return whether each example of a batch has labels and counts in metrics, [examples] bool."""
+        """Return a bool for each example of a batch, [examples]: whether it has labels and thus counts in metrics."""
         # [rows, T] -> [rows] -> [rows of an example, examples]: all chosen answers come before all rejected ones.
         return (batch["labels"] != -100).any(1).view(-1, len(batch["labels"]) // self.rows_of_example).any(0)
 
@@ -301,7 +303,7 @@ class CPOObjective(Compared):
     alpha = 1.0
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
-        # The options have TRL's names. A weight of 0 leaves the NLL out.
+        # The options have TRL's names. With a weight of 0, the loss has no NLL term.
         alpha = options.pop("cpo_alpha", self.alpha)
         names = {"simpo_gamma": "gamma"}
         settings = {names.get(name, name): value for name, value in options.items()}
@@ -309,7 +311,7 @@ class CPOObjective(Compared):
 
 
 class SimPOObjective(CPOObjective):
-    """SimPO, which is `CPOObjective` with mean log-probabilities and a margin, by default without the NLL term."""
+    """SimPO: `CPOObjective` with mean log-probabilities and a margin. By default, the loss has no NLL term."""
 
     make = LigerFusedLinearSimPOLoss
     alpha = 0.0
@@ -333,12 +335,12 @@ class KTOObjective(Compared):
         return {**options, "use_ref_model": True}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        # The answers, and the same prompts with the answers to other ones.
+        # The answers, and the unrelated pairs: each prompt with the answer to another prompt.
         answers = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         unrelated = {name: batch.get(f"kl_{name}", tensor) for name, tensor in answers.items()}  # pixels are the same
         good = batch["preference_labels"]
 
-        # The KL term z, the mean over all ranks, has no gradient.
+        # The KL term z is a mean over all ranks and has no gradient.
         with torch.no_grad():
             moved = _log_probs(unrelated)(model).sum(-1)
             reshard(model)
@@ -362,7 +364,7 @@ class KTOObjective(Compared):
 
 
 class DistillObjective(Objective):
-    """Distillation. The model learns the distributions of a larger model in addition to the tokens themselves."""
+    """Distillation. The model learns a larger model's token distributions in addition to the tokens themselves."""
 
     shares_rows = False
 
@@ -408,13 +410,14 @@ class DistillObjective(Objective):
         return self._run(model, batch)[1]
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """Run the model. Returns its output, with ``loss`` a pair of mean losses and target count, and the metrics."""
-        # The teacher's hidden states [N, C] and its head. Its logits are computed in chunks, by the loss.
+        """Run the model. Returns (output, metrics), where the output's ``loss`` is (mean losses, number of targets)."""
+        # The teacher's hidden states [N, C] and its head. The loss computes the teacher's logits in chunks.
         with torch.no_grad():
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-            # Quantized weights are not sharded on one GPU; adapters then compute in float32, unlike the teacher.
+            # On one GPU, quantized weights are not sharded. The adapters then compute in float32, and the teacher
+            # does not.
             return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
 
         # Without a backward the teacher's head stays gathered, so the student's loss can use it.
@@ -436,16 +439,17 @@ def _log_probs(batch: Batch) -> Callable[[CausalLM], Tensor]:
 
 
 def add_metrics(total: Metrics, metrics: Metrics) -> None:
-    """Add the sums and counts of ``metrics`` to those of ``total``, in place."""
+    """Add the sums and counts of ``metrics`` to those in ``total``, in place."""
     for name, pair in metrics.items():
         total[name] = total[name] + pair if name in total else pair.detach()
 
 
 def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """Return the means of metrics over all ranks, without metrics that have no summands. Every rank must call this."""
+    """Return the means of metrics over all ranks, except for metrics without summands. Every rank must call this."""
     if not total:
         return {}
-    # One collective for all metrics: [metrics, 2]. Sums and counts are both divided by the number of ranks.
+    # All metrics are in one collective, [metrics, 2]. Dividing both sums and counts by the number of ranks keeps
+    # the ratios.
     pairs = mean_over_ranks(torch.stack([pair.float() for pair in total.values()])).tolist()
     means = {prefix + name: added / number for name, (added, number) in zip(total, pairs, strict=True) if number}
     chosen, rejected = (means.get(f"{prefix}rewards/{name}") for name in ("chosen", "rejected"))

@@ -1,4 +1,4 @@
-"""AdamW in one kernel launch for all parameters, optionally within the backward or with moments in host memory."""
+"""AdamW as one kernel launch for all parameters. It can run during the backward, and keep moments in host memory."""
 
 import inspect
 from collections import Counter
@@ -27,21 +27,23 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, tor
 class LigerAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` in one kernel launch, whatever the number of parameters and groups.
 
-    The kernel computes in fp32 and rounds each result once, to the dtype of its tensor. The state has the names of
-    torch's AdamW, so either optimizer loads the ``state_dict`` of the other one. DTensors (FSDP2, tensor parallelism)
-    are updated shard by shard, and their moments are DTensors, too.
+    The kernel computes in fp32 and rounds each result once, to the dtype of the tensor. The state uses the same
+    names as torch's AdamW, so each of the two optimizers loads the ``state_dict`` of the other. DTensors (FSDP2,
+    tensor parallelism) are updated shard by shard, and their moments are DTensors, too.
 
     Args:
-        params: parameters, or dicts with the options of a group, as for every optimizer of torch.
+        params: parameters, or dicts with the options of a group, as for every PyTorch optimizer.
         lr, betas, eps, weight_decay, maximize: as for torch's AdamW.
-        stochastic_rounding: whether bfloat16 parameters and moments are rounded up or down at random, with an unchanged
-            mean, so that updates smaller than half a bfloat16 step are not lost. Other dtypes are rounded to nearest.
-        state_dtype: dtype of the moments. Default: the parameter's. With ``torch.int8`` both moments of an element take
-            2.06 bytes: codes that are rounded at random, and a scale for each 128 elements of the last dimension.
-            Vectors, and matrices with fewer than 128 columns on a rank, then have moments in float32.
+        stochastic_rounding: whether bfloat16 parameters and moments are rounded up or down at random such that the
+            expected value is unchanged. Updates smaller than half a bfloat16 step are then not lost. Other dtypes
+            are rounded to nearest.
+        state_dtype: dtype of the moments. Default: the parameter's. With ``torch.int8``, the two moments of an
+            element take 2.06 bytes in total: stochastically rounded codes, and a scale for each 128 elements along
+            the last dimension. Vectors, and matrices with fewer than 128 columns on a rank, then have moments in
+            float32.
         offload: parameters on a GPU whose moments are kept in page-locked host memory. These moments are on the GPU
-            only during their update, in a buffer for twice the moments of the largest parameter. The copies overlap
-            with computation, best with `step_in_backward`. ``state_dict()`` waits for them.
+            only during their update, in a buffer that holds twice the moments of the largest parameter. The copies
+            overlap with computation, best with `step_in_backward`. ``state_dict()`` waits for the copies.
         seed: seed of the stochastic rounding. The rounding depends only on the seed, the step and the position of an
             element, so runs are reproducible and replicas stay equal.
 
@@ -56,7 +58,7 @@ class LigerAdamW(torch.optim.Optimizer):
     """Number of backward passes that updated each parameter since the last `step`; None without `step_in_backward`."""
 
     _staging: dict[torch.device, Staging] | None = None
-    """Maps a device to the `Staging` of its parameters' moments; None before the first step with ``offload``."""
+    """Maps a device to the `Staging` for the moments of its parameters; None before the first step with ``offload``."""
 
     _separable = True
     """Whether each parameter can be updated independently of all others."""
@@ -114,13 +116,13 @@ class LigerAdamW(torch.optim.Optimizer):
                     self.state[param] = self._loaded(param, {name: value() for name, value in saved.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's AdamW does. With ``offload`` the host waits for copies in flight."""
+        """Return the state in the format of torch's AdamW. With ``offload``, the host waits for copies in flight."""
         self._settle()
         return super().state_dict()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False, so that ``torch.amp.GradScaler.step``, which reads this first, unscales the gradients itself."""
+        """Always False. ``torch.amp.GradScaler.step`` reads this, and thus unscales the gradients itself."""
         if self._backwards is not None:
             raise RuntimeError(
                 "LigerAdamW: a loss scale (GradScaler) needs all gradients before the step, got step_in_backward, "
@@ -135,7 +137,7 @@ class LigerAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that this class or torch's AdamW saved. Moments are converted to ``state_dtype``."""
         self._settle()  # the state may hold this optimizer's own moments
-        # The hook must run last, after those that rewrite the state.
+        # The hook must run after all other hooks, because these may rewrite the state.
         last = self.register_load_state_dict_pre_hook(_wrapped)
         try:
             super().load_state_dict(state_dict)
@@ -149,9 +151,9 @@ class LigerAdamW(torch.optim.Optimizer):
             if name not in NAMES:  # the step is a CPU tensor, so that reading it does not wait for the device
                 state[name] = torch.tensor(float(value), dtype=torch.float32)
                 continue
-            # Moments have the layout of the parameter; codes and scales keep theirs.
+            # Moments get the memory layout of the parameter. Codes and scales keep their own layout.
             like, target = (value, value.dtype) if dtype == torch.int8 else (param, dtype)
-            # Offloaded moments go to page-locked memory, and others to the parameter's device.
+            # Offloaded moments go to page-locked host memory, and all others to the parameter's device.
             if self._offloads(param):
                 state[name] = torch.empty_like(like, dtype=target, device="cpu", pin_memory=True).copy_(value)
                 continue
@@ -170,13 +172,13 @@ class LigerAdamW(torch.optim.Optimizer):
         if self._staging is None:
             self._staging = {}
         if device not in self._staging:
-            # Room for the moments in use and for those that are fetched ahead.
+            # The buffer has room for the moments in use and for the moments that are prefetched.
             size = 2 * max(sum(map(aligned, self._moment_bytes(param))) for param in self.offload)
             left = next((other.left for other in self._staging.values()), {})
             self._staging[device] = Staging(device, size, left)
         return self._staging[device]
 
-    # Those of torch import the compiler.
+    # torch's own versions of these methods import the compiler.
     add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
     zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
 
@@ -193,7 +195,7 @@ class LigerAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # With the hooks of `step_in_backward`, a second backward has already made a second step.
+        # With the hooks of `step_in_backward`, a second backward has already updated the parameters a second time.
         if self._backwards is not None:
             most = max(self._backwards.values(), default=0)
             removed = any(param.grad is not None for param in self._backwards)  # the hooks leave no gradients
@@ -212,7 +214,7 @@ class LigerAdamW(torch.optim.Optimizer):
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
 
     def launch(self, parameters: Collection[Tensor]) -> None:
-        """Launch the kernels that update those of the ``parameters`` that the optimizer has, on new tensors."""
+        """Launch the update kernels on new tensors, for each of the ``parameters`` that belongs to the optimizer."""
         hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False, step=1)
         updates: dict[tuple[torch.dtype, torch.dtype], Update] = {}
         for _, param, stream in self._parameters():
@@ -226,7 +228,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
-        """Update those of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         # Updates of parameters whose moments are on the device run in one launch at the end.
         updates, steps, wrappers = [], [], []
         run = partial(adamw_, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
@@ -239,7 +241,7 @@ class LigerAdamW(torch.optim.Optimizer):
                     "LigerAdamW: gradients must not be sparse, got one that is. Use torch.optim.SparseAdam for it."
                 )
 
-            # Moments, zero before the first step, on the parameter's device.
+            # Get the moments on the parameter's device. Before the first step, they are zero.
             state, group, offloads = self.state[param], self.param_groups[number], self._offloads(param)
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -272,7 +274,7 @@ class LigerAdamW(torch.optim.Optimizer):
             update = Update(local(param), local(grad), first, second, hyper, stream, code_scales)
             steps.append(state["step"])
 
-            # Staged moments are updated alone, so that the buffer is free for the next ones.
+            # Staged moments are updated in a launch of their own, so that the buffer is free for the next moments.
             if staging and visit:
                 run([update])
                 staging.give(param, visit, self.state)
@@ -280,7 +282,7 @@ class LigerAdamW(torch.optim.Optimizer):
                 updates.append(update)
         if updates:
             run(updates)
-        # The steps count up, and autograd notices that DTensors have changed.
+        # Increment the step counts, and tell autograd that DTensors have changed.
         if steps:
             # Passing a number would create a tensor for each step.
             torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
@@ -288,7 +290,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
 
 def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Wrap each value of the state in a function, because PyTorch would cast tensors to the parameter's dtype."""
+    """Wrap each value of the state in a function, because PyTorch would cast a tensor to the parameter's dtype."""
     state = {
         key: {name: lambda value=value: value for name, value in values.items()}
         for key, values in state_dict["state"].items()
@@ -311,13 +313,13 @@ def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list
 
 
 def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
-    """Make the backward update each parameter as soon as its gradient is computed, and then free the gradient.
+    """Make the backward update each parameter as soon as its gradient is ready, and free the gradient right afterwards.
 
-    The results are bitwise identical to those of ``backward(); optimizer.step(); optimizer.zero_grad()``. The last two
-    calls may stay in the loop, as learning rate schedulers expect, although they have nothing left to do. Anything that
-    needs all gradients at once is impossible: clipping by the norm of the gradients (which finds no gradients and does
-    nothing), loss scaling, and gradient accumulation (`step` raises an error). This works with FSDP2, but not with
-    DistributedDataParallel, which averages gradients too late.
+    The results are bitwise identical to those of ``backward(); optimizer.step(); optimizer.zero_grad()``. The last
+    two calls may stay in the loop, as learning rate schedulers expect, although they have nothing left to do.
+    Methods that need all gradients at once do not work: clipping by the norm (it finds no gradients and does
+    nothing), loss scaling, and gradient accumulation (`step` raises an error). `step_in_backward` works with FSDP2,
+    but not with DistributedDataParallel, which averages gradients too late.
 
     Args:
         optimizer: the optimizer of an ordinary loop. Under FSDP2 it must hold the parameters that ``fully_shard`` has
@@ -327,8 +329,9 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
         The handles of the hooks. Call ``remove()`` on each to return to ordinary steps.
 
     Raises:
-        TypeError: the optimizer is a different one, whose step updates all parameters together.
-        RuntimeError: a parameter already has a gradient, or only DistributedDataParallel could average its gradient.
+        TypeError: the optimizer is of another class, whose step updates all parameters together.
+        RuntimeError: a parameter already has a gradient, or its gradient would have to be averaged by
+        DistributedDataParallel.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
     """

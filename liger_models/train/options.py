@@ -1,4 +1,4 @@
-"""Options of a command: dataclasses whose fields have help texts and checks, read from a command line and files."""
+"""Options of a command, read from the command line and files. Options are dataclasses with help texts and checks."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ from liger_models.common.printable import printable
 
 Options = TypeVar("Options")
 FILES = (".yaml", ".yml", ".json")
-"""Endings of files of options."""
+"""File name endings of options files."""
 
 
 def option(
@@ -36,13 +36,13 @@ def option(
 
     Args:
         help: help text of the option.
-        default: default value; ``[]`` for an empty list. Without a default the option is required.
+        default: default value; ``[]`` for an empty list. An option without a default is required.
         at_least, more_than: bounds of a number.
         is_share: whether the number must be from 0 to 1.
-        may_be_infinite: whether a float may be infinite, which limits nothing.
-        choices: the allowed values of the option or, if it is a list, of each item.
-        needs: name of an option without which this one has no effect.
-        read_by: name of another option, and the values of that option with which this option has an effect, such as
+        may_be_infinite: whether a float may be infinite, which means no limit.
+        choices: the allowed values of the option or, if the option is a list, of each item.
+        needs: name of another option that must be set for this option to have an effect.
+        read_by: another option, and the values that it must have for this option to have an effect, such as
             ("optimizer", ["muon"]).
     """
     checks = {
@@ -56,7 +56,7 @@ def option(
 
 
 def check_options(options: Any) -> None:
-    """Check each field against its metadata (see `option`). A path or str instead of a list becomes a list of one item.
+    """Check each field against its metadata (see `option`). In list fields, a path or str becomes a list of one item.
 
     Raises:
         ValueError: a value is not allowed.
@@ -71,7 +71,7 @@ def check_options(options: Any) -> None:
 
 
 def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
-    """Return the error for a field's value, to be appended to the field's name; None if the value is valid."""
+    """Return the error message for a field's value, without the field's name before it; None if the value is valid."""
     # None means the default, and is always allowed.
     value, checks = getattr(options, field.name), field.metadata
     if value is None or value == []:
@@ -114,20 +114,20 @@ def read_options(
     *,
     positionals: Sequence[str] = (),
 ) -> Options:
-    """Read options from a command line. If it names a YAML or JSON file, other arguments override those in the file.
+    """Read options from the command line. It may name a YAML or JSON file, whose options all other arguments override.
 
     The process exits with a message if an option is unknown or invalid, or the file cannot be read.
 
     Args:
         cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list of these.
-            ``metadata["help"]`` of a field is its help text. The help text has one group per base class, whose title is
-            the first line of the base class's docstring.
+            ``metadata["help"]`` of a field is its help text. The help output has one group for each base class,
+            titled with the first line of the base class's docstring.
         arguments: the arguments. Default: those of the process.
-        command: name of the command in messages. Default: that of the process.
+        command: name of the command in messages. Default: the name of the process.
         positionals: names of options that may be given without their names, such as ("model", "data") for
             ``train MODEL DATA``. A single argument without a name is always a file of options.
     """
-    # Without a usage of its own, argparse would print all options before the message of an error.
+    # Without an explicit usage text, argparse would print all options before an error message.
     config = f"a {', '.join(FILES[:-1])} or {FILES[-1]} file of these options"
     pair = " ".join(name.upper() for name in positionals)
     usage = f"%(prog)s [-h] [config{' | ' * bool(pair)}{pair}] [--option value ...]"
@@ -136,8 +136,8 @@ def read_options(
         config += f", or {pair}, which mean {' and '.join(map(_flag, positionals))}"
     parser.add_argument("config", nargs="*", help=config)
 
-    # An option for each field, in the group of the class that declares it. Options that are not given are left out of
-    # the result, so that they do not override the file.
+    # Add an option for each field, in the group of the class that declares the field. Options that are not given
+    # are left out of the result, so that they do not override the file.
     types = typing.get_type_hints(cls)
     groups: dict[type, argparse._ActionsContainer] = {cls: parser}
     for field in _fields(cls):
@@ -155,7 +155,7 @@ def read_options(
             help += f" (default: {field.default})"
         groups[owner].add_argument(_flag(field.name), default=argparse.SUPPRESS, help=help, **settings)
 
-    # Unknown options and further files are errors with a hint.
+    # Unknown options and a second file raise errors with a hint.
     parsed, unparsed = parser.parse_known_args(arguments)
     values = vars(parsed)
     try:
@@ -171,7 +171,7 @@ def read_options(
 def _unnamed_options(
     cls: type, unnamed: Sequence[str], positionals: Sequence[str], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options that arguments without a name stand for: a file of options, or one option each."""
+    """Return the options given by unnamed arguments. Each is either an options file or the value of one option."""
     if len(unnamed) <= 1 and all(Path(name).suffix.lower() in FILES or not positionals for name in unnamed):
         return _read(Path(unnamed[0])) if unnamed else {}
     pair = " ".join(name.upper() for name in positionals)
@@ -195,7 +195,7 @@ def _unnamed_options(
 
 
 def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
-    """Create options from names and values, for example from the content of a file.
+    """Create options from a mapping of names to values, for example the content of a file.
 
     Raises:
         ValueError: a name is unknown, a value has the wrong type, or an option without a default is missing.
@@ -220,7 +220,7 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
                 f"{cls.__name__}: {name} must be {value_type.__name__}, got {value!r}. Correct it."
             ) from error
 
-    # Fields without a default and without a factory have two equal sentinels.
+    # For fields without a default and without a factory, both attributes are the same sentinel.
     required = [field.name for field in _fields(cls) if field.default is field.default_factory]
     missing = [name for name in required if name not in converted]
     if missing:
@@ -250,22 +250,23 @@ OF_TRAINERS = {
     "lora_4bit": ("load_in_4bit",),
     "dtype": ("bf16", "fp16"),
 }
-"""Maps options to the names that other trainers have for them, for errors."""
+"""Maps options to the names that other trainers use for the same option, for error messages."""
 
 
 def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
-    """Return the error for an unknown option. It suggests a similar name, or an option whose help contains its words.
+    """Return the error for an unknown option. The error suggests an option with a similar name or a related help text.
 
     Args:
         cls: the dataclass.
         name: the unknown option.
         names: the name of each field, spelled in the style of ``name``.
     """
-    # Suggest the option that has this name in other trainers.
+    # Suggest the option for which other trainers use this name.
     for option in names:
         if name.lstrip("-").replace("-", "_").lower() in OF_TRAINERS.get(option.lstrip("-").replace("-", "_"), ()):
             return f"{cls.__name__}: an option must be known, got {name}. Did you mean {option}?"
-    # A close spelling, then words of the help, then any similar spelling, and finally all names.
+    # Look for a close spelling first, then for the words in help texts, then for any similar spelling. Else list
+    # all names.
     words = re.findall("[a-z]+", name.lower())
     helps = {option: field.metadata["help"].lower() for option, field in zip(names, _fields(cls), strict=True)}
     near = difflib.get_close_matches(name, names, 1, cutoff=0.8)
@@ -289,7 +290,7 @@ def _flag(name: str) -> str:
 
 
 def _value_type(hint: Any) -> type:
-    """Return the type of an option's value or, if it is a list, of its items."""
+    """Return the type of an option's value or, if the value is a list, of its items."""
     value_type: type = next(part for part in (*typing.get_args(hint), hint) if part is not type(None))
     return value_type
 

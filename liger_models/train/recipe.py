@@ -1,4 +1,4 @@
-"""Selection of training options with which a model fits into one GPU, by the estimated memory of a step."""
+"""Selection of training options with which a model fits into one GPU, based on the estimated memory of a step."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from liger_models.train.report import estimate
 from liger_models.train.train_options import LEARNING_RATES
 
 METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights"}
-"""Maps each method to a text about what it trains. The method that trains the most weights comes first."""
+"""Maps each method to a text that says what it trains. The method that trains the most weights comes first."""
 LENGTHS = (4096, 2048, 1024)
-"""Possible numbers of tokens per row, the preferred number first."""
+"""Possible numbers of tokens per row, starting with the preferred number."""
 STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
 """Tokens per optimizer step, maximum tokens per batch, and the batch size in tokens above which speed hardly grows."""
 RANK = 16
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
         """
         import yaml  # a dependency of huggingface_hub
 
-        # A comment at the head, and comments beside some options, in a column of their own.
+        # The file starts with a comment. Some options have a comment beside them, in an aligned column.
         comments = {
             "data": "files and folders: .jsonl, .txt, .parquet",
             "length": "tokens in a packed row",
@@ -88,7 +88,7 @@ class Planner:
         self._steps: dict[tuple[str, torch.dtype, int], TrainingMemory] = {}
 
     def model(self, method: str, dtype: torch.dtype) -> CausalLM:
-        """Return the model on the meta device, with LoRA adapters unless the method is "full"."""
+        """Return the model on the meta device. It has LoRA adapters unless the method is "full"."""
         if (method, dtype) not in self._models:
             model = AutoLigerModel.from_config(self.config, dtype=dtype, device="meta")
             if method != "full":
@@ -105,7 +105,7 @@ class Planner:
         return self._steps[method, dtype, tokens]
 
     def plan(self, memory: int, method: str = "auto", length: int | None = None) -> Recipe:
-        """Choose the options that fit.
+        """Choose options with which the model fits into the memory.
 
         The choice prefers, in this order: more trained weights (with method "auto"), more tokens per row, more tokens
         per step, less recomputation, and more rows per batch. If all weights are trained, they are in float32 if they
@@ -119,7 +119,7 @@ class Planner:
         Raises:
             ValueError: nothing fits, or an argument is out of range.
         """
-        # The arguments, and what to try.
+        # Check the arguments, and list the methods and lengths to try.
         names = [*METHODS, "auto"]
         if method not in names:
             raise ValueError(f"recipe: method must be one of {', '.join(names)}, got {method!r}.")
@@ -144,14 +144,14 @@ class Planner:
 
     @property
     def share(self) -> float:
-        """Fraction of the GPU's memory that the estimated memory of a step may be."""
+        """Fraction of the GPU's memory that a step may use according to the estimate."""
         return usable_share(self.model("full", torch.bfloat16))
 
     def _plan(self, memory: int, method: str, lengths: Sequence[int]) -> Recipe | None:
         dtypes = [torch.float32] * (method == "full") + [torch.bfloat16]
         for dtype in dtypes:
             for length in lengths:
-                # Without accumulation (0), gradients and activations do not exist at the same time.
+                # Without accumulation (0 tokens per step), gradients and activations do not exist at the same time.
                 for step_tokens in (STEP_TOKENS, 0) if dtype == torch.bfloat16 else (STEP_TOKENS,):
                     recipe = self._fit(memory, method, dtype, length, step_tokens)
                     if recipe is not None:
@@ -160,7 +160,7 @@ class Planner:
 
     def _fit(self, memory: int, method: str, dtype: torch.dtype, length: int, step_tokens: int) -> Recipe | None:
         batches = [2**k for k in range(16) if 2**k * length <= MOST_TOKENS][::-1] or [1]
-        # Batches that use the GPU come first, then less recomputation, then larger batches.
+        # Prefer batches large enough to use the GPU well, then less recomputation, then even larger batches.
         for enough in (ENOUGH_TOKENS, 0):
             for policy in CHECKPOINTING_POLICIES:
                 for batch in batches:

@@ -1,4 +1,4 @@
-"""Data sets with the names ``hub:owner/name[:split][@revision]`` and ``modelscope:owner/name[:split][@revision]``."""
+"""Data sets named ``hub:owner/name[:split][@revision]`` or ``modelscope:owner/name[:split][@revision]``."""
 
 import contextlib
 import fnmatch
@@ -27,26 +27,26 @@ from liger_models.train.folder import replace_json
 
 HUB = "hub:"
 PREFIXES = (HUB, modelscope.PREFIX)
-"""Beginnings of the names of data sets that are downloaded."""
+"""Prefixes that mark a name as a data set to download."""
 REVISIONS = "data.json"
-"""Name of the file in the folder of a run with the revision of each data set of the hub."""
+"""Name of the file, in the folder of a run, that stores the revision of each data set from the hub."""
 CONVERTED = "refs/convert/parquet"
-"""The branch on which the hub keeps data sets of other formats as Parquet files."""
+"""The branch on which the hub keeps a Parquet version of data sets in other formats."""
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Maps splits to the words by which the hub recognizes them in the names of files and folders."""
+"""Maps each split to the words by which the hub recognizes the split in names of files and folders."""
 PREFERRED = (".parquet", ".jsonl", ".ndjson", ".json", ".txt")
-"""The endings of data files. If a split has files of several kinds, those of the first kind are read."""
+"""File name endings of data, in order of preference. If a split has several kinds of files, only the first is read."""
 
 Splits = dict[str, list[str]]
-"""Maps splits to the files that they consist of."""
+"""Maps each split to its files."""
 
 
 class Name(NamedTuple):
-    """The parts of a name: ``prefix`` + ``repo`` + ":" + ``part`` + "@" + ``revision``.
+    """The parts of a data set's name: ``prefix`` + ``repo`` + ":" + ``part`` + "@" + ``revision``.
 
     Attributes:
         part: a split, a configuration, or configuration/split; empty for the default.
@@ -75,18 +75,18 @@ class Name(NamedTuple):
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a name is that of a data set to download."""
+    """Return whether a name denotes a data set to download."""
     return name.startswith(PREFIXES)
 
 
 def fetch_data(names: Sequence[str], output: Path, *, resumes: bool) -> list[str]:
-    """Replace the names of data sets by local files or folders. Every rank must call this function.
+    """Replace the names of data sets with paths of local files or folders. Every rank must call this function.
 
-    The first rank of each host downloads. The revisions of data sets of the hub are written to the folder of the run,
-    and a run that resumes reads the same revisions, even if the data sets have changed since.
+    The first rank of each host downloads the files. The revisions of data sets from the hub are stored in the
+    folder of the run. A resumed run reads the same revisions, even if the data sets have changed since.
 
     Args:
-        names: files, folders, and names of data sets.
+        names: paths of files and folders, and names of data sets.
         output: folder of the run.
         resumes: whether the run resumes.
 
@@ -120,7 +120,7 @@ def fetch_data(names: Sequence[str], output: Path, *, resumes: bool) -> list[str
 
 
 def _on_hosts(work: Callable[[], str]) -> str:
-    """Call ``work`` on the first rank of each host, then on the others, which find the files there."""
+    """Call ``work`` on the first rank of each host, then on the host's other ranks, which find the files on disk."""
     result, first = "", not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
     for turn in (True, False):
         with raise_on_all_ranks(), long_work("download"):
@@ -132,7 +132,7 @@ def _on_hosts(work: Callable[[], str]) -> str:
 def _list(name: Name, revision: str) -> tuple[str, list[str]]:
     """Return the commit of a data set on the hub, and the files of the split.
 
-    Without a connection, the result of the last call is returned.
+    Without a connection, this function returns the stored result of its last call for this name.
     """
     api, repo = huggingface_hub.HfApi(), name.repo
     digest = hashlib.sha256(json.dumps([*name, revision]).encode()).hexdigest()[:16]
@@ -183,7 +183,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _gather(folder: Path, files: Sequence[str]) -> str:
-    """Return the path of a single file, or of a folder of links to all files, so that they are one source."""
+    """Return one path for all files: the path of a single file, or of a folder with links to several files."""
     if len(files) == 1:
         return str(folder / files[0])
     digest = hashlib.sha256(json.dumps([str(folder), *files]).encode()).hexdigest()[:16]
@@ -204,8 +204,8 @@ def _gather(folder: Path, files: Sequence[str]) -> str:
 def select_files(name: Name, files: Iterable[str], card: Mapping[str, Any]) -> list[str]:
     """Return the files of a split in a data set's repository.
 
-    The configurations and splits are taken from the data set's card or, if the card has none, from the names of files
-    and folders. The default split is "train", or all files if no file belongs to a split.
+    Configurations and splits come from the data set's card or, if the card lists none, from the names of files and
+    folders. The default split is "train", or all files if no file belongs to a split.
 
     Args:
         name: the name of the data set.
@@ -226,7 +226,7 @@ def select_files(name: Name, files: Iterable[str], card: Mapping[str, Any]) -> l
     default = next((config for config in configs if config in ("", "default", _default(card))), next(iter(configs)))
     choices = [f"{config}/{split}" if len(configs) > 1 else split for config in configs for split in configs[config]]
 
-    # "config/split", a split of the default configuration, or the name of a configuration.
+    # The part is "config/split", a split of the default configuration, or the name of a configuration.
     config, _, split = name.part.rpartition("/")
     if not config and split in configs and split not in configs[default]:
         config, split = split, ""
@@ -248,7 +248,7 @@ def _is_data(file: str) -> bool:
 
 
 def _of_names(files: Sequence[str]) -> Splits:
-    """Return the splits that are in the names of files: "train-00000-of-00002", or a word of the path."""
+    """Return the splits named in the paths of files: "train-00000-of-00002", or a word in the path."""
     splits: Splits = {}
     for file in files:
         path = PurePosixPath(file)
@@ -256,7 +256,7 @@ def _of_names(files: Sequence[str]) -> Splits:
         words = [re.findall("[a-z]+", part.lower()) for part in (path.stem, *reversed(path.parent.parts))]
         known = (split for part in words for split, names in SPLITS.items() if {*names} & {*part})
         splits.setdefault(sharded[1] if sharded else next(known, ""), []).append(file)
-    # If no file has a split, all files are the training data. Otherwise, files without a split are not data.
+    # If no path names a split, all files are training data. Otherwise, files without a split are ignored.
     return {split: files for split, files in splits.items() if split} or {"train": [*files]}
 
 
@@ -283,7 +283,7 @@ def _default(card: Mapping[str, Any]) -> str | None:
 
 
 def _of_card(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, Splits]:
-    """Return the splits of each configuration of a card that have files."""
+    """Return, for each configuration in a card, the splits that have files."""
     found: dict[str, Splits] = {}
     for config in _configs(card):
         content = config.get("data_files")

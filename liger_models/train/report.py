@@ -33,21 +33,21 @@ from liger_models.train.train_options import STORED, TrainOptions
 WIDTH = 100
 """Maximum number of columns of a line."""
 FEW_STEPS, LARGE_STEP = 50, 1 / 20
-"""Number of steps of a run below which, and share of the data in a step above which, the run prints a warning."""
+"""A run prints a warning if it has fewer steps than this, or if a step takes more than this share of the data."""
 HEADER_EVERY = 25
-"""Number of lines after which the names of the columns are repeated."""
+"""Number of lines after which the column names are repeated."""
 SAMPLE_TOKENS = 64
-"""Length of a sample of text."""
+"""Number of tokens of a generated sample."""
 COLUMNS = {"epoch": 6, "loss": 8, "lr": 8, "norm": 8, "loss_scale": 8, "tokens_per_s": 9, "mfu": 5, "memory_gib": 9}
 COLUMNS |= {"eta": 10}
-"""Maps each value of the log that has a column to the width of the column."""
+"""Maps the name of each logged value that has a column to the width of the column."""
 HEADERS = {"loss_scale": "scale", "tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "eta": "ETA"}
 
 
 def say(*lines: str) -> None:
     """Print lines on rank 0, above the progress bar."""
     if rank() == 0:
-        # A text that the terminal can't show must not end a run.
+        # Characters that the terminal can't show must not end a run.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         lines = tuple(printable(line).encode(encoding, "replace").decode(encoding) for line in lines)
         with tqdm.external_write_mode():
@@ -70,11 +70,11 @@ class Lines:
         self._printed = 0
 
     def make(self, step: int, values: Mapping[str, float | str]) -> list[str]:
-        """Return the lines on the screen for one line of the log."""
+        """Return the screen lines for one line of the log."""
         position = f"{step}/{self.steps}".rjust(2 * len(str(self.steps)) + 1)
         lines = []
 
-        # Values with a column. The names of the columns are repeated if they have changed or are far above.
+        # Values with a column. The column names are printed again if they have changed or are many lines above.
         if "loss" in values:
             seconds = (time.perf_counter() - self.begin) / (step - self.start) * (self.steps - step)
             row = {**values, "eta": duration(seconds)}
@@ -114,7 +114,7 @@ def _text(name: str, value: float | str) -> str:
 
 
 def _fold(parts: Iterator[str], width: int) -> list[str]:
-    """Join parts to lines of at most ``width`` columns. A part that is longer or has several lines is wrapped."""
+    """Join parts into lines of at most ``width`` columns. A part that is too long or has several lines is wrapped."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -133,9 +133,9 @@ def banner(
         model: the model as it is trained.
         options: the options of the run.
         ranks: number of processes.
-        memory: estimated memory on each device in bytes; None without an estimate.
-        start, steps: number of finished steps, and of all steps.
-        epochs: passes through the data in ``steps``.
+        memory: estimated memory on each device in bytes; None if there is no estimate.
+        start, steps: number of finished steps, and total number of steps.
+        epochs: number of passes through the data in ``steps``.
     """
     # Parameters, rows of a step, and the name and memory of the device.
     length, sharing, device = options.length, options.sharing, model.device
@@ -148,7 +148,7 @@ def banner(
         total = torch.get_device_module(device).get_device_properties(device).total_memory
     begin = f"resumed after step {start:,}" if start else "from the start"
 
-    # What is trained and how, and which of it is a default.
+    # What is trained and how. Defaults that the user did not choose are marked.
     default = {name: " (default)" if value is None else "" for name, value in options.given.items()}
     if default["objective"] and options.objective != "sft":
         default["objective"] = " (recognized by the columns of the data)"
@@ -187,19 +187,20 @@ def estimate(
 ) -> TrainingMemory:
     """Estimate the memory of a step on this rank's device, for a model that FSDP shards.
 
-    Parameters, gradients and the optimizer's moments count with their sizes on this rank. Activations, the head, and
-    the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the computation.
-    Quantized weights count as they are stored, plus the temporary tensors of a matrix product. For 4-bit weights,
-    experts, and weights kept as in the checkpoint (``keep_quantized``), this is the dense weight. For other float8
-    weights, these are the transposed weight and the rounded rows. On one device nothing is gathered.
+    Parameters, gradients and the optimizer's moments count with their sizes on this rank. Activations, the head,
+    and the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the computation.
+    Quantized weights count with their stored size, plus the temporary tensors of one matrix product. The temporary
+    tensor is the dense weight for 4-bit weights, experts, and weights kept as in the checkpoint
+    (``keep_quantized``). For other float8 weights, the temporary tensors are the transposed weight and the rounded
+    rows of the input. On one device nothing is gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.
-        tokens: number of tokens of a batch on this rank.
-        four_bit: whether the weights with adapters and the experts count in 4 bits, as after `quantize_base`.
-        float8: whether these weights count in float8, as after ``quantize_base(model, dtype="float8")``.
-        moments_8bit: whether moments count in 8 bits, as with ``LigerAdamW(state_dtype=torch.int8)``.
-        muon: whether the moments are those of `LigerMuon`, which has one momentum for each matrix.
+        tokens: number of tokens in a batch on this rank.
+        four_bit: whether experts and weights with adapters count with 4 bits per element, as after `quantize_base`.
+        float8: whether the same weights count in float8, as after ``quantize_base(model, dtype="float8")``.
+        moments_8bit: whether moments count with 8 bits per element, as with ``LigerAdamW(state_dtype=torch.int8)``.
+        muon: whether the optimizer is `LigerMuon`, which has one momentum for each matrix.
     """
     # The memory of activations and the head is estimated with an unsharded model on the meta device.
     empty, adapters = model, adapter_config(model)
@@ -211,7 +212,7 @@ def estimate(
     name = "nf4" if four_bit else "float8" if float8 else None
     frozen = frozen_weights(model).values()
 
-    # Weights that are dense now, and count as `quantize_base` will store them.
+    # Weights that are still dense, but count with the size in which `quantize_base` will store them.
     pending: set[Any] = set()
     if name is not None:
         pending = {layer.weight for layer in quantized_layers(model) if not frozen_parts(layer)}
@@ -241,7 +242,7 @@ def estimate(
     # Quantized weights are gathered as they are stored.
     if name is not None:
         layers, experts = quantized_layers(empty), quantized_experts(empty)
-        # Only FSDP gathers experts in fewer bits. After apply_ep and apply_tp they stay on their ranks.
+        # Only FSDP gathers quantized experts. After apply_ep and apply_tp, experts stay on their ranks.
         of_ranks = [weight for weight in frozen if len(weight.shape) == 3]
         by_fsdp = sharded and any(weight.sharded is None for weight in of_ranks)
         stored: dict[Any, int] = {layer.weight: quantized_bytes(layer.weight, name) for layer in layers}
@@ -252,8 +253,8 @@ def estimate(
         ]
         gathered = gathered - 2 * max(saved) if sharded else 0
 
-        # A product needs the dense experts or the dense weight. In float8, it needs the transposed weight and rounded
-        # rows.
+        # A product needs the dense experts or the dense weight. In float8, it needs the transposed weight and the
+        # rounded rows of the input.
         made = [2 * math.prod(weight.shape if by_fsdp else weight.local_shape) for weight in of_ranks]
         made += [2 * local(weight).numel() for weight in quantized_experts(model) if isinstance(weight, Tensor)]
         if layers:
@@ -271,7 +272,7 @@ def warn_of_few_steps(options: TrainOptions, steps: int, share: float, ranks: in
     Args:
         options: the options of the run.
         steps: number of steps of the whole run.
-        share: share of the data that a step takes.
+        share: share of the data that one step uses.
         ranks: number of processes.
     """
     is_short, is_large = steps < FEW_STEPS, share > LARGE_STEP
@@ -282,7 +283,7 @@ def warn_of_few_steps(options: TrainOptions, steps: int, share: float, ranks: in
     step = f"a step of {sequences} {unit} takes {share:.0%} of the data"
     reasons = [f"the run has only {steps} steps"] * is_short + [step] * is_large
 
-    # What to change: the size of a step if it is too large, and the number of steps if it is too small.
+    # Name the options to change: the size of a step if it is too large, the number of steps if it is too small.
     sizes = {name: getattr(options, name) for name in ("accumulate", "batch_size")}
     sizes = {name: size for name, size in sizes.items() if size > 1} or {"length": options.length}
     advice = [f"lower {' or '.join(f'{name} ({size})' for name, size in sizes.items())}"] * is_large
@@ -293,7 +294,7 @@ def warn_of_few_steps(options: TrainOptions, steps: int, share: float, ranks: in
 
 def check_turn_end(model: CausalLM) -> str | None:
     """Return a warning if generation does not stop where the chat template ends an answer; None if it stops there."""
-    # The last token of an answer, if it is a special token, must be a stop token.
+    # If the last token of an answer is a special token, it must be a stop token.
     tokenizer = model.tokenizer
     if not tokenizer.chat_template:
         return None
@@ -317,7 +318,7 @@ def check_turn_end(model: CausalLM) -> str | None:
 
 
 def sample(model: CausalLM, prompt: str) -> str:
-    """Generate greedily: the continuation of a prompt or, if there is a chat template, the answer to it.
+    """Generate the continuation of a prompt or, if there is a chat template, the answer to it. Decoding is greedy.
 
     If the model is sharded, every rank must call this function. All ranks generate the same number of tokens, so that
     no rank waits for a rank that has stopped. Tokens after a stop token are removed from the result.
@@ -327,7 +328,7 @@ def sample(model: CausalLM, prompt: str) -> str:
         ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
     else:
         ids = tokenizer.encode(prompt)
-    with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for growing lengths
+    with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile as the length grows
         row = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[], stop_strings=[])
     reshard(model)
     tokens = row[0, len(ids) :].tolist()
@@ -338,7 +339,7 @@ def sample(model: CausalLM, prompt: str) -> str:
 
 
 def next_steps(output: Path, *, model: str, adapters: bool, chat: bool, generates: bool = True) -> list[str]:
-    """Return the last lines of a finished run, which name the result and the commands that use the result."""
+    """Return the last lines that a run prints. They name the result and the commands that use it."""
     folder = output / ("adapter" if adapters else "model")
     result = [model, "--adapter", str(folder)] if adapters else [str(folder)]
     commands = {}

@@ -1,7 +1,8 @@
-"""A new start of all processes of a run after one of them has run out of memory.
+"""Restart of all processes of a run after one of them has run out of memory.
 
-The other processes are inside collectives, which they cannot leave. Each process therefore replaces itself by a new one
-with the same arguments, and the run resumes from its last checkpoint, or from the start, with a smaller plan.
+The other processes are blocked in collectives and cannot leave them. Each process therefore replaces itself with a
+new process that has the same arguments. The run resumes with a smaller plan, from its last checkpoint or, if there
+is none, from the start.
 """
 
 import multiprocessing
@@ -21,17 +22,17 @@ from liger_models.distributed.ranks import rank
 REQUEST = ".out-of-memory"
 """Name of the file in the folder of a run that asks all processes to start again."""
 POLL = 0.5
-"""Seconds between two looks for this file."""
+"""Seconds between two checks for this file."""
 PATIENCE = 8 * POLL
-"""Seconds that a process waits, after it has lost another one, for the thread that starts it again."""
+"""Seconds that a process, after it has lost another process, waits for its own thread to restart it."""
 ATTEMPT = "LIGER_MODELS_ATTEMPT"
-"""Environment variable with the number of new starts."""
+"""Environment variable with the number of restarts."""
 
 
 def new_store() -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` for a process that has started again; none for other processes.
+    """Return arguments of ``init_process_group`` for a restarted process; an empty dict for other processes.
 
-    The store of torchrun outlives its processes, so the keys of each start need a prefix.
+    The store of torchrun outlives the processes, so the keys of each restart need a prefix.
     """
     if ATTEMPT not in os.environ:
         return {}
@@ -41,13 +42,13 @@ def new_store() -> dict[str, Any]:
 
 
 def request(folder: Path, message: str) -> None:
-    """Ask all processes of the run in a folder to start again."""
+    """Ask all processes of the run in a folder to restart."""
     with replacing(folder / REQUEST) as new:
         new.write_text(message)
 
 
 def take_request(folder: Path) -> str | None:
-    """Return the message of a request, and delete it; None if there is none. Only rank 0 calls this function."""
+    """Delete a restart request and return its message; None if there is none. Only rank 0 calls this function."""
     try:
         message = (folder / REQUEST).read_text()
     except OSError:
@@ -57,7 +58,7 @@ def take_request(folder: Path) -> str | None:
 
 
 def watch(folder: Path) -> threading.Event:
-    """Start a thread that starts this process again when another one asks for it. Set the event to end the thread."""
+    """Start a thread that restarts this process when another process requests it. Set the event to end the thread."""
     ended = threading.Event()
 
     def wait() -> None:
@@ -70,17 +71,17 @@ def watch(folder: Path) -> threading.Event:
 
 
 def start_again(folder: Path) -> None:
-    """Replace this process by a new one with the same arguments, which resumes the run in the folder."""
-    # Without torchrun, rank 0 holds the store: the others must not connect to the old one.
+    """Replace this process with a new process that has the same arguments and resumes the run in the folder."""
+    # Without torchrun, rank 0 holds the store. The other ranks wait, so that they do not connect to the old store.
     if rank() != 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         time.sleep(4 * POLL)
-    for child in multiprocessing.active_children():  # workers that prepare batches
+    for child in multiprocessing.active_children():  # data workers
         child.terminate()
-    for descriptor in map(int, os.listdir("/dev/fd")):  # connections and devices
+    for descriptor in map(int, os.listdir("/dev/fd")):  # close connections and devices
         if descriptor > 2:
             try:
                 os.set_inheritable(descriptor, False)
-            except OSError:  # the list itself
+            except OSError:  # the descriptor of the listing itself
                 continue
     os.environ[ATTEMPT] = str(int(os.environ.get(ATTEMPT, 0)) + 1)
     sys.stdout.flush()

@@ -15,15 +15,15 @@ from liger_models.train.train_options import STORED, TrainOptions
 OPTIONS = "options.json"
 """Name of the file with the options with which a run was last started."""
 COMPARED_BY_WEIGHTS = ("ref_model", "teacher")
-"""Options that name models, whose weights are compared instead of their names."""
+"""Options that name models. On resuming, the weights of these models are compared instead of the names."""
 UNREPORTED = ("model", "data", "eval_data", "output", "log_every", "eval_every", "save_every", "keep", "report_to")
-"""Options whose changes are not reported: paths, whose content is compared instead, and options for logging."""
+"""Options whose changes are not reported: logging options, and paths, for which the content is compared instead."""
 
 
 def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any]:
     """Return the settings that must not change when a run resumes, for `save_state` and `load_state`.
 
-    Model, adapters and data are not included, because `load_state` compares these itself.
+    Model, adapters and data are not included, because `load_state` compares them itself.
     """
     names = [field.name for field in fields(ObjectiveOptions) if field.name not in COMPARED_BY_WEIGHTS]
     settings = {name: getattr(options, name) for name in [*names, "dtype", *STORED]}
@@ -33,7 +33,7 @@ def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any
 
 
 def changed_options(options: TrainOptions, start: int) -> list[str]:
-    """List the options that differ from those of the last start, and write the options of this start to a file.
+    """List the options that differ from the last start's options, and write the options of this start to a file.
 
     Args:
         options: the options of this start.
@@ -46,10 +46,10 @@ def changed_options(options: TrainOptions, start: int) -> list[str]:
     path, now = Path(str(options.output)) / OPTIONS, json.loads(json.dumps(asdict(options)))
     try:
         before: Mapping[str, Any] = json.loads(path.read_text()) if start > 0 else {}
-    except (OSError, ValueError):  # a former version wrote none, or the machine lost power
+    except (OSError, ValueError):  # an earlier version wrote no file, or the machine lost power
         before = {}
 
-    # Rank 0 has read the old options, and alone prints the changes.
+    # Rank 0 has read the old options by now, and only rank 0 prints the changes.
     if rank() == 0:
         replace_json(path, now)
     return [

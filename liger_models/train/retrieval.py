@@ -1,9 +1,9 @@
-"""Objectives of models that search: embeddings of queries and documents, and rerankers.
+"""Training objectives for retrieval models: embedding models for queries and documents, and rerankers.
 
-All texts of a step are compared, over all batches and ranks, although a forward holds only one batch on one rank. With
-several batches the gradients are cached (GradCache): all texts are embedded without a graph, the gradient of the loss
-with respect to the embeddings is computed, and each batch is embedded again with a graph, whose backward starts from
-the batch's part of this gradient. Results equal those of one large batch.
+The loss of a step compares all texts in all batches on all ranks, although a forward embeds only one batch of one
+rank. With several batches, gradients are cached (GradCache): all texts are first embedded without a graph, and the
+gradient of the loss with respect to the embeddings is computed. Then each batch is embedded again with a graph, and
+its backward starts from the batch's part of this gradient. The results equal the results of one large batch.
 
 Source: https://arxiv.org/abs/2101.06983 (GradCache).
 """
@@ -35,13 +35,13 @@ from liger_models.retrieval.settings import EmbedderSettings, RerankerSettings
 from liger_models.train.objectives import Load, Metrics, Objective, pair
 
 BEST = (1, 10)
-"""Numbers k of documents for recall@k."""
+"""The values of k for recall@k."""
 NDCG = 10
 """Number of documents that count in nDCG."""
 
 
 class RetrievalObjective(Objective):
-    """The base class of the objectives of models that search."""
+    """The base class of the objectives for retrieval models."""
 
     formats = ("scored-pair", "contrastive")
     shares_rows, compares, generates = False, True, False
@@ -61,7 +61,7 @@ class RetrievalObjective(Objective):
             raise ValueError(f"train: objective {self.name} takes text models, got {type(model).__name__}.")
 
     def texts(self) -> Any:
-        """Return the function that makes the texts of examples; see `PairDataset`."""
+        """Return the function that creates the texts of an example; see `PairDataset`."""
         raise NotImplementedError
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
@@ -74,7 +74,7 @@ class RetrievalObjective(Objective):
 
 
 class EmbedObjective(RetrievalObjective):
-    """Embeddings: queries are near their documents (contrastive), or pairs of texts are as near as their scores say."""
+    """Embeddings. Queries move close to their documents (contrastive), or similarities of pairs follow given scores."""
 
     has_head = False
 
@@ -91,7 +91,7 @@ class EmbedObjective(RetrievalObjective):
         self.cosent = LigerCoSENTLoss(**shared)
         self.bidirectional = settings.pop("bidirectional", None)
         if "pooling" in settings:
-            EmbedderSettings(pooling=settings["pooling"])  # refuses a pooling before a model is loaded
+            EmbedderSettings(pooling=settings["pooling"])  # raises an error before a model is loaded
         self.given = settings
         self.settings = EmbedderSettings()
 
@@ -130,7 +130,8 @@ class EmbedObjective(RetrievalObjective):
             backward(loss)
             return loss.detach(), metrics
 
-        # All embeddings, without a graph. Dropout must be the same when they are computed again.
+        # Compute all embeddings without a graph. Save the random states, because the second computation needs the
+        # same dropout.
         states, embeddings = [], []
         with torch.no_grad():
             for batch in batches:
@@ -139,7 +140,8 @@ class EmbedObjective(RetrievalObjective):
         reshard(model)
         after = random_state(model.device)
 
-        # The gradient of the loss, of which each batch gets its part.
+        # Compute the gradient of the loss, and continue the backward of each batch with the batch's part of the
+        # gradient.
         leaves = [vectors.requires_grad_() for vectors in embeddings]
         loss, metrics = self.compare(leaves, batches)
         gradients = torch.autograd.grad(loss, leaves)
@@ -150,13 +152,13 @@ class EmbedObjective(RetrievalObjective):
         return loss.detach(), metrics
 
     def compare(self, embeddings: list[Tensor], batches: list[Batch]) -> tuple[Tensor, Metrics]:
-        """Compute the loss of this rank's examples, compared with the examples of all ranks, and its metrics.
+        """Compute the loss and metrics of this rank's examples, which are compared with the examples of all ranks.
 
         Args:
             embeddings: the embeddings of each batch, [texts, C].
-            batches: the batches of this rank, of a `PairDataset`.
+            batches: this rank's batches, from a `PairDataset`.
         """
-        # Queries, their documents, and negative documents, each of all batches.
+        # Concatenate the queries of all batches, then their documents, then the negative documents.
         sizes = [len(batch["counted"]) for batch in batches]
         queries, documents, negatives = _by_role(embeddings, sizes)
         counted = torch.cat([batch["counted"] for batch in batches])
@@ -167,7 +169,7 @@ class EmbedObjective(RetrievalObjective):
             first, second = _gather(queries), _gather(documents)
             scores, valid = _gather(torch.cat([batch["scores"] for batch in batches])), _gather(counted)
             loss = self.cosent(first[valid], second[valid], scores[valid])
-            return loss, metrics  # each rank has the loss of all ranks, whose gradients are averaged
+            return loss, metrics  # all ranks have the same loss, and gradients are averaged
 
         # Equal documents are merged, so that a query's own document is never one of its negatives.
         query_keys, document_keys, negative_keys = _by_role([batch["keys"] for batch in batches], sizes)
@@ -228,7 +230,7 @@ class EmbedObjective(RetrievalObjective):
 
 
 class RerankObjective(RetrievalObjective):
-    """Rerankers: the probability of "yes" after a prompt with query and document is the score of the document."""
+    """Rerankers. The score of a document is the probability of "yes" after a prompt with the query and the document."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
@@ -262,7 +264,7 @@ class RerankObjective(RetrievalObjective):
         return data  # type: ignore[no-any-return]
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """Return the number of documents of a step on all ranks, divided by the number of ranks."""
+        """Return the number of documents in a step, averaged over the ranks."""
         return mean_over_ranks(torch.stack([_weights(batch).sum() for batch in batches]).sum()).clamp_min(1)
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -280,7 +282,7 @@ class RerankObjective(RetrievalObjective):
         return {"loss": pair(total, _weights(batch).sum()), **metrics}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Metrics, Tensor]:
-        """Return the sum of the losses of a batch, its metrics, and the score of each document."""
+        """Return the sum of the losses in a batch, the metrics of the batch, and the score of each document."""
         scores, labels, weights = score(model, batch, self.answers), batch["scores"], _weights(batch)
         losses = F.binary_cross_entropy_with_logits(scores, labels, weights, reduction="sum")
         right = ((scores > 0) == (labels > 0.5)) * weights
@@ -299,12 +301,12 @@ class RerankObjective(RetrievalObjective):
 
 
 def _weights(batch: Batch) -> Tensor:
-    """Return 1 for each text of a batch that counts, and 0 for the others, [texts] fp32."""
+    """Return a weight for each text of a batch, [texts] fp32: 1 if the text counts, else 0."""
     return batch["counted"][batch["example"]].float()
 
 
 def _by_role(tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Concatenate, over all batches, the tensors of queries, of their documents, and of negative documents.
+    """Return three tensors, each concatenated over all batches: queries, their documents, and negative documents.
 
     Args:
         tensors: a tensor [texts, ...] for each batch.
@@ -315,10 +317,10 @@ def _by_role(tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
 
 
 def _gather(x: Tensor) -> Tensor:
-    """Concatenate tensors [n] or [n, C] of all ranks, in their order. Gradients are summed over the ranks."""
+    """Concatenate the tensors [n] or [n, C] of all ranks in rank order. Gradients are summed over the ranks."""
     if not is_distributed() or world_size() == 1:
         return x
-    if x.dtype == torch.bool:  # not every backend sends it
+    if x.dtype == torch.bool:  # not every backend sends bool
         return _gather(x.to(torch.uint8)).bool()
     if x.dim() == 1:
         return _gather(x[:, None])[:, 0]
@@ -336,7 +338,7 @@ def _gather(x: Tensor) -> Tensor:
 
 
 def _distinct(keys: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct keys in ascending order, [m], and the first of the vectors [n, C] with each key, [m, C]."""
+    """Return the distinct keys in ascending order, [m], and for each of them the first vector with this key, [m, C]."""
     distinct, inverse = keys.unique(return_inverse=True)
     places = torch.arange(len(keys), device=keys.device)
     first = torch.full_like(distinct, len(keys)).scatter_reduce(0, inverse, places, "amin")
@@ -344,7 +346,7 @@ def _distinct(keys: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _collect(parts: Any) -> Tensor:
-    """Concatenate the tensors of all ranks, which are on the CPU. Every rank must call this function."""
+    """Concatenate CPU tensors of all ranks. Every rank must call this function."""
     own: list[Any] = [*parts]
     everyone: list[Any] = [own]
     if is_distributed():
@@ -365,7 +367,7 @@ def _mean_ndcg(scores: Tensor, relevance: Tensor, groups: Tensor) -> Metrics:
 
 
 def _spearman(first: Tensor, second: Tensor) -> Tensor:
-    """Compute Spearman's rank correlation of two tensors [n]; equal values share the mean of their ranks."""
+    """Compute Spearman's rank correlation of two tensors [n]. Equal values all get the mean of their ranks."""
 
     def ranks(x: Tensor) -> Tensor:
         _, inverse, counts = x.unique(return_inverse=True, return_counts=True)

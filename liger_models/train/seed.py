@@ -13,7 +13,7 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
 
     Args:
         seed: 0 ≤ seed < 2³². Use different seeds, such as ``seed + rank``, on ranks that must draw different random
-            numbers (dropout). Use the same seed on ranks that must draw the same weights or adapters.
+            numbers (dropout). Use the same seed on ranks that must initialize the same weights or adapters.
         deterministic: whether two runs must be bitwise identical on the same machine, with the same versions and the
             same number of threads. PyTorch then uses algorithms that sum in a fixed order, some of which are slower,
             and raises RuntimeError for operations without such an algorithm. This package's kernels always sum in a
@@ -30,7 +30,7 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires this variable
         torch.use_deterministic_algorithms(True)
         settings: Any = torch.utils.deterministic
         settings.fill_uninitialized_memory = False  # no kernel reads uninitialized memory

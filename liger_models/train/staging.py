@@ -40,14 +40,14 @@ class Visit:
 class Staging:
     """Copies optimizer moments from host memory to a GPU before each update, and back to host memory afterwards.
 
-    The moments pass through a ring buffer on the GPU. They are prefetched in the order in which the last step updated
-    the parameters. The copies run on separate CUDA streams, and the host never waits for them.
+    The moments pass through a ring buffer on the GPU. They are prefetched in the order of the parameter updates in
+    the last step. The copies run on separate CUDA streams, and the host never waits for them.
 
     Args:
         device: the GPU.
-        size: bytes of the ring buffer.
-        left: maps each parameter to the CUDA event after the last copy of its moments back to the host, from any
-            device.
+        size: size of the ring buffer in bytes.
+        left: maps each parameter to the CUDA event after the last copy of its moments from any device back to the
+            host.
     """
 
     def __init__(self, device: torch.device, size: int, left: dict[Tensor, torch.Event]) -> None:
@@ -56,13 +56,14 @@ class Staging:
         self._coming: dict[Tensor, Visit] = {}
         """Maps parameters to their prefetched moments, in the order in which `take` is expected to be called."""
         self._gone: list[Visit] = []
-        """Moments that were copied back to the host, whose bytes in the buffer have not been reused yet."""
+        """Moments that were copied back to the host, but whose bytes in the buffer have not been reused yet."""
         self.left = left
         self._next: dict[Tensor, Tensor] = {}
         """Maps each parameter to the parameter that followed it in the last step."""
         self._last: Tensor | None = None
         self._into, self._out = Inbound(device), torch.Stream(device)
-        # The allocator may hand out memory that earlier kernels still use, and must not reuse it before the copies end.
+        # The allocator may hand out memory that earlier kernels still use. It must not reuse the buffer before the
+        # copies end.
         self._into.wait(torch.accelerator.current_stream(device).record_event())
         self._into.holds(self._buffer)
         self._buffer.record_stream(self._out)
@@ -74,8 +75,8 @@ class Staging:
             self._next[self._last] = param
         self._last = param
 
-        # Use the moments that were fetched ahead, unless they have been replaced or changed since. Those of parameters
-        # before this one are dropped, because these parameters have no gradient in this step.
+        # Use the prefetched moments, unless the moments on the host have been replaced or changed since. Drop
+        # prefetched moments of parameters before this one, because those parameters have no gradient in this step.
         host, visit = moments(state[param]), None
         while self._coming and visit is None:
             first, fetched = next(iter(self._coming.items()))
@@ -89,7 +90,7 @@ class Staging:
         return visit
 
     def give(self, param: Tensor, visit: Visit, state: Mapping[Tensor, Any]) -> None:
-        """Copy the moments back after the work queued on the current stream, and fetch those of the next parameters."""
+        """Copy the moments back after the work queued on the current stream, and prefetch the next moments."""
         self._out.wait_stream(torch.accelerator.current_stream(self._buffer.device))
         with self._out:
             for host, staged in zip(visit.host, visit.staged, strict=True):
@@ -97,7 +98,7 @@ class Staging:
         visit.left = self.left[param] = self._out.record_event()
         self._gone.append(visit)
 
-        # Fetch ahead until the buffer is full, starting behind the last parameter that is on its way.
+        # Prefetch until the buffer is full, starting after the last parameter whose moments are already being copied.
         ahead = self._next.get(next(reversed(self._coming), param))
         while ahead is not None and ahead not in self._coming and state.get(ahead):
             visit_ahead = self._fetch(ahead, moments(state[ahead]))
@@ -107,8 +108,9 @@ class Staging:
             ahead = self._next.get(ahead)
 
     def _fetch(self, param: Tensor, host: list[Tensor]) -> Visit | None:
-        """Queue the copies of moments to the GPU. Returns None if the ring buffer has no room for them."""
-        # Take the next bytes of the ring, or its first ones, unless moments that are still expected are there.
+        """Queue copies of moments to the GPU. Returns None if the ring buffer has no room for the moments."""
+        # Take the next bytes of the ring buffer, or start again at its first byte, unless these bytes hold moments
+        # still to be used.
         buffers, end = [], self._at
         if end + sum(aligned(moment.nbytes) for moment in host) > len(self._buffer):
             end = 0
@@ -120,7 +122,8 @@ class Staging:
             return None
         self._at = end
 
-        # The copies to the GPU wait until the bytes are free, and until the moments are back in host memory.
+        # The copies to the GPU wait until the bytes in the buffer are free, and until earlier copies to host memory
+        # have ended.
         for visit in self._gone:
             if visit.overlaps(start, end) and visit.left is not None:
                 self._into.wait(visit.left)
@@ -137,7 +140,7 @@ class Staging:
         return Visit(host, [moment._version for moment in host], staged, start, end, arrived)
 
     def settle(self) -> None:
-        """Wait until all copies back to host memory have ended."""
+        """Make the host wait until all copies back to host memory have ended."""
         self._out.synchronize()
 
 

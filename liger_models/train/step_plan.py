@@ -1,4 +1,4 @@
-"""The plan of a run's steps: what is recomputed or offloaded so that a step fits, and a smaller plan if it does not."""
+"""The memory plan of a run: what a step recomputes or offloads to fit, and a smaller plan if it does not fit."""
 
 import gc
 import json
@@ -33,17 +33,19 @@ Result = TypeVar("Result")
 MEMORY = "memory.json"
 """Name of the file with the plan of a run."""
 SMALLER = (0.9, 0.97, 0.999)
-"""The largest estimated peak of the next smaller plan, as a share of that of the plan that did not fit. The first share
-for which there is a plan counts."""
+"""Upper bounds for the estimated peak of the next smaller plan, as shares of the peak of the plan that did not fit.
+The first bound for which a plan exists is used.
+"""
 
 
 class StepPlan:
     """The plan of a run's steps.
 
-    With ``options.memory`` the plan is the fastest one within this budget, and with ``options.checkpointing`` all
-    blocks have this policy. Without both, the plan is the fastest one that fits into the memory that the devices have
-    free. It is stored with the run, and a run that resumes in the same way uses it again. If a step runs out of memory
-    nevertheless, `run` takes the next smaller plan and repeats the step. No plan changes results.
+    With ``options.memory``, the plan is the fastest plan within this budget. With ``options.checkpointing``, all
+    blocks have this policy. Without either option, the plan is the fastest plan that fits into the free memory of
+    the devices. The plan is stored in the folder of the run, and a run that resumes under the same conditions uses
+    it again. If a step nevertheless runs out of memory, `run` takes the next smaller plan and repeats the step. No
+    plan changes the results.
 
     Every rank must make the same calls.
 
@@ -51,7 +53,7 @@ class StepPlan:
         options: the options of the run.
         model: the model as it is trained.
         dtype: the dtype of the computation.
-        budget: the number of bytes for ``options.memory``; None without it.
+        budget: ``options.memory`` in bytes; None without this option.
         restarts: as for `train`.
 
     Attributes:
@@ -72,7 +74,7 @@ class StepPlan:
         self.is_estimated = make_objective(options).shares_rows and options.tensor_parallel == 1
         self._automatic = options.checkpointing is None and budget is None
         self._memory: TrainingMemory | None = None
-        self._others = 0  # bytes that the process holds besides the model, such as a reference model
+        self._others = 0  # bytes that the process holds in addition to the model, for example for a reference model
         self.plan: MemoryPlan | None = None
         self.lines: list[str] = []
         if budget is not None:
@@ -86,7 +88,7 @@ class StepPlan:
         self._watch = watch(self._folder) if can_restart else None
 
     def close(self) -> None:
-        """End the watch for ranks that run out of memory."""
+        """End the thread that watches for ranks that have run out of memory."""
         if self._watch is not None:
             self._watch.set()
 
@@ -105,7 +107,7 @@ class StepPlan:
             plan = _uniform(self._model, "none")
             self.lines = [f"memory      {_summary(plan)}{_ON_FAILURE * (free is not None)}"]
         else:
-            # The free memory is for everything except the model, which is already loaded.
+            # The model is already loaded, so the budget is the free memory plus the memory of the model.
             weights = self._estimate().weights
             self._others = _allocated(self._model.device) - weights
             budget = _least(free + weights)
@@ -121,8 +123,8 @@ class StepPlan:
         return self._memory
 
     def _fastest(self, budget: int) -> MemoryPlan:
-        # With the optimizer step in the backward, a step cannot be repeated and has no norm to log. It is the last
-        # resort.
+        # The optimizer step in the backward is the last resort: such a step cannot be repeated and has no norm to
+        # log.
         try:
             return self._plan(budget, host_moments=True, in_backward=False)
         except ValueError as error:
@@ -135,7 +137,7 @@ class StepPlan:
                 ) from error
 
     def _describe(self, plan: MemoryPlan, budget: int) -> list[str]:
-        """Describe the choice and what half the memory would cost."""
+        """Describe the chosen plan, and what a plan with half of the memory would cost."""
         amount = f"about {_gigabytes(plan.peak)} of {_gigabytes(budget)} that the device has free (estimate)"
         half = f"{budget / 2e9:.3g}GB"
         try:
@@ -150,7 +152,7 @@ class StepPlan:
     def _plan(
         self, budget: int, *, host_moments: bool, in_backward: bool, memory: TrainingMemory | None = None
     ) -> MemoryPlan:
-        """Plan the fastest step within a budget in bytes, the same on all ranks.
+        """Plan the fastest step within a budget in bytes. All ranks get the same plan.
 
         The plan may put the optimizer step into the backward only if nothing needs all gradients at once: neither
         clipping (``max_norm`` is inf), nor accumulation, nor a loss scale. With Muon, the plan keeps the momentum on
@@ -184,14 +186,14 @@ class StepPlan:
     # Steps that run out of memory.
 
     def run(self, step: int, batches: Sequence[dict[str, Any]], work: Callable[[], Result]) -> Result:
-        """Return ``work()``. If it runs out of memory, take smaller plans and repeat it until it does not.
+        """Return ``work()``. If it runs out of memory, repeat it with smaller and smaller plans until it fits.
 
-        Batches, gradients and random numbers are the same in each attempt, so the results are, too.
+        Batches, gradients and random numbers are the same in each attempt, so the results are the same, too.
 
         Args:
             step: number of the step, for messages.
             batches: the batches of the step, to which ``work`` may add tensors.
-            work: function that computes forward and backward of the whole step, and no more.
+            work: function that computes the forward and backward of the whole step, and nothing else.
 
         Raises:
             torch.OutOfMemoryError: no smaller plan exists, or the user has chosen the plan.
@@ -204,7 +206,7 @@ class StepPlan:
                 return work()
             except torch.OutOfMemoryError as error:
                 message = str(error)
-            # Outside of the handler, the tensors of the failed attempt are free.
+            # Outside of the exception handler, the tensors of the failed attempt are freed.
             if world_size() > 1:
                 self._start_again(step, message)
             self._clean_up()
@@ -218,10 +220,10 @@ class StepPlan:
             restore_random_state(state, self._model.device)
 
     def _start_again(self, step: int, message: str) -> None:
-        """Let all ranks start again with a smaller plan, because the others are inside collectives.
+        """Restart the processes of all ranks with a smaller plan, because the other ranks are blocked in collectives.
 
         Raises:
-            torch.OutOfMemoryError: the process must not start itself again.
+            torch.OutOfMemoryError: the process must not restart itself.
         """
         text = f"Step {step} ran out of memory on rank {rank()}: {message}"
         request(self._folder, text)
@@ -232,7 +234,7 @@ class StepPlan:
         raise torch.OutOfMemoryError(f"train: {text} The next run in {self._folder} uses a smaller plan.")
 
     def _clean_up(self) -> None:
-        """Free what a failed step has left: gathered parameters, gradients, and cached memory."""
+        """Free what a failed step has left behind: gathered parameters, gradients, and cached memory."""
         end_pass(self._model)
         self._model.zero_grad(set_to_none=True)
         gc.collect()
@@ -243,7 +245,7 @@ class StepPlan:
         """Return the next smaller plan after a failure.
 
         Raises:
-            torch.OutOfMemoryError: there is none.
+            torch.OutOfMemoryError: there is no smaller plan.
         """
         if self.is_estimated and current.parts:
             plan = self._planned_smaller(current)
@@ -258,7 +260,7 @@ class StepPlan:
         return plan
 
     def _planned_smaller(self, current: MemoryPlan) -> MemoryPlan | None:
-        """Return the fastest plan that fits into what is free now, and is smaller than the current one."""
+        """Return the fastest plan that fits into the free memory and is smaller than the current plan."""
         memory = self._estimate()
         # The optimizer exists already, so its moments stay where they are.
         stays = memory._replace(optimizer=current.parts["moments"], moments=(0,) * len(memory.moments), staging=0)
@@ -276,7 +278,7 @@ class StepPlan:
         return None
 
     def _remedies(self, budget: int | None) -> str:
-        """Return a sentence with the options that make a step smaller; if ``budget`` is given, only those that fit."""
+        """Return a sentence with options for a smaller step, or only with those that fit if ``budget`` is given."""
         from liger_models.train.recipe import Planner
 
         options, planner = self._options, Planner(self._model.config)
@@ -304,7 +306,7 @@ class StepPlan:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """Options and sizes that decide which plan is chosen. A resumed run in which one has changed plans again."""
+        """Options and sizes that determine the plan. If one of them has changed, a resumed run chooses a new plan."""
         device = self._model.device
         total = 0
         if device.type in ACCELERATORS:
@@ -319,7 +321,7 @@ class StepPlan:
             replace_json(self._path, content)
 
     def _stored(self) -> tuple[MemoryPlan | None, str | None]:
-        """Return the plan that the run has chosen under the same conditions, and the message if a step failed with it.
+        """Return the plan that the run chose under the same conditions, and the error if a step has failed with it.
 
         Both are None if there is no such plan.
         """
@@ -363,7 +365,7 @@ def tokens_per_batch(options: TrainOptions) -> int:
 
 
 def _uniform(model: CausalLM, policy: str) -> MemoryPlan:
-    """Return a plan with the same policy for all blocks, whose memory is not known."""
+    """Return a plan that has the same policy for all blocks and no memory estimate."""
     return MemoryPlan((policy,) * len(model.layers), 0, (), False, {}, 0, 1.0)
 
 
@@ -385,7 +387,7 @@ def _gigabytes(size: float) -> str:
 
 
 def _least(size: int | None) -> int | None:
-    """Return the least size of all ranks; None if a rank has none. Every rank must call this function."""
+    """Return the smallest size on any rank; None if some rank has no size. Every rank must call this function."""
     sizes: list[int | None] = [None] * world_size()
     dist.all_gather_object(sizes, size)
     known = [each for each in sizes if each is not None]
@@ -393,5 +395,5 @@ def _least(size: int | None) -> int | None:
 
 
 def _allocated(device: torch.device) -> int:
-    """Return the bytes of this process's tensors on an accelerator; 0 for other devices."""
+    """Return how many bytes this process's tensors take on an accelerator; 0 for other devices."""
     return torch.accelerator.memory_allocated(device) if device.type in ACCELERATORS else 0

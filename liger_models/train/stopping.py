@@ -1,4 +1,4 @@
-"""Handling of signals that stop a run. All ranks stop after the same step, so that its state can be saved."""
+"""Handling of signals that stop a run. All ranks stop after the same step, so that the run's state can be saved."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from liger_models.distributed.ranks import rank, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 APART = 1.0
-"""Seconds within which a second signal counts as the first one: torchrun repeats a Ctrl-C that the terminal sends."""
+"""Seconds in which a second signal is ignored as a repetition: torchrun repeats a Ctrl-C that the terminal sends."""
 
 
 @contextlib.contextmanager
@@ -32,20 +32,20 @@ def keep_signal_handlers() -> Iterator[None]:
 
 
 class Stop:
-    """Converts the first SIGINT or SIGTERM to a request to stop, which all ranks receive. A second signal acts at once.
+    """Turns the first SIGINT or SIGTERM into a request to stop that reaches all ranks. A second signal acts at once.
 
-    Every rank must create a `Stop` and call `check` once per step. Outside of the main thread no handler is installed,
-    and the rank only receives the signals of other ranks.
+    Every rank must create a `Stop` and call `check` once per step. Outside of the main thread, no handler is
+    installed, and the rank only receives the signals of other ranks.
 
     Attributes:
-        signal: the signal for which all ranks stop, as soon as `check` has returned True; 0 before.
+        signal: the signal that stops all ranks; 0 until `check` has returned True.
     """
 
     def __init__(self) -> None:
         self.signal = 0
         self._received, self._at = 0, 0.0
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        # The default group is not used, because on GPUs the host would have to wait for its collectives.
+        # The default process group is not used, because on GPUs the host would have to wait for its collectives.
         self._group = dist.new_group(backend="gloo") if world_size() > 1 else None
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
         if threading.current_thread() is threading.main_thread():
@@ -60,7 +60,7 @@ class Stop:
     def _receive(self, number: int, _: FrameType | None) -> None:
         if not self._received:
             self._received, self._at = number, time.monotonic()
-            if rank() == 0:  # print is not safe in a handler
+            if rank() == 0:  # print is not safe in a signal handler
                 os.write(2, b"\nStopping at the end of a step, which is saved. A second signal stops at once.\n")
         # The second signal has the effect that it had before the run.
         elif time.monotonic() - self._at > APART:
@@ -70,8 +70,8 @@ class Stop:
     def check(self) -> bool:
         """Return whether to stop after this step. The result is the same on all ranks.
 
-        Ranks exchange their signals in the background and read the result one step later, so that neither the host nor
-        the device waits.
+        The ranks exchange their signals in the background and read the result one step later, so that neither the
+        host nor the device waits.
         """
         if self._group is None:
             self.signal = self._received
@@ -97,7 +97,7 @@ class Stop:
         if self._group is not None:
             stopped = self.signal
             self._read()
-            self.signal = stopped  # a signal that came too late for a step
+            self.signal = stopped  # a signal that came too late for `check`
             dist.destroy_process_group(self._group)
 
     def leave(self) -> None:

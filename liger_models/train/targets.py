@@ -1,4 +1,4 @@
-"""A warning of steps in which no token has a label."""
+"""A warning about steps in which no token has a label."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from liger_models.parallel.step import mean_over_ranks
 
 
 class TargetChecks:
-    """Records which steps have a token with a label, on the host, and returns a warning of the first step without any.
+    """Records on the host which steps have labels, and returns a warning about the first step without any label.
 
     Args:
-        length: the number of tokens of a row, for the warning.
+        length: the number of tokens in a row, for the warning.
     """
 
     def __init__(self, length: int) -> None:
@@ -21,13 +21,13 @@ class TargetChecks:
         self._has_warned = False
 
     def watch(self, batches: Iterable[Batch]) -> None:
-        """Record whether a step has a label on this rank, before its batches are copied to the device."""
+        """Record whether a step has a label on this rank. Call this before the batches are copied to the device."""
         labels = [batch["labels"] for batch in batches if "labels" in batch]
         if labels and not self._has_warned:
             self._learned.append(any(bool((rows != -100).any()) for rows in labels))
 
     def check(self, step: int, device: torch.device) -> str | None:
-        """Return the warning after ``step``, once in a run. Every rank must call this method."""
+        """Return the warning if a step up to ``step`` had no labels, once in a run. Every rank must call this."""
         if not self._learned:
             return None
         learned = mean_over_ranks(torch.tensor(self._learned, dtype=torch.float32, device=device)).tolist()

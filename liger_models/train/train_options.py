@@ -1,4 +1,4 @@
-"""The options of the training command, in groups. Each is a command-line option and a key of an options file."""
+"""The options of the training command, in groups. Each option can be set on the command line and in an options file."""
 
 # ruff: noqa: RUF009 (`option` returns a field)
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """Maps options that are dtypes to their allowed values."""
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
-"""Maps each method to its peak learning rate. Adapters start at zero and need a larger one."""
+"""Maps each method to its peak learning rate. Adapters start at zero and need a larger rate."""
 COMPARING_RATES = {"full": 1e-6, "lora": 1e-5}
-"""The same for objectives that compare or sample answers."""
+"""Maps each method to its peak learning rate with objectives that compare or sample answers."""
 BATCH_SIZES = {"embed": 32, "rerank": 32, "kto": 2}
-"""Maps objectives that compare the examples of a batch to their default number of examples. For others it is 1."""
+"""Maps objectives that compare the examples of a batch to their default batch size. The default of all others is 1."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_quantized"
-"""Options with which the weights under adapters are quantized."""
+"""Options that quantize the weights under adapters."""
 
 _adapter_option = partial(option, needs="lora_r")
 
@@ -175,13 +175,13 @@ class LoggingOptions:
     tensorboard: bool = option("deprecated: report_to: [tensorboard]", False)
 
 
-# The fields of the last base come first.
+# Dataclasses put the fields of the last base class first.
 @dataclass(kw_only=True)
 class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOptions, ObjectiveOptions, DataOptions):
     """The options of a run."""
 
     def __post_init__(self) -> None:
-        # The user's values of the options whose default depends on other options.
+        # Store the user's values of options whose defaults depend on other options.
         self.given = {name: getattr(self, name) for name in ("objective", "lr", "dtype", "output", "batch_size")}
         self.objective = self.objective or "sft"
         if self.given["batch_size"] is None:
@@ -189,7 +189,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
         if self.dtype is None and not self.lora_r:
             self.dtype = "float32"
 
-        # Check each option by itself, by the metadata of its field.
+        # Check each option separately, against the metadata of its field.
         check_options(self)
         for name, dtypes in DTYPES.items():  # "bf16" and torch.bfloat16 become "bfloat16"
             if getattr(self, name) is not None:
@@ -205,14 +205,14 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
         rates = COMPARING_RATES if OBJECTIVES[self.objective].is_gentle else LEARNING_RATES
         self.lr = self.lr or rates["lora" if self.lora_r else "full"]
 
-        # Options that exclude each other.
+        # Check options that exclude each other.
         self._check_names()
         self._check_weights()
         self._check_sharing()
         self._check_objective()
 
     def changed(self, **changes: Any) -> "Self":
-        """Return a copy with changed options that still knows which options the user has given."""
+        """Return a copy with changed options. The copy still knows which options the user has given."""
         copy = replace(self, **changes)
         copy.given = self.given
         return copy
@@ -233,7 +233,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
 
     def _check_weights(self) -> None:
-        # Weights have one format, and Muon trains plain matrices only.
+        # Weights can have only one format, and Muon trains only weights that are not quantized.
         stored = [name for name in STORED if getattr(self, name)]
         if len(stored) >= 2:
             raise ValueError(
@@ -270,9 +270,9 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
 
     def _check_objective(self) -> None:
-        # Making the objective checks its own options.
+        # Creating the objective checks the options of the objective.
         objective = make_objective(self)
-        Formats(objective.formats, self.format)  # refuses a format before a model is loaded
+        Formats(objective.formats, self.format)  # raises an error before a model is loaded
         if not objective.shares_rows and self.sharing != 1:
             raise ValueError(
                 f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose "

@@ -10,27 +10,27 @@ from liger_models.layers.compile_ahead import Kernels, Launch, compile_all, neve
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
-    """Compile the kernels of this package that ``model(**batch)`` and its backward launch, unless already compiled.
+    """Compile all kernels of this package that ``model(**batch)`` and its backward launch, unless already compiled.
 
-    For most models, the first training step does the same by itself (`layers/compile_ahead.py`). It does not for
-    distributed, quantized and compiled models, and for models with hooks. `warm_up` first runs the model and records
-    the kernels without launching them. Then threads compile them in parallel. Triton's cache on disk keeps the compiled
-    kernels for later processes. Kernels of other packages run as usual.
+    For most models, the first training step does the same by itself (`layers/compile_ahead.py`). The exceptions are
+    distributed, quantized and compiled models, and models with hooks. `warm_up` first runs the model and records
+    the kernels without launching them. Then threads compile them in parallel. Triton's cache on disk keeps the
+    compiled kernels for later processes. Kernels of other packages run as usual.
 
     Args:
-        model: the model in the mode, precision, compilation and sharding of the training. Its weights and the random
-            number generators do not change. Buffers that a forward writes would change, but the models of this package
-            have no buffers.
-        batch: arguments of the model, in the sizes of the training. Without labels there is no backward. The results
-            are meaningless, because no kernel ran, and are discarded.
+        model: the model, with the mode, precision, compilation and sharding that the training uses. Its weights and
+            the random number generators do not change. Buffers that a forward writes would change, but the models
+            of this package have no buffers.
+        batch: arguments of the model, with the sizes that the training uses. Without labels, there is no backward.
+            The results are discarded, because no kernel has run.
 
     Returns:
-        The number of kernels compiled: 0 on a CPU, and in a second call.
+        The number of compiled kernels. It is 0 on a CPU and in a second call.
 
     Raises:
         ValueError: a parameter has a gradient, to which the backward would add, or a hook that would use the gradient.
     """
-    # The gradients of this pass are garbage and must reach nothing.
+    # The gradients of this pass are garbage, so nothing may use them.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not all(parameter.grad is None for parameter in trained):
         raise ValueError("warm_up: a parameter has a gradient. Call zero_grad() first.")
@@ -47,14 +47,15 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
 
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
-        # Kernels of other packages run: later kernels may depend on their results, and autotuners on their times.
+        # Kernels of other packages are run, because later kernels may need their results, and autotuners need their
+        # times.
         if not fn.module.startswith("liger_models.") or getattr(kernel, "decides", False):
             return False
         device, specialization = compile["device"], compile["specialization_data"]
         kernels[kernel, device, compile["key"]] = Launch(kernel, device, specialization)
         return True  # tells Triton to neither compile nor launch it
 
-    computing = torch.device("cuda", torch.cuda.current_device())  # the weights may be elsewhere
+    computing = torch.device("cuda", torch.cuda.current_device())  # the weights may be on another device
     devices = {computing, *(parameter.device for parameter in trained if parameter.is_cuda)}
     # Run the model with the hook. Whatever fails, the hook and the gradients are removed.
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, record
