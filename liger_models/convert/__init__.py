@@ -1,4 +1,4 @@
-"""Functions that read and write Hugging Face checkpoints of any model family, as files and in memory."""
+"""Functions that read and write Hugging Face checkpoints of any model family, as files and as tensors in memory."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -1,8 +1,8 @@
 """Conversion between config.json and config dataclasses.
 
-The formats of transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and of transformers 5
-(``rope_parameters``, ``dtype``) are read, and a format that both versions can read is written. An unsupported value
-raises an error, and unknown keys are listed in a warning.
+This module reads the formats of transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and transformers 5
+(``rope_parameters``, ``dtype``), and writes a format that both versions can read. An unsupported value raises an
+error. Unknown keys are listed in a warning.
 """
 
 import contextlib
@@ -45,21 +45,21 @@ _GENERATION = """
 IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
 """Keys of config.json that do not describe the architecture.
 
-They are keys about the origin of the file, keys about how to run the model, two keys of SmolLM that transformers does
-not read, keys that transformers writes into every config, and generation settings in old files.
+These keys name the origin of the file, say how to run the model, are written into every config by transformers, or
+are generation settings in old files. Two further keys occur in SmolLM's files and are not read by transformers.
 """
 
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4096),
 }
-"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors than this number.
+"""Largest number of layers or experts in a config.json, unless the checkpoint has more tensors than this number.
 
-Without a limit, a file of a few bytes could cause any number of modules to be built.
+Without a limit, a config.json of a few bytes could make this package build any number of modules.
 """
 
 MOST_EXPERTS = 100_000
-"""Largest product of the numbers of layers and experts, unless the checkpoint has more tensors than this number."""
+"""Largest number of layers times experts in a config.json, unless the checkpoint has more tensors than this number."""
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
@@ -69,14 +69,14 @@ _ANYWHERE = ("bos_token_id", "eos_token_id", "initializer_range")
 
 
 def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
-    """Check that the numbers of layers and experts in a config.json are plausible.
+    """Check that a config.json has plausible numbers of layers and experts.
 
     Args:
         hf: the content of config.json.
-        tensors: number of tensors in the checkpoint if it is known, otherwise 0. The limits are at least this number.
+        tensors: number of tensors in the checkpoint, or 0 if unknown. The limits are raised to at least this number.
 
     Raises:
-        ValueError: a number exceeds `MOST` or `MOST_EXPERTS`, and also the number of tensors.
+        ValueError: a number exceeds both its limit (`MOST` or `MOST_EXPERTS`) and the number of tensors.
     """
     # Find the largest value of each key in the file and in its nested objects.
     counts = dict.fromkeys(MOST, 0)
@@ -94,7 +94,7 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
                     )
                 counts[key] = max(value, counts[key])
 
-    # In the worst case, every layer has all experts.
+    # The worst case is that every layer has all experts.
     experts = max(count for name, count in counts.items() if "experts" in name) * counts["num_hidden_layers"]
     if not experts <= max(MOST_EXPERTS, tensors):
         raise ValueError(
@@ -104,13 +104,13 @@ def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
 
 
 def is_causal(hf: Mapping[str, Any]) -> bool:
-    """Whether the model of a config.json is causal. As in transformers, null and 0 mean that it is not."""
+    """Return whether a config.json describes a causal model. As in transformers, null and 0 count as false."""
     return all(level.get("is_causal", True) for level in (hf, hf.get("text_config") or {}))
 
 
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
-    """Context manager that converts errors due to bad values, such as a missing key, to a ValueError.
+    """Context manager that converts errors caused by bad content, such as a missing key, to a ValueError.
 
     Args:
         where: name of the file, for the error message.
@@ -134,11 +134,11 @@ def read_config(
         config_class: dataclass whose fields have the names of keys in config.json.
         hf: the content of config.json.
         strict: whether unknown keys are an error instead of a warning.
-        tensors: number of tensors in the checkpoint if it is known, otherwise 0; see `check_counts`.
+        tensors: number of tensors in the checkpoint, or 0 if unknown; see `check_counts`.
 
     Raises:
-        ValueError: the checkpoint is quantized, a rope type or a value is not supported, a required key is missing,
-            a number is out of range, or a key is unknown and ``strict`` is True.
+        ValueError: the quantization, a rope type or a value is not supported; a required key is missing; a number is
+            out of range; or a key is unknown and ``strict`` is True.
     """
     check_counts(hf, tensors)
     with blaming("config.json"):
@@ -158,7 +158,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             )
         hf = {key: value for key, value in hf.items() if key not in ("quantization_config", "compression_config")}
 
-    # Rename the keys to the fields of the class, and read the fields. Rope settings are read by separate rules.
+    # Rename the keys to the names of the class's fields, and read the fields. Rope settings have rules of their own.
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
@@ -185,7 +185,7 @@ def _read_fields(
     where: str,
     unknown: list[str],
 ) -> dict[str, Any]:
-    """Read the fields in a config.json, or in its nested object ``where``. Unknown keys are appended to ``unknown``."""
+    """Read fields from a config.json or its nested object ``where``. Unknown keys are appended to ``unknown``."""
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for key, value in hf.items():
@@ -195,7 +195,7 @@ def _read_fields(
                 values[key] = _build(hint, _read_fields(hint, value, ignored, f"{where}{key}.", unknown))
             elif value is not None or type(None) in _options(hint):
                 values[key] = _typed(f"{where}{key}", value, hint)
-            elif hint is bool:  # null means false, as in transformers; for other types it means that the key is missing
+            elif hint is bool:  # null means false, as in transformers; otherwise null means a missing key
                 values[key] = False
         elif key not in ignored and value is not None:
             unknown.append(f"{where}{key}")
@@ -214,7 +214,7 @@ def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
 
 
 def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. Returns these fields and unknown keys."""
+    """Read ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. Returns the fields and the unknown keys."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     stored = hf.get(where) or {}
     if not isinstance(stored, Mapping):
@@ -225,7 +225,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             f"config.json: {where} must be the same for all layers, got one object for each of {', '.join(rope)}."
         )
 
-    # Read the values that are fields of the config instead of the scaling.
+    # Read the values that are fields of the config rather than of the scaling.
     fields: dict[str, Any] = {}
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
     if theta is not None:
@@ -235,7 +235,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
         if partial is not None:
             fields["partial_rotary_factor"] = _typed("partial_rotary_factor", partial, float)
 
-    # Read the type under its new or old key, and the original length at the top level.
+    # Read the rope type from its new or old key, and the original length from the top level.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     rope_type = getattr(config_class, "rope_aliases", {}).get(rope_type, rope_type)
@@ -280,17 +280,17 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
 def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Convert a config.json with ``rope_parameters`` for each layer type to the older format.
 
-    The values for full attention become ``rope_theta`` and ``rope_scaling``, and the base for sliding attention becomes
-    ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is dropped. If
-    ``rope_parameters`` is a single object for all layers, its values must be the defaults of full attention, because
-    transformers ignores such an object.
+    The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding
+    attention becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is
+    dropped. If ``rope_parameters`` is a single object for all layers, its values must be the defaults of full
+    attention, because transformers ignores such an object.
 
     Args:
         hf: the content of config.json.
-        theta: base for full attention if the file does not have one.
+        theta: base for full attention if the file has no base.
 
     Raises:
-        ValueError: there are other layer types or values, or sliding attention has a value other than its base.
+        ValueError: there are other layer types or values, or sliding attention has a rope parameter besides its base.
     """
     flat = {
         key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")
@@ -327,10 +327,10 @@ def renaming(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str
 def of_text(
     config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
 ) -> dict[str, Any]:
-    """Merge a config.json and its ``text_config`` into one flat object with the values that transformers would read.
+    """Merge a config.json and its ``text_config`` into one flat object that has the values transformers would read.
 
     Args:
-        config_class: the config class, whose fields are read from ``text`` instead of the top level.
+        config_class: the config class. Its fields are read from ``text`` instead of the top level.
         hf: the content of config.json.
         text: the content of ``text_config`` in config.json.
         top: fields that are read from the top level instead of ``text``.
@@ -346,8 +346,8 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
 
     Args:
         config: the config to write.
-        hf: the content of the config.json that the config was read from, or an empty mapping. Keys of ``hf`` that do
-            not correspond to a field are kept.
+        hf: the content of the config.json that the config was read from, or an empty mapping. Keys of ``hf`` that
+            correspond to no field are kept.
         dtype: the dtype of the weights in the checkpoint.
 
     Returns:
@@ -355,7 +355,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
     """
     checkpoint = format_of(type(config))
 
-    # Keep the other keys of the file, but not alternative names of keys that are written below.
+    # Keep the other keys of the file, except alternative names for keys that are written below.
     out = dict(hf) | {
         "architectures": [checkpoint.hf_class],
         "model_type": checkpoint.model_type,
@@ -373,7 +373,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
     if original_length is None:
         out.pop("original_max_position_embeddings", None)
 
-    # Write the fields. None is written only if the file had the key, or if the default is another value.
+    # Write the fields. None is written only if the file had the key or if the field's default is not None.
     keys: dict[str, Any] = {}
     present = out.keys() | (hf.get("text_config") or {}).keys()
     for field in dataclasses.fields(config):
@@ -387,7 +387,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
 
     # Unknown keys of nested objects are also kept.
     written = checkpoint.to_json(keys)
-    # Keys that are read at both levels stay at the level at which the file has them.
+    # Keys that are read at both levels stay at the level where the file has them.
     for key in _ANYWHERE:
         if key in written and key not in hf and key in (hf.get("text_config") or {}) and "text_config" in written:
             written["text_config"] = {**written["text_config"], key: written.pop(key)}
@@ -406,7 +406,8 @@ def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> 
     if not isinstance(scaling, LongRopeScaling):
         return {"rope_scaling": {"rope_type": rope_type, **values}}
 
-    # transformers 4 reads the length at the top level, and its Phi-3 rejects the length and "rope_type" in the dict.
+    # transformers 4 reads the length at the top level. Its Phi-3 rejects a length and a "rope_type" in the scaling
+    # dict.
     length = scaling.original_max_position_embeddings
     if original_length is None:
         return {"rope_scaling": {"rope_type": rope_type, **values}, "original_max_position_embeddings": length}
@@ -419,11 +420,11 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 LONGEST_LIST = 65_536
-"""Largest number of values in a list of config.json. Real lists have a value per layer, frequency or special token."""
+"""Largest length of a list in config.json. Real lists have one value for each layer, frequency or special token."""
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
-    """Convert ``value`` to the declared type of the field. 1 is accepted for 1.0, and 16.0 is accepted for 16."""
+    """Convert ``value`` to the declared type of the field. 1 is accepted as 1.0, and 16.0 is accepted as 16."""
     options = _options(hint)
     if type(value) in options:
         return value

@@ -1,7 +1,7 @@
-"""The changes in the weights of a model since an engine last received them, and their application by the engine.
+"""Changes of a model's weights since an inference engine last received them, and how the engine applies the changes.
 
-After a step of reinforcement learning in bfloat16, about 1 % of the elements have changed, since most updates are
-smaller than half the distance between two neighboring numbers (https://arxiv.org/abs/2602.03839).
+A step of reinforcement learning in bfloat16 changes only about 1 % of the elements, because most updates are smaller
+than half the distance between two neighboring bfloat16 values (https://arxiv.org/abs/2602.03839).
 """
 
 import contextlib
@@ -27,60 +27,59 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.linear import is_sharded
 
 INDICES, VALUES = ":indices", ":values"
-"""Suffixes of the tensors that describe the changed elements of a tensor."""
+"""Suffixes for the names of the two tensors that describe the changed elements of a tensor."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Number of bytes -> the dtype that shows the bits of an element."""
+"""Maps the number of bytes of an element to the integer dtype in which its bits are viewed."""
 WORDS = 2**18
-"""Number of words of 8 bytes of which a checksum is computed at once, so that they stay in a processor's cache."""
+"""Number of 8-byte words that a checksum processes at once, so that they stay in the processor's cache."""
 
 
 class WeightDelta(NamedTuple):
     """The changes from one version of the weights to the next. Both fields can be passed to safetensors' ``save_file``.
 
     Attributes:
-        tensors: for a tensor of which few elements have changed, ``NAME:indices`` and ``NAME:values``: the positions
-            in the flattened tensor ([n], int32, or int64 for tensors of at least 2**31 elements, increasing) and the
-            new elements ([n], the dtype of the tensor). For any other changed tensor, the new tensor by its name.
-            Unchanged tensors are left out.
-        metadata: ``base`` and ``content``, in JSON: checksums of all tensors of the earlier version and of ``tensors``.
+        tensors: the changed tensors. If few elements of a tensor have changed, ``NAME:indices`` holds the increasing
+            positions in the flattened tensor ([n], int32, or int64 for tensors of at least 2**31 elements), and
+            ``NAME:values`` the new elements ([n], the dtype of the tensor). Otherwise, ``NAME`` is the new tensor.
+        metadata: checksums in JSON. ``base`` has those of all tensors of the earlier version, ``content`` those of
+            ``tensors``.
     """
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, which appears under its name when it is complete."""
+        """Write a safetensors file. The file gets its final name only when it is complete."""
         with replacing(Path(path)) as new:
             save_file(self.tensors, new, self.metadata)
 
 
 def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, rank: int | None = None) -> WeightDelta:
-    """Return the changes of the weights since the last call, and update ``base``.
+    """Return how the weights have changed since the last call, and update ``base``.
 
-    The weights are the tensors of `hf_tensors`, rounded to the dtypes of ``base``. A receiver that applies the changes
-    with `apply_delta` holds the same bits. If the model is sharded, all ranks must call this function; each parameter
-    is gathered and compared by itself.
+    The weights are the tensors of `hf_tensors`, rounded to the dtypes of ``base``. A receiver that applies the
+    changes with `apply_delta` has bitwise identical weights. If the model is sharded, all ranks must call this
+    function. Parameters are gathered and compared one at a time.
 
     Args:
         model: the model, which may be sharded or have adapters, as for `hf_tensors`.
-        base: the weights that the receivers hold, on any device. Before the first call, get them from
-            `get_hf_state_dict` with the same ``merge`` and ``rank``; a receiver then starts with the same weights.
-        merge, rank: as in `hf_tensors`. On ranks without tensors ``base`` is empty, and the result as well.
+        base: the weights that the receivers hold, on any device. Before the first call, get ``base`` from
+            `get_hf_state_dict` with the same ``merge`` and ``rank``, and start every receiver with these weights.
+        merge, rank: see `hf_tensors`. On ranks that get no tensors, both ``base`` and the result are empty.
 
     Returns:
         The changes, on the device of ``base``.
 
     Raises:
-        ValueError: ``base``, which then stays as it is, does not hold the tensors of the model; otherwise as in
-            `hf_tensors`.
+        ValueError: ``base`` does not hold the tensors of the model (``base`` is then unchanged); see also `hf_tensors`.
     """
-    # Check before gathering, in which a rank that fails would leave the others waiting.
+    # Check before gathering, because a rank that fails while gathering would leave the other ranks waiting.
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     with raise_on_all_ranks() if sharded else contextlib.nullcontext():
         shapes = get_hf_state_dict(model, merge=merge, rank=rank, device="meta")
         _check_base(base, shapes if rank is None or rank == this_rank() else {})
 
-    # Compare the bits, and describe what differs.
+    # Compare the bits of the elements, and describe the differences.
     tensors: dict[str, Tensor] = {}
     sums: dict[str, int] = {}
     for name, weight in hf_tensors(model, merge=merge, rank=rank):
@@ -100,7 +99,7 @@ def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, ran
         elif changed:
             tensors[name] = new.to(device, copy=True)
 
-    # The next changes start from these.
+    # Update ``base``, from which the next changes start.
     if not sums:
         return WeightDelta({}, {})
     _write(base, tensors, {})
@@ -111,19 +110,20 @@ def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, ran
 def apply_delta(
     target: Mapping[str, Tensor] | str | os.PathLike[str], delta: WeightDelta | str | os.PathLike[str]
 ) -> list[str]:
-    """Apply the changes of `hf_delta` to the weights of a receiver, in place, and return the changed names.
+    """Apply changes from `hf_delta` to a receiver's weights in place. Returns the names of the changed tensors.
 
-    Everything is checked before anything changes. In a folder, the files with changed tensors are replaced all at once;
-    see `liger_models.convert.folder.write_folder`.
+    All checks run before anything changes. In a folder, all files with changed tensors are replaced at once; see
+    `liger_models.convert.folder.write_folder`.
 
     Args:
-        target: tensors by name, such as ``state_dict()`` of a model of transformers, or the folder of a checkpoint. If
-            it has an ``lm_head.weight`` that the sender has tied to the embedding, the head changes with the embedding.
-        delta: the changes, on any device, or the file of `WeightDelta.save`.
+        target: tensors by name, such as the ``state_dict()`` of a transformers model, or the folder of a checkpoint.
+            If the target has an ``lm_head.weight`` and the sender ties its head to the embedding, the head changes
+            with the embedding.
+        delta: the changes, on any device, or a file that `WeightDelta.save` wrote.
 
     Raises:
         ValueError: the target does not hold the weights from which the changes start, for example because an earlier
-            delta is missing, or the changes were damaged on their way.
+            delta is missing; or the changes were damaged in transit.
         FileNotFoundError: the folder or the file does not exist.
     """
     # Check that the changes are complete and undamaged.
@@ -144,7 +144,7 @@ def apply_delta(
         _write(target, delta.tensors, tied)
         return [name for name in target if tied.get(name, name) in changed]
 
-    # A folder, one file at a time.
+    # Files in a folder, one at a time.
     folder = Path(target)
     stored = read_headers(folder)
     quantized = [name for name, tensor in stored.items() if tensor.encoding is not None]
@@ -172,9 +172,9 @@ def apply_delta(
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a number of 64 bits that depends on the dtype, the shape and all bits of a tensor, on every device alike.
+    """Return a 64-bit checksum of a tensor's dtype, shape and bits. It is the same on every device.
 
-    Each word of 8 bytes is mixed with its position by the finalizer of SplitMix64, and the results are added.
+    The finalizer of SplitMix64 mixes each 8-byte word with its position, and the results are added.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     padding = -data.numel() % 8
@@ -194,22 +194,22 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the number with the same last 64 bits in the range of int64."""
+    """Return the int64 value whose 64 bits are the last 64 bits of a number."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the bits of all elements as integers, so that NaN equals NaN and 0 differs from -0."""
+    """View the bits of all elements as integers, so that NaN equals NaN, and 0 differs from -0."""
     return tensor.flatten().view(INTEGERS[tensor.itemsize])
 
 
 def _name(part: str) -> str:
-    """Return the name of the tensor that an entry of a delta changes."""
+    """Return the name of the tensor that is changed by an entry of a delta."""
     return part.removesuffix(INDICES).removesuffix(VALUES)
 
 
 def _check_base(base: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless ``base`` has the tensors of the model."""
+    """Raise ValueError unless ``base`` has exactly the tensors of the model."""
     wrong = [
         name for name in {**shapes, **base}
         if name not in shapes or name not in base or base[name].shape != shapes[name].shape
@@ -222,15 +222,15 @@ def _check_base(base: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> Non
 
 
 def _check_target(base: Mapping[str, int], names: Collection[str], read: Callable[[str], Tensor]) -> dict[str, str]:
-    """Raise ValueError unless a target holds the weights with these checksums.
+    """Raise ValueError unless the weights of a target have the checksums in ``base``.
 
     Args:
-        base: the checksums by name.
-        names: the names in the target.
+        base: checksums by tensor name.
+        names: names of the tensors in the target.
         read: function that returns a tensor of the target.
 
     Returns:
-        The name of a tied head in the target, if there is one, and the name of its embedding.
+        A dict that maps the name of a tied head in the target, if there is one, to the name of its embedding.
     """
     absent = [name for name in base if name not in names]
     if absent:
@@ -239,7 +239,7 @@ def _check_target(base: Mapping[str, int], names: Collection[str], read: Callabl
             f"{some(absent)}. Use the names of a checkpoint; models of transformers may have experts in fewer tensors."
         )
 
-    # Tensors with other values, and a head that the sender has tied to the embedding.
+    # Find tensors with other values, and a head that the sender has tied to the embedding.
     wrong = [name for name, number in base.items() if checksum(read(name)) != number]
     by_number = {number: name for name, number in base.items()}
     tied = {}
@@ -265,7 +265,7 @@ def _write(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor], sources:
     Args:
         target: all tensors by name.
         tensors: the changes, as in `WeightDelta`.
-        sources: the name of the changed tensor for each name in the target that differs from it.
+        sources: maps each tensor that has another name in the target to the name of its changed tensor.
     """
     for name, tensor in target.items():
         source = sources.get(name, name)
@@ -280,6 +280,6 @@ def _write(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor], sources:
 
 
 def _read(path: Path) -> WeightDelta:
-    """Read a file of `WeightDelta.save`."""
+    """Read a file that `WeightDelta.save` wrote."""
     with open_safetensors(path) as file:
         return WeightDelta({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118

@@ -1,11 +1,11 @@
-"""How checkpoints store quantized tensors: each format's tensors in the file, and the frozen weight that they make up.
+"""How checkpoints store quantized tensors: the tensors of each format in a file, and the frozen weight that they form.
 
-`recognize` finds the tensors of a quantized checkpoint by the ``quantization_config`` in config.json, and joins those
-that make up one weight to one `StoredTensor`, which has the shape of the dense weight and an `Encoding`. The encoding
-reads rows of the weight, as dense numbers or in the form in which `FrozenWeight` keeps them, and writes them again.
+`recognize` uses the ``quantization_config`` in config.json to find the tensors that form one quantized weight, and
+joins them into one `StoredTensor` with the shape of the dense weight and an `Encoding`. The encoding reads rows of
+the weight, either dequantized or in the form in which `FrozenWeight` keeps them, and writes them back.
 
-In memory, the lower half of a byte of 4-bit codes is the code of the first of its two columns, and each row has its own
-scales.
+In memory, a byte holds two 4-bit codes: its lower half is the code of the first of the two columns. Each row has its
+own scales.
 
     quant_method         weights                                              class
     fp8                  NAME, NAME_scale_inv                                 Float8
@@ -39,9 +39,9 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 FLOAT8 = "F8_E4M3"
 """Dtype of float8 weights in headers of safetensors files."""
 SCALES = "_scale_inv"
-"""In DeepSeek's spelling, the tensor with the scales of a weight has the name of the weight plus this suffix."""
+"""Suffix of DeepSeek's scales: the tensor with the scales of a weight has the weight's name plus this suffix."""
 EXTRAS = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_shape")
-"""Ends of the names of tensors about activations, caches and shapes, which belong to no weight."""
+"""Suffixes of tensors that describe activations, caches and shapes, and are not part of a weight."""
 
 
 class StoredTensor(NamedTuple):
@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
     Attributes:
         file: path of the file.
         name: name of the tensor in the file.
-        shape, dtype: shape and dtype of the tensor. The shape of a quantized tensor is that of the dense weight.
+        shape, dtype: shape and dtype of the tensor. For a quantized tensor, the shape of the dense weight.
         encoding: how a quantized tensor is stored; None for other tensors.
     """
 
@@ -71,36 +71,36 @@ class Encoding(ABC):
 
     Attributes:
         shape: shape of the dense weight.
-        parts: the tensors in the files, by the names that the subclass gives them.
-        extras: tensors in the files about the same layer that do not change the weight, such as scales of activations.
+        parts: the tensors in the files, by the part names that the subclass defines.
+        extras: tensors of the same layer in the files that do not affect the weight, such as activation scales.
     """
 
     shape: tuple[int, ...]
     parts: Mapping[str, StoredTensor]
     extras: tuple[StoredTensor, ...] = ()
     format: ClassVar[str]
-    """Name of the format of a `FrozenWeight` that keeps the weight."""
+    """Name of the format in which a `FrozenWeight` keeps the weight."""
 
     @property
     @abstractmethod
     def layout(self) -> list[int]:
-        """Layout of the `FrozenWeight`."""
+        """The ``layout`` of the `FrozenWeight`."""
 
     @property
     @abstractmethod
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Maps each tensor of the `FrozenWeight` to its numbers per row and their dtype, in order."""
+        """Maps each tensor of the `FrozenWeight`, in order, to its number of elements per row and its dtype."""
 
     @abstractmethod
     def read(self, files: Files, part: str, first: int, last: int) -> Tensor:
-        """Read a tensor of the `FrozenWeight` for the rows (or, for experts, the matrices) first to last - 1."""
+        """Read rows ``first`` to ``last - 1`` (for experts: matrices) of one tensor of the `FrozenWeight`."""
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the file, by name, for the whole tensors of the `FrozenWeight`."""
+        """Convert the complete tensors of the `FrozenWeight` to the tensors in the file, by name."""
 
     def written(self) -> dict[str, Tensor]:
-        """Return what `write` returns, on the meta device."""
+        """Return the tensors that `write` would return, on the meta device."""
         like = {
             part: torch.empty(*self.shape[:-1], width, dtype=dtype, device="meta")
             for part, (width, dtype) in self.widths.items()
@@ -113,21 +113,22 @@ class Encoding(ABC):
         return torch.bfloat16
 
     def dense(self, files: Files, first: int, last: int) -> Tensor:
-        """Dequantize rows to the dtype of the dense weight."""
+        """Read rows ``first`` to ``last - 1``, dequantized to the dtype of the dense weight."""
         tensors = tuple(self.read(files, part, first, last) for part in self.widths)
         shape = torch.Size([last - first, *self.shape[1:]])
         format_ = FORMATS[self.format]
         return format_.reference(FrozenWeight(format_, tensors, shape, self.layout, self.dtype))
 
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
-        """Return the tensors of the file, by name, for dense values, with the scales of the file.
+        """Encode dense values with the scales in the file. Returns the tensors of the file by name.
 
-        Returns None if codes with these scales do not have exactly these values. Only some formats implement this.
+        Returns None if no codes represent the values exactly with these scales. Only some formats implement this
+        method.
         """
         return None
 
     def moved(self, to: Callable[[Path], Path]) -> "Encoding":
-        """Return the same encoding in other files."""
+        """Return the same encoding with its tensors in other files."""
         parts = {name: part._replace(file=to(part.file)) for name, part in self.parts.items()}
         return replace(self, parts=parts, extras=tuple(extra._replace(file=to(extra.file)) for extra in self.extras))
 
@@ -145,10 +146,10 @@ class Encoding(ABC):
 
 @dataclass(frozen=True)
 class Float8(Encoding):
-    """Codes in e4m3 [..., O, C], and a scale for each block, row or matrix.
+    """Codes in e4m3 [..., O, C], with one scale for each block, row or matrix.
 
     Attributes:
-        block: numbers of rows and columns that share a scale. If all columns do, the second number is 0.
+        block: numbers of rows and columns that share a scale. If all columns share a scale, the second number is 0.
     """
 
     block: tuple[int, int] = (1, 1)
@@ -182,13 +183,14 @@ class Float8(Encoding):
         return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # In memory, scales are repeated for each row of a block, so only one row of each block is written.
+        # In memory, the scales of a block are repeated for each of its rows, so write only one row of scales for each
+        # block.
         return self._named(codes=tensors["codes"], scales=tensors["scales"][..., :: self.block[0], :])
 
 
 @dataclass(frozen=True)
 class Mxfp4(Encoding):
-    """Blocks [..., C / 32, 16] and scales [..., C / 32], both uint8, as in GPT-OSS."""
+    """Blocks of codes [..., C / 32, 16] and scales [..., C / 32], both uint8, as in GPT-OSS."""
 
     format = "mxfp4"
 
@@ -209,7 +211,7 @@ class Mxfp4(Encoding):
         return self._named(**tensors)
 
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
-        # One expert at a time, to save memory.
+        # Encode one expert at a time to save memory.
         scales, codes = self._whole(files, "scales"), []
         magnitudes, constants = torch.tensor(NUMBERS["e2m1"][:8]), FORMATS[self.format]
         for value, scale in zip(values.cpu(), scales, strict=True):
@@ -220,7 +222,7 @@ class Mxfp4(Encoding):
             code = code[..., 0::2] | (code[..., 1::2] << 4)
             codes.append(code)
 
-            # Signs are compared, too, because -0 equals 0.
+            # Compare the signs, too, because -0 equals 0.
             again = constants.reference(FrozenWeight(constants, (code, scale), value.shape, [32], value.dtype))
             if not torch.equal(again, value) or not torch.equal(again.signbit(), value.signbit()):
                 return None
@@ -229,10 +231,10 @@ class Mxfp4(Encoding):
 
 @dataclass(frozen=True)
 class PackedNVFP4(Encoding):
-    """Codes [O, C / 2] uint8, scales [O, C / 16] in e4m3, and a factor of the whole matrix.
+    """Codes [O, C / 2] uint8, scales [O, C / 16] in e4m3, and one factor for the whole matrix.
 
     Attributes:
-        divides: whether the scales are divided by the factor, as in compressed-tensors.
+        divides: whether the scales are divided by the factor, as in compressed-tensors, or multiplied by it.
     """
 
     divides: bool = False
@@ -263,7 +265,7 @@ class PackedNVFP4(Encoding):
 
 @dataclass(frozen=True)
 class PackedInt4(Encoding):
-    """Codes [O, C / 8] int32, eight per number from the lowest bits on, and floating-point scales [O, groups]."""
+    """Codes [O, C / 8] int32, eight per element starting at the lowest bits, and floating-point scales [O, groups]."""
 
     format = "int4"
 
@@ -286,9 +288,9 @@ class PackedInt4(Encoding):
 
 @dataclass(frozen=True)
 class BitsAndBytes(Encoding):
-    """Codes [O · C / 2, 1] uint8, the first one in the upper half of a byte, and one scale for each 64 codes.
+    """Codes [O · C / 2, 1] uint8, with the first code in the upper half of a byte, and one scale for each 64 codes.
 
-    If the scales are quantized, too (``nested``), each scale is the table entry for its code, times the scale of a
+    If the scales are quantized, too (``nested``), a scale is the table entry for its code, times the scale of its
     block of scales, plus an offset.
 
     Attributes:
@@ -326,7 +328,7 @@ class BitsAndBytes(Encoding):
         return scales.view(-1, width)
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Scales are written in fp32, as bitsandbytes does for a weight without double quantization.
+        # Write the scales in fp32, as bitsandbytes does for a weight without double quantization.
         codes, scales = tensors["codes"], tensors["scales"]
         state = {key: value for key, value in self.state.items() if not key.startswith("nested")}
         text = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8, device=codes.device)
@@ -351,10 +353,10 @@ def recognize(stored: Stored, quantization: Mapping[str, Any], read: Read) -> St
         read: function that reads a small tensor.
 
     Returns:
-        The tensors, in which quantized weights have their encoding and no other entries.
+        The tensors by name. Each quantized weight is a single entry with an encoding.
 
     Raises:
-        ValueError: the format is not supported, or shapes or dtypes do not belong to it.
+        ValueError: the format is not supported, or shapes or dtypes do not match the format.
     """
     method = quantization.get("quant_method")
     if method is None or method == "fp8":
@@ -429,7 +431,7 @@ def check_quantization(quantization: Any) -> None:
 
 
 def quantization_of(hf_config: Mapping[str, Any]) -> Any:
-    """Return the ``quantization_config`` in the content of a config.json, whatever it is called; None without one."""
+    """Return the ``quantization_config`` in the content of a config.json, under any of its names; None without one."""
     text = hf_config.get("text_config")
     configs = hf_config, text if isinstance(text, Mapping) else {}
     keys = "quantization_config", "compression_config"
@@ -447,7 +449,7 @@ def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _join(stored: Stored, owner: str, codes: str, make: Callable[..., Encoding], **others: str) -> None:
-    """Replace the entries of the tensors of a weight by one entry of the name ``owner`` with their encoding."""
+    """Replace the entries of all tensors of a weight with a single entry ``owner`` that has their encoding."""
     missing = [name for name in others.values() if name not in stored]
     if missing:
         raise ValueError(
@@ -460,7 +462,7 @@ def _join(stored: Stored, owner: str, codes: str, make: Callable[..., Encoding],
 
 
 def _check(codes: StoredTensor, dtype: str, others: Mapping[str, tuple[StoredTensor, Any, Any]]) -> None:
-    """Check the dtype of codes, and shapes and dtypes of other tensors: each with allowed shapes and allowed dtypes."""
+    """Check the dtype of codes, and for each other tensor its shape and dtype against the allowed shapes and dtypes."""
     if codes.dtype != dtype:
         raise ValueError(f"{codes.file}: {codes.name} must have one of the dtypes {dtype}, got {codes.dtype}.")
     for tensor, shapes, dtypes in others.values():
@@ -521,12 +523,12 @@ def _float8(parts: dict[str, StoredTensor], block: list[int] | None = None) -> E
 
 
 def _recognize_blocks(stored: Stored, quantization: Mapping[str, Any]) -> Stored:
-    """Attach DeepSeek's scales of blocks to their float8 tensors."""
+    """Attach DeepSeek's block scales to their float8 tensors."""
     names = [name for name in stored if name.endswith(SCALES)]
     if not names:
         return stored
 
-    # A tensor of scales must have one number for each block of the weight.
+    # A tensor of scales must have one element for each block of the weight.
     block = block_size(quantization)
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(SCALES)}
     for name in names:
@@ -546,7 +548,7 @@ def _recognize_blocks(stored: Stored, quantization: Mapping[str, Any]) -> Stored
 
 
 def _join_bitsandbytes(stored: Stored, name: str, read: Read) -> None:
-    """Join the tensors of a weight of bitsandbytes, whose shape is in ``quant_state``."""
+    """Join the tensors of a bitsandbytes weight. Its shape is in ``quant_state``."""
     names = {"scales": f"{name}.absmax", "table": f"{name}.quant_map", "state": f"{name}.quant_state.bitsandbytes__nf4"}
     if f"{name}.nested_absmax" in stored:
         names |= {"nested": f"{name}.nested_absmax", "nested_table": f"{name}.nested_quant_map"}
@@ -578,7 +580,7 @@ def _join_bitsandbytes(stored: Stored, name: str, read: Read) -> None:
 
 
 def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
-    """Return the content of a tensor ``quant_state``, whose bytes are JSON."""
+    """Return the content of a ``quant_state`` tensor, whose bytes are JSON."""
     try:
         state = json.loads(bytes(read(tensor).flatten().tolist()))
     except (ValueError, TypeError):
@@ -596,7 +598,7 @@ def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
 
 
 def _take_extras(stored: Stored) -> None:
-    """Move tensors about activations, caches and shapes to the weights of their layers."""
+    """Move tensors that describe activations, caches and shapes into the entries of their layers' weights."""
     for name in [name for name in stored if name.endswith(EXTRAS)]:
         owner = name.rpartition(".")[0] + ".weight"
         extra = stored.pop(name)

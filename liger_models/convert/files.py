@@ -43,9 +43,9 @@ ASSETS = (
 )
 """Files of a checkpoint besides config.json and the weights, which are loaded and saved unchanged."""
 CODE = "*.py"
-"""Pattern for files of code in a checkpoint. They are kept if config.json has an ``auto_map``, but never run."""
+"""Pattern for code files in a checkpoint. They are kept if config.json has an ``auto_map``, but are never run."""
 MODELOPT = "hf_quant_config.json"
-"""File in which ModelOpt describes the quantization of a checkpoint if config.json does not."""
+"""File in which ModelOpt describes the quantization of a checkpoint if config.json does not describe it."""
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
 """Maps short names of dtypes to their names in PyTorch."""
@@ -54,17 +54,17 @@ DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
 def as_dtype(
     argument: str, dtype: torch.dtype | str, allowed: Iterable[torch.dtype] = tuple(FLOATS.values())
 ) -> torch.dtype:
-    """Convert a name to a dtype of weights. For example, "bf16", "bfloat16" and "torch.bfloat16" name the same dtype.
+    """Convert the name of a dtype to the dtype. "bf16", "bfloat16" and "torch.bfloat16" name the same dtype.
 
     Args:
-        argument: name of the argument for the error message, such as "load_pretrained: dtype".
+        argument: the caller's argument, for the error message, such as "load_pretrained: dtype".
         dtype: a dtype or its name.
         allowed: the dtypes that the argument may have.
 
     Raises:
         ValueError: ``dtype`` is not allowed.
     """
-    # Convert all spellings to the name in PyTorch.
+    # Convert all spellings to the dtype's name in PyTorch.
     by_name = {str(option).removeprefix("torch."): option for option in allowed}
     name = str(dtype).lower().removeprefix("torch.")
     name = DTYPE_NAMES.get(name, name)
@@ -100,7 +100,7 @@ def _advice(folder: Path) -> str:
 
 
 def asset_patterns(hf_config: Mapping[str, Any]) -> list[str]:
-    """Return names, or patterns of names, of the files that are saved unchanged with a checkpoint."""
+    """Return the names, or name patterns, of the files that are saved unchanged with a checkpoint."""
     return [*ASSETS, *([CODE] if hf_config.get("auto_map") else [])]
 
 
@@ -122,17 +122,17 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of the safetensors files in a folder, and return the tensors by name.
 
-    If there is an index, ``model.safetensors`` is ignored with a warning, because it may be left from an earlier save.
-    If none of the files in the index exists, the index itself is left from an earlier save and is ignored.
+    If there is an index, ``model.safetensors`` is ignored with a warning, because it may be left over from an earlier
+    save. If none of the files in the index exists, the index itself is left over from an earlier save and is ignored.
 
-    The tensors that make up a quantized weight are one entry of the result; see `convert.encodings`.
+    All tensors of a quantized weight form one entry of the result; see `convert.encodings`.
 
     Raises:
         FileNotFoundError: there are no safetensors files, or a file in the index is missing.
-        ValueError: a file is truncated or not a safetensors file, the index has a wrong or missing entry or lists a
-            file outside of the folder, or a tensor differs between shards.
+        ValueError: a file is truncated or not a safetensors file; the index has a wrong or missing entry, or lists a
+            file outside of the folder; or a tensor differs between shards.
     """
-    # Find the files: several files with an index, or a single one.
+    # Find the files: several files listed in an index, or a single file.
     index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}  # maps the name of a tensor to its file
     files = sorted(set(index.values()))
     if (folder / WEIGHTS).is_file() and not any((folder / name).is_file() for name in files):
@@ -162,7 +162,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             stacklevel=2,
         )
 
-    # Read their headers. A tensor in several files must be equal in all, and is read from the file given by the index.
+    # Read their headers. A tensor in several files must be the same in all files. It is read from the file in the
+    # index.
     stored: dict[str, StoredTensor] = {}
     for file_name in files:
         path = folder / file_name
@@ -197,7 +198,7 @@ def read_quantization(folder: Path) -> Mapping[str, Any]:
     """Return the ``quantization_config`` of a checkpoint, or an empty mapping.
 
     Raises:
-        ValueError: the quantization is described in the file of ModelOpt alone, and not supported.
+        ValueError: only ModelOpt's own file describes the quantization, and the quantization is not supported.
     """
     quantization = quantization_of(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else None
     if quantization is None and (folder / MODELOPT).is_file():
@@ -207,7 +208,7 @@ def read_quantization(folder: Path) -> Mapping[str, Any]:
 
 
 class _OpenFiles(dict[Path, Any]):
-    """Maps paths to safetensors files, each of which is opened on first access."""
+    """Maps paths to safetensors files. Each file is opened on first access."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         super().__init__()
@@ -220,18 +221,18 @@ class _OpenFiles(dict[Path, Any]):
 
 @contextlib.contextmanager
 def open_files() -> Iterator[Mapping[Path, Any]]:
-    """Context manager with a mapping from paths to safetensors files, each of which is opened on first access."""
+    """Context manager that yields a mapping from paths to safetensors files. Each file is opened on first access."""
     with contextlib.ExitStack() as stack:
         yield _OpenFiles(stack)
 
 
 def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read rows of a tensor. A quantized tensor is dequantized, to bfloat16 except if it was quantized from float16.
+    """Read rows of a tensor. Quantized tensors are dequantized to bfloat16, or to float16 if quantized from float16.
 
     Args:
         files: maps paths to open files.
         tensor: the tensor.
-        first, last: the first row, and the last row + 1.
+        first, last: index of the first row, and index of the last row + 1.
     """
     if tensor.encoding is not None:
         return tensor.encoding.dense(files, first, last)
@@ -248,7 +249,7 @@ def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:
 
 
 def _same(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether two tensors, which have the same name in two files, are bitwise identical."""
+    """Return whether two tensors with the same name in two files are bitwise identical."""
     if first[1:] != second[1:]:
         return False
     with open_safetensors(first.file) as first_file, open_safetensors(second.file) as second_file:
@@ -267,7 +268,7 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {index!r}. Download it again.")
     for name in set(index.values()):
-        # Check for both POSIX and Windows paths, because the checkpoint may come from another system.
+        # Check both POSIX and Windows paths, because the checkpoint may come from another operating system.
         parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
         outside = ".." in parts or PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
         if outside or "\0" in name or not name.endswith(".safetensors"):
@@ -293,19 +294,19 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """Read a tensor from a file as a copy in host memory, so that the file does not stay mapped."""
+    """Read a tensor from a file. The result is a copy in host memory, so that the file does not stay mapped."""
     with open_safetensors(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor.clone()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises ValueError with the file's name if it does not contain an object."""
+    """Read the object in a JSON file. Raises ValueError with the file's name if the file does not contain an object."""
     return parse_json(path.read_bytes(), path)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file with the formatting of Hugging Face."""
+    """Write a JSON file with the formatting that Hugging Face uses."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

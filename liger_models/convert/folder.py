@@ -1,4 +1,4 @@
-"""Atomic writing of a folder: a reader finds all old files or all new files, even if the writer was killed."""
+"""Atomic writing of a folder: a reader finds either all old files or all new files, even if the writer was killed."""
 
 import contextlib
 import ctypes
@@ -19,24 +19,24 @@ except ImportError:  # on Windows, files are replaced one by one, and writers do
     fcntl = None
 
 NEW = ".new"
-"""Name of the subfolder that holds all new files while they replace the old files one by one."""
+"""Name of the subfolder that holds all new files while these replace the old files one by one."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
     """Write either all of the new files to a folder or none of them. Other files in the folder are kept.
 
-    The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer wait.
-    If a writer is killed, the next writer removes its files. When all files are written, the new folder is renamed to
-    the target or, if the target exists, exchanged with the target in one step.
+    The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer
+    wait. If a writer is killed, the next writer removes the files it left behind. When all files are written, the new
+    folder is renamed to the target or, if the target exists, exchanged with it in one step.
 
     Some folders can't be exchanged: the working directory, mount points, folders with subfolders, folders of another
-    owner, and folders on a file system without this operation. Files in such a folder are replaced one by one. ``last``
-    is removed first and written last, so no reader mistakes a mixture of files for a complete folder. If the writer is
-    killed during this replacement, all new files are in the subfolder `NEW`.
+    owner, and folders on a file system that does not support exchanging. Files in such a folder are replaced one by
+    one. The file ``last`` is removed first and written last, so no reader mistakes a mixture of files for a complete
+    folder. If the writer is killed during this replacement, all new files are in the subfolder `NEW`.
 
     Args:
         folder: the folder, which is created if it does not exist.
-        write: function that writes the files to the folder that is passed to it.
+        write: function that takes a folder and writes all files to it.
         last: name of a file that every reader needs, such as config.json.
         stale: patterns of file names. Old files that match a pattern are removed.
 
@@ -52,7 +52,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
         with reporting(folder):
             workplace.mkdir(parents=True, exist_ok=True)
 
-        # Write to a folder on the same file system that only this writer uses.
+        # Write to a folder that only this writer uses, on the same file system.
         with _reserved(workplace / f".{folder.name}.saving", folder) as new:
             with reporting(folder):
                 write(new)
@@ -87,7 +87,7 @@ def check_complete(folder: Path, last: str) -> None:
 
 @contextlib.contextmanager
 def reporting(target: Path) -> Iterator[None]:
-    """Context manager that adds the name of the folder or file to errors that occur in writing."""
+    """Context manager that adds the name of the folder or file to errors that occur during writing."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -97,7 +97,7 @@ def reporting(target: Path) -> Iterator[None]:
 
 
 def _must_stay(folder: Path) -> bool:
-    """Return whether the folder can't be renamed, or replacing it by a new folder would affect its users."""
+    """Return whether the folder can't be renamed, or whether replacing it with a new folder would affect its users."""
     if not folder.exists():
         return False
     status, parent = folder.stat(), folder.parent
@@ -114,8 +114,9 @@ def _must_stay(folder: Path) -> bool:
 def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
     """Wait for other writers, lock ``staging`` for this process, and create a folder in it to write to."""
     while True:
-        # The lock is a file in `staging` that its owner finally removes. While this process waited, the file may have
-        # been removed and created again, so the lock is valid only if it is still the file with that name.
+        # The lock is a file in `staging` that its owner removes at the end. While this process waited, the file may
+        # have been removed and created again. The lock is therefore valid only if its file is still the file with
+        # this name.
         with reporting(folder):
             with contextlib.suppress(FileExistsError):
                 staging.mkdir()
@@ -156,7 +157,7 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
-    """Exchange two folders in one step, and keep other files. If that is impossible, change nothing, return False."""
+    """Exchange two folders in one step, keeping other files. If this is impossible, change nothing and return False."""
     # Link the other files into the new folder.
     try:
         rename = ctypes.CDLL(None).renameat2
@@ -164,7 +165,7 @@ def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
             if path.name not in ours:
                 os.link(path, new / path.name, follow_symlinks=False)
         shutil.copystat(folder, new)
-    except (AttributeError, OSError):  # there is no such function, a subfolder, or no support for links
+    except (AttributeError, OSError):  # no such function, a subfolder, or a file system without links
         return False
 
     # After the exchange, the old folder has the name `new`.

@@ -1,4 +1,4 @@
-"""The checkpoint format of a family, which describes its config.json and the layout of its tensors."""
+"""The checkpoint format of a model family: its config.json and the layout of its tensors."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,12 @@ class MTPFormat:
     """Where a checkpoint stores the block for multi-token prediction, which `liger_models.adapters.LigerMTP` trains.
 
     Attributes:
-        sizes: fields of the config of a model that has only this block.
+        sizes: fields of a config that describes a model with only this block.
         prefix: prefix of all tensors.
-        block: prefix of the tensors of the block itself, in which ``{}`` stands for the number of a layer of the block.
-        names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names.
-        copies: maps the name of each further tensor to the parameter of the model of which it is a copy.
+        block: prefix of the tensors of the block itself. ``{}`` stands for the number of a layer in the block.
+        names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names in the
+            checkpoint.
+        copies: maps each further tensor, which is a copy of a parameter of the model, to this parameter.
     """
 
     sizes: Mapping[str, Any]
@@ -30,15 +31,15 @@ DEEPSEEK_IGNORED_KEYS = (
     "aux_loss_alpha", "ep_size", "moe_layer_freq", "qk_head_dim", "scoring_func", "seq_aux",
     "output_router_logits",  # there is no load-balancing loss
 )  # fmt: skip
-"""Keys of the released code and of the router's training, which no DeepSeek model in transformers reads."""
+"""Keys for DeepSeek's released code and for training the router. No DeepSeek model in transformers reads these keys."""
 
 
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
-    """Return the format of DeepSeek V3 and its relatives, in which the block is one more layer.
+    """Return the format of DeepSeek V3 and its relatives, which store the block as one more layer.
 
     Args:
         config: config of the model.
-        sizes: further fields of `MTPFormat.sizes`.
+        sizes: further entries of `MTPFormat.sizes`.
     """
     block = f"model.layers.{config.num_hidden_layers}."
     return MTPFormat(
@@ -60,14 +61,14 @@ def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """The names of the parameters and settings of a family in a Hugging Face checkpoint.
+    """The names that a family's Hugging Face checkpoints use for parameters and settings.
 
     Attributes:
         model_type: ``model_type`` in config.json.
-        aliases: further values of ``model_type`` in released files. Such files are read, but not written.
+        aliases: other values of ``model_type`` in released files. These values are read, but not written.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
-        weight_map: function that takes a config and returns the `WeightMap` of the layout that is written, and
-            preferred in reading.
+        weight_map: function that takes a config and returns the `WeightMap` of the main layout, which is written, and
+            preferred when reading.
         other_maps: function that takes a config and returns the `WeightMap` of each further layout. These layouts are
             read but never written.
         quantized_maps: maps each supported ``quant_method`` in config.json to a function that takes a config and
@@ -75,16 +76,16 @@ class CheckpointFormat:
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
-        contained_in: values of ``model_type`` of checkpoints that contain a model of this family. The model's
-            configuration is the ``text_config`` of such a checkpoint, and its tensors have the names of one of
-            ``other_maps``.
-        peft_exchanges: whether PEFT reads the shape [X, in, out] of the experts' matrices in transformers as
-            [X, out, in], because their module does not say that they are transposed. A and B are then exchanged in
-            PEFT's files.
+        contained_in: values of ``model_type`` in checkpoints that contain a model of this family as a part. The
+            ``text_config`` of such a checkpoint is the configuration of this model, and its tensors have the names in
+            one of ``other_maps``.
+        peft_exchanges: whether PEFT mistakes the shape [X, in, out] of the experts' matrices in transformers for
+            [X, out, in], because their module does not say that they are transposed. PEFT's files then have A and B
+            exchanged.
         mtp: function that takes a config and returns where the block for multi-token prediction is; None for families
-            without one.
-        module: name of a module of the transformers model in memory, or the end of such a name. The layout of the
-            modules in memory is the first layout that contains the weight of this module.
+            without such a block.
+        module: name, or end of the name, of a module in the transformers model. The first layout that contains the
+            weight of this module is the layout of the transformers model in memory.
     """
 
     model_type: str
@@ -102,23 +103,22 @@ class CheckpointFormat:
     module: str = "model.language_model.norm"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
-        """Return the `WeightMap` of each layout that checkpoints may have. The first layout is the written one."""
+        """Return the `WeightMap` of each layout that checkpoints may have. The first is the layout that is written."""
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """Return the layouts of `weight_maps` and the layouts of quantized checkpoints, which exist only in files."""
+        """Return the maps from `weight_maps`, and those of quantized checkpoints, whose layouts exist only in files."""
         return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:
         """Return the `WeightMap` with the names of transformers' modules in memory.
 
-        Saved adapters use these names. In older checkpoints of vision-language models, the tensors have different
-        names.
+        Saved adapters use these names. Older checkpoints of vision-language models use other names.
         """
         return self._module_maps(config)[0]
 
     def expert_map(self, config: Any) -> WeightMap:
-        """Return a map like `module_map`, in which a layer's experts are in as few tensors as in transformers 5."""
+        """Return a map like `module_map`, except that a layer's experts are in as few tensors as in transformers 5."""
         return min(self._module_maps(config), key=lambda weights: len(_names(weights)))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:

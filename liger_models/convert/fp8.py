@@ -1,8 +1,8 @@
 """Float8 weights with one scale per block, as in DeepSeek-V3 and Qwen3-FP8.
 
 A weight [..., O, C] is stored as two tensors: ``NAME``, the codes in e4m3, and ``NAME_scale_inv``, the scales [...,
-ceil(O / 128), ceil(C / 128)] for blocks of 128 × 128. The value of an element is its code times the scale of its block.
-The size of a block is in ``quantization_config`` of config.json.
+ceil(O / 128), ceil(C / 128)] for blocks of 128 × 128. The value of an element is its code times the scale of its
+block. ``quantization_config`` in config.json contains the size of a block.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3; transformers ``integrations/finegrained_fp8.py``.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
-    """Read the numbers of rows and columns of a block from the ``quantization_config`` of a float8 checkpoint.
+    """Read the numbers of rows and columns in a block from the ``quantization_config`` of a float8 checkpoint.
 
     Raises:
         ValueError: the checkpoint has another format.

@@ -1,8 +1,8 @@
 """Writes a model and its tokenizer as a GGUF file for llama.cpp.
 
-The layout is that of llama.cpp's ``convert_hf_to_gguf.py``: its class for an architecture shows which metadata
-llama.cpp reads, and in which tensors llama.cpp expects other values than a Hugging Face checkpoint has. The package
-``gguf`` has the names, the quantizers and the writer.
+The layout follows llama.cpp's ``convert_hf_to_gguf.py``. Its class for an architecture shows which metadata llama.cpp
+reads, and for which tensors llama.cpp expects values that differ from the Hugging Face checkpoint. The package
+``gguf`` provides the names, the quantizers and the writer.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 QUANTIZATIONS = ("q8_0", "f16", "bf16")
-"""The types in which `save_gguf` can write matrices."""
+"""The data types in which `save_gguf` can write matrices."""
 
 ARCHITECTURES = {
     "gemma": "GEMMA",
@@ -53,13 +53,13 @@ ARCHITECTURES = {
     "qwen2": "QWEN2",
     "qwen3": "QWEN3",
 }
-"""Maps each ``model_type`` that `save_gguf` can write to its name among ``gguf.MODEL_ARCH``."""
+"""Maps each ``model_type`` that `save_gguf` can write to its name in ``gguf.MODEL_ARCH``."""
 
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
-"""Numbers of layers for which llama.cpp scales the attention scores by (C / H)^-0.5 instead of D^-0.5."""
+"""llama.cpp scales the attention scores of models with this number of layers by (C / H)^-0.5 instead of D^-0.5."""
 
 _PERIOD = {"gemma2": 2, "gemma3_text": 6}
-"""In llama.cpp, one of every so many layers has no window."""
+"""In llama.cpp, one layer in each group of this many layers has no window."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -84,7 +84,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     (("ByteLevel",), False): "gpt-2",
     (("Digits", "ByteLevel"), False): "smollm",
 }
-"""Maps the steps that split a text, and whether a word in the vocabulary ignores the merges, to llama.cpp's name."""
+"""Maps (steps that split a text, whether a word in the vocabulary ignores the merges) to llama.cpp's name."""
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
@@ -92,7 +92,7 @@ PROBE = (
     "?我想在apple工作1314151天\uff5e ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? "
     "I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL"
 )
-"""The text by whose tokens llama.cpp's converter recognizes the pre-tokenizers of released models."""
+"""A text. llama.cpp's converter recognizes the pre-tokenizer of a released model by the tokens of this text."""
 
 RELEASED = {
     "0ef9807a4087ebef797fc749390439009c3b9eda9ad1a097abbe738f486c01e5": "llama-bpe",
@@ -109,15 +109,15 @@ RELEASED = {
     "855059429035d75a914d1eda9f10a876752e281a054a7a3d421ef0533e5b6249": "smollm",
     "ccc2ef013c104be7bae2965776d611e1d7a8a2a9c547dd93a682c9a9fc80352e": "gpt-4o",
 }
-"""Maps the SHA-256 of the tokens of `PROBE`, written as a Python list, to llama.cpp's name of the pre-tokenizer."""
+"""Maps the SHA-256 of the token ids of `PROBE`, written as a Python list, to llama.cpp's name for the pre-tokenizer."""
 
 
 def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *, name: str | None = None) -> None:
     """Write a model and its tokenizer as a GGUF file for llama.cpp.
 
-    The file is written beside its target and renamed when it is complete. Norms, biases and other tensors with one
-    dimension are written in float32, and matrices in the given type. Matrices whose rows are not a multiple of 32 long
-    can't be in q8_0 and are written in f16, as by llama.cpp's converter.
+    The file is written beside its target and renamed when it is complete. Norms, biases and other one-dimensional
+    tensors are written in float32, and matrices in the given type. Matrices with a row length that is not a multiple
+    of 32 can't be in q8_0. As in llama.cpp's converter, they are written in f16.
 
     In a process group, only rank 0 writes, and the other ranks wait for it.
 
@@ -125,8 +125,8 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
         model: the model, whose tokenizer.json must have been loaded with it. Its ``model_type`` must be one of
             `ARCHITECTURES`.
         file: the file, whose name ends in .gguf. An existing file is replaced.
-        quantization: the type of the matrices, "q8_0", "f16" or "bf16".
-        name: name of the model in the metadata; by default the name of the file without .gguf.
+        quantization: the data type of the matrices, "q8_0", "f16" or "bf16".
+        name: name of the model in the metadata. Default: the name of the file without .gguf.
 
     Raises:
         ImportError: the package ``gguf`` is not installed.
@@ -168,7 +168,7 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
 
 
 def check_target(file: str | os.PathLike[str], quantization: str) -> Path:
-    """Return the file that `save_gguf` writes. Raises ImportError or ValueError as `save_gguf` does."""
+    """Return the path that `save_gguf` writes to. Raises ImportError or ValueError as `save_gguf` does."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -190,7 +190,7 @@ def check_target(file: str | os.PathLike[str], quantization: str) -> Path:
 
 
 def _check_weights(model: Any, stored: CheckpointTensors) -> None:
-    """Raise ValueError unless all weights are whole and dense, and there is a head and a tokenizer."""
+    """Raise ValueError unless all weights are unsharded and dense, and the model has a head and a tokenizer."""
     problem = ""
     if any(layer.adapted for _, layer in named_layers(model)):
         problem = "must not have adapters, got some. Merge them with merge_lora."
@@ -210,7 +210,7 @@ def _check_weights(model: Any, stored: CheckpointTensors) -> None:
 
 
 def _check_config(family: str, config: Any) -> None:
-    """Raise ValueError for settings that llama.cpp does not have, and warn about those that it ignores."""
+    """Raise ValueError for settings that llama.cpp does not support, and warn about settings that it ignores."""
 
     def refuse(setting: str, must: str) -> None:
         raise ValueError(
@@ -264,14 +264,14 @@ def _check_config(family: str, config: Any) -> None:
 
 
 def _is_sliding(config: Any, layer: int) -> bool:
-    """Whether a layer of Gemma 2 or 3 has a window."""
+    """Return whether a layer of Gemma 2 or 3 has a window."""
     if hasattr(config, "layer_type"):
         return bool(config.layer_type(layer) == "sliding_attention")
     return config.window(layer) is not None
 
 
 def _add_config(writer: "GGUFWriter", family: str, config: Any, hf: dict[str, Any]) -> None:
-    """Add the metadata that llama.cpp builds the model from."""
+    """Add the metadata from which llama.cpp builds the model."""
     import gguf
 
     writer.add_type(gguf.GGUFType.MODEL)
@@ -339,7 +339,7 @@ def _add_tokenizer(writer: "GGUFWriter", model: Any, rows: int, folder: Path) ->
             "Use a model with such a tokenizer."
         )
 
-    # Byte-level BPE has merges. A BPE of SentencePiece has scores, which give the order of its merges.
+    # Byte-level BPE has merges. SentencePiece BPE has scores, which determine the order of the merges.
     is_sentencepiece = bool(content["model"].get("byte_fallback"))
     scores = _scores(content["model"]) if is_sentencepiece else {}
     tokens, types = [f"[PAD{i}]" for i in range(rows)], [gguf.TokenType.UNUSED] * rows
@@ -349,7 +349,7 @@ def _add_tokenizer(writer: "GGUFWriter", model: Any, rows: int, folder: Path) ->
         types[index] = gguf.TokenType.NORMAL
         values[index] = scores.get(token, 0.0)
         if index in added:
-            # llama.cpp looks for added tokens in the text as it is, before any normalization.
+            # llama.cpp looks for added tokens in the raw text, before any normalization.
             if not is_sentencepiece and not added[index].normalized:
                 token = tokenizer.decode(tokenizer.encode(token, add_special_tokens=False), skip_special_tokens=False)
             is_control = added[index].special or _looks_special(token)
@@ -368,7 +368,7 @@ def _add_tokenizer(writer: "GGUFWriter", model: Any, rows: int, folder: Path) ->
         writer.add_add_space_prefix(tokenizer.backend.encode("a", add_special_tokens=False).tokens[0].startswith("▁"))
     writer.add_token_types(types)
 
-    # llama.cpp must add the same special tokens to a text as the tokenizer.
+    # llama.cpp must add the same special tokens to a text as the tokenizer does.
     special = gguf.SpecialVocab(folder, load_merges=not is_sentencepiece, n_vocab=rows)
     text = tokenizer.encode("a")
     special.add_special_token["bos"] = text[0] == special.special_token_ids.get("bos")
@@ -377,10 +377,10 @@ def _add_tokenizer(writer: "GGUFWriter", model: Any, rows: int, folder: Path) ->
 
 
 def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
-    """Return llama.cpp's name of the pre-tokenizer of a byte-level tokenizer, whose tokenizer.json is given.
+    """Return llama.cpp's name for the pre-tokenizer of a byte-level tokenizer with the tokenizer.json ``content``.
 
     Raises:
-        ValueError: llama.cpp has no such pre-tokenizer, or this function does not know it.
+        ValueError: llama.cpp has no such pre-tokenizer, or this function does not know llama.cpp's name for it.
     """
     digest = hashlib.sha256(str(tokenizer.encode(PROBE)).encode()).hexdigest()
     if digest in RELEASED:
@@ -402,7 +402,7 @@ def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
 
 
 def _scores(bpe: dict[str, Any]) -> dict[str, float]:
-    """Return a score for each token of a BPE of SentencePiece, which merges the pair with the highest score first.
+    """Return a score for each token of a SentencePiece BPE. The BPE merges the pair with the highest score first.
 
     The token that is merged first has the score 0, the next -1, and so on. Tokens that are never merged come last.
     """
@@ -416,7 +416,7 @@ def _is_reserved(token: str, bpe: dict[str, Any]) -> bool:
 
 
 def _looks_special(token: str) -> bool:
-    """Whether llama.cpp's converter marks an added token as a control token, although tokenizer.json does not."""
+    """Return whether llama.cpp's converter marks an added token as a control token even if tokenizer.json does not."""
     return (
         token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>")))  # noqa: RUF001
@@ -425,7 +425,7 @@ def _looks_special(token: str) -> bool:
 
 
 def _extra_tensors(config: Any) -> dict[str, Tensor]:
-    """Return the tensors that are computed from the config: divisors of the rotary frequencies."""
+    """Return tensors that are computed from the config: the divisors of the rotary frequencies."""
     scaling = config.rope_scaling
     if isinstance(scaling, Llama3Scaling):
         plain = RotaryEmbedding(config.rotary_width, config.rope_theta).inv_freq
@@ -440,13 +440,14 @@ def _extra_tensors(config: Any) -> dict[str, Tensor]:
 
 
 def _as_llama_cpp(family: str, config: Any, name: str, tensor: Tensor) -> Tensor:
-    """Convert a tensor of a checkpoint to the values that llama.cpp expects, in float32."""
+    """Convert a tensor of a checkpoint to the values that llama.cpp expects. The result is in float32."""
     tensor = tensor.detach().float().cpu()
     if family.startswith("gemma") and name.endswith("norm.weight"):
         return tensor + 1
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
     if heads and ARCHITECTURES[family] == "LLAMA":
-        # llama.cpp rotates neighboring dimensions of a head, and a checkpoint the halves of a head.
+        # llama.cpp rotates pairs of neighboring dimensions of a head. In checkpoints, a pair has one dimension from
+        # each half.
         halves = tensor.view(heads, 2, -1, *tensor.shape[1:])  # [H, 2, D / 2, ...]
         return halves.transpose(1, 2).reshape(tensor.shape)
     return tensor
@@ -482,7 +483,7 @@ def _write(
         row_shape = tensor.shape if dtype != np.uint8 else gguf.quant_shape_to_byte_shape(tensor.shape, encoding)
         writer.add_tensor_info(name, row_shape, dtype, math.prod(row_shape) * dtype.itemsize, encoding)
 
-    # The model card may have a license and more.
+    # The model card may contain a license and other metadata.
     count = sum(tensor.numel() for tensor in shapes.values())
     metadata = gguf.Metadata.load(None, folder, folder.name, count)
     metadata.size_label = metadata.size_label or gguf.size_label(count, count, 0, 0)

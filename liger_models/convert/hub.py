@@ -1,4 +1,4 @@
-"""Downloads from and uploads to the Hugging Face Hub with the huggingface_hub client.
+"""Downloads from the Hugging Face Hub and uploads to the hub, with the huggingface_hub client.
 
 The client reads the environment variables HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
 """
@@ -28,16 +28,16 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
     for base in HfHubHTTPError.__mro__
     if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
 )
-"""Base classes of errors of the client's HTTP library, which depends on the version of huggingface_hub."""
+"""Base classes of errors of the client's HTTP library. The version of huggingface_hub determines the library."""
 
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context manager that adds the model's name to errors of the client, and a hint if a local folder has this name.
+    """Context manager that adds the model's name to the client's errors, and a hint if a local folder has this name.
 
     Raises:
-        FileNotFoundError: ``repo_id`` is not a valid name, or it is the path of a local folder and not a name on the
-            hub.
+        FileNotFoundError: ``repo_id`` is not a valid name, or it is the path of a local folder instead of a name on
+            the hub.
         ConnectionError: the connection failed, or the server did not respond in time.
     """
     todo = "Check the name and the connection to the hub."
@@ -78,7 +78,7 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download the files that loading a model needs from the hub to the client's cache.
+    """Download from the hub all files that are needed to load a model, into the client's cache.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 
@@ -86,15 +86,15 @@ def download(
         repo_id: "owner/name".
         model_class: function that takes the content of config.json and returns the model class.
         revision: branch, tag or commit.
-        cache_dir: cache folder, by default that of the client.
+        cache_dir: cache folder. Default: the client's.
         token: access token. Default: the client's.
-        local_files_only: whether to use only files in the cache and not the network.
+        local_files_only: whether to use only files in the cache, without network access.
         force_download: whether to download files even if they are in the cache.
         strict: whether unknown keys of config.json are an error instead of a warning.
         progress: whether rank 0 shows progress bars.
 
     Returns:
-        The folder to load from.
+        The folder with the downloaded files.
 
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, the repository has no config.json, or a file can neither be
@@ -129,10 +129,11 @@ def download(
         chosen = model_class(hf_config)
         part = own_config(chosen, hf_config)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # loading reads the config again and warns
+            warnings.simplefilter("ignore")  # loading reads the config again and repeats the warnings
             read_config(chosen.config_class, part, strict=strict)
 
-        # The folder is named after the commit. Download the other files from the same commit, even if the branch moves.
+        # The folder is named after the commit. Download the other files from this commit, even if the branch has
+        # moved since.
         commit = folder.name
         folder = fetch([INDEX, *asset_patterns(hf_config)], commit)
         shards = set(read_index(folder / INDEX).values()) if (folder / INDEX).is_file() else {WEIGHTS}
@@ -153,7 +154,7 @@ def push(
 ) -> str:
     """Upload a model as a Hugging Face checkpoint, and remove stale weight files from the repository.
 
-    In a process group, rank 0 uploads, and the other ranks that call this function wait for rank 0.
+    In a process group, rank 0 uploads the model, and the other ranks that call this function wait for rank 0.
 
     Args:
         model: the model; see `liger_models.convert.save.save_pretrained`.

@@ -48,7 +48,7 @@ from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=Decoder)
 SAMPLES = 8
-"""Number of matrices whose first rows the ranks compare, to detect that they read different checkpoints."""
+"""Number of matrices whose first rows are compared between ranks, to detect ranks that read different checkpoints."""
 
 
 def load_pretrained(
@@ -81,17 +81,17 @@ def load_pretrained(
             FSDP offloads them.
         strict: whether unknown keys of config.json are an error instead of a warning.
         progress: whether rank 0 shows a progress bar.
-        kernels: which parts run on fused kernels; by default all of them.
-        shard: function that distributes the parameters of the model in place while the model is on the meta device:
+        kernels: which parts of the model run on fused kernels. Default: all parts.
+        shard: function that shards the parameters of the model in place while the model is on the meta device:
             ``parallel.apply_fsdp``, or a function that calls ``apply_fsdp``.
-        keep_quantized: whether weights of linear layers and routed experts that are quantized in the checkpoint stay
-            as they are. These weights are frozen, take 4 or 8 bits per element and their scales, and are dequantized
-            during matrix products.
-        head: False leaves out the language-model head, for models of embeddings. The head of the model is then the
-            embedding, and the checkpoint may have any head or none. The model is saved without a head and without the
-            prefix ``model.`` of names, as Qwen3-Embedding is. None leaves the head out only if the checkpoint has none,
-            and config.json does not say that the head is the embedding.
-        hf_config: content of a config.json that is used instead of the file in the folder.
+        keep_quantized: whether weights of linear layers and routed experts stay quantized if they are quantized in
+            the checkpoint. These weights are frozen, take 4 or 8 bits per element plus the scales, and are
+            dequantized during matrix products.
+        head: whether the model has a language-model head. Embedding models need none. With False, the head is tied to
+            the embedding, and the checkpoint may have any head or none. The model is then saved without a head, and
+            with names that lack the prefix ``model.``, like Qwen3-Embedding. None means False if the checkpoint has
+            no head and config.json does not tie the head to the embedding, and True otherwise.
+        hf_config: content of a config.json to use instead of the file in the folder.
 
     Returns:
         The model. Its ``hf_config`` is the content of config.json, its ``assets`` are the tokenizer and generation
@@ -99,8 +99,8 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
-        ValueError: the content of a file does not match the model, ranks have different checkpoints in the folder, or
-            ``keep_quantized`` is True but there are no such weights.
+        ValueError: the content of a file does not match the model; ranks have different checkpoints in the folder; or
+            ``keep_quantized`` is True but the checkpoint has no weights to keep quantized.
         OSError: another process has saved to the folder during loading.
     """
     target = None if dtype is None or dtype == "auto" else as_dtype("load_pretrained: dtype", dtype)
@@ -114,7 +114,7 @@ def load_pretrained(
         hf_config = own_config(model_class, hf_config)
     stored = read_headers(folder) if shard is None else _headers_of_all(folder)
     with agreed():
-        # Build the model without memory, and choose the layout that matches the tensors.
+        # Build the model on the meta device, and choose the layout that matches the tensors.
         described = {**hf_config, "tie_word_embeddings": True} if head is False else hf_config
         config = read_config(model_class.config_class, described, strict=strict, tensors=len(stored))
         if head is None:
@@ -148,7 +148,7 @@ def load_pretrained(
 
     model.read_dtypes = wide
 
-    # Read the rest of the checkpoint. Only rank 0 saves, so only rank 0 needs the tensors that belong to no parameter.
+    # Read the rest of the checkpoint. Only rank 0 saves, so only it needs the tensors that belong to no parameter.
     if rank() == 0:
         for name in (name for name in stored if name.startswith(weights.kept)):
             with open_files() as files:
@@ -162,7 +162,7 @@ def load_pretrained(
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
 
-    # If config.json has changed, tensors of two checkpoints may have been mixed.
+    # If config.json has changed, the model may have a mixture of tensors from two checkpoints.
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != time_written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
@@ -172,8 +172,7 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
     """Run `read_headers` on rank 0, and return the result on all ranks. Every rank must call this function.
 
     Raises:
-        ValueError: some rows of tensors, which are compared as a sample, differ between ranks, so a rank has another
-            checkpoint in its folder.
+        ValueError: a sample of rows differs between ranks, so the ranks have different checkpoints in their folders.
     """
     if world_size() == 1:
         return read_headers(folder)
@@ -221,9 +220,9 @@ def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
 def _read_asset(path: Path) -> bytes:
     """Read a file that is saved with the model. Raises ValueError if the file is a link to an unrelated file.
 
-    Otherwise, a link in an untrusted checkpoint could copy any local file into the next saved checkpoint, which may be
-    uploaded to the hub. Links to ``blobs/<hash>`` are allowed, because the cache of the hub client consists of such
-    links.
+    Without this check, a link in an untrusted checkpoint could copy any local file into the next saved checkpoint,
+    which may be uploaded to the hub. Links to ``blobs/<hash>`` are allowed, because the hub client's cache consists
+    of such links.
     """
     target = path.resolve()
     if target.name != path.name and target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
@@ -242,7 +241,7 @@ def _load_whole(
     device: torch.device | str,
     progress: bool,
 ) -> None:
-    """Load all parameters of a model that is not sharded, each directly to the device."""
+    """Load all parameters of an unsharded model, each directly to the device."""
     # A tied parameter has several names.
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -256,7 +255,7 @@ def _load_whole(
         if name not in weights.entries:
             continue
 
-        # Make a new parameter, because a parameter on the meta device can't be filled.
+        # Create a new parameter, because a parameter on the meta device can't be filled.
         if name in kept:
             packed: Tensor = torch.empty_like(parameter, device=device)
             _fill_codes(packed, kept[name], weights.entries[name], stored)
@@ -278,7 +277,7 @@ def _load_parts(
     device: torch.device | str,
     progress: bool,
 ) -> None:
-    """Shard the model, and load this rank's shard of each parameter, or the whole parameter if it is not sharded."""
+    """Shard the model, and load this rank's shard of each parameter, or the whole parameter if it is unsharded."""
     # Convert the parameters first, because their dtype determines the dtype of the shards.
     dtypes = {name: _wider(dtype) for name in wide_parameters(model)}
     for name, parameter in model.named_parameters():
@@ -302,7 +301,7 @@ def _load_parts(
                 parameter.copy_(_read(expression, stored, target, device))
                 continue
 
-            # The parameter is a DTensor, or holds codes that are quantized from the rows of this rank.
+            # The parameter is a DTensor, or holds codes into which this rank's rows are quantized.
             with open_files() as files:
 
                 def read(
@@ -339,7 +338,7 @@ def _keep_quantized(
             if expression is None or encoding is None or not moves_rows(expression, weight):
                 continue
 
-            # Store the tensors of the checkpoint by rows, so each row has scales of its own.
+            # Store the tensors of the weight row by row, so that each row has its own scales.
             rows, is_any_kept = weight.shape[:-1], True
             tensors = tuple(weight.new_empty(*rows, width, dtype=kind) for width, kind in encoding.widths.values())
             format_ = FORMATS[encoding.format]
@@ -360,9 +359,10 @@ def _keep_quantized(
 
 
 def _common_encoding(expression: Expression, stored: Mapping[str, StoredTensor]) -> Encoding | None:
-    """Return the encoding of a parameter's first tensor, or None if the parameter can't be kept as it is stored.
+    """Return the encoding of a parameter's first tensor, or None if the parameter can't be kept quantized.
 
-    It can be kept only if all tensors are stored in the same way, with scales in a supported dtype.
+    A parameter can be kept quantized only if all its tensors are stored in the same way, with scales in a supported
+    dtype.
     """
     encodings = [stored[name].encoding for name in expression.names()]
     first = encodings[0]
@@ -390,7 +390,7 @@ def _fill_codes(
     widths = next(iter(encodings.values())).widths
     with torch.no_grad(), open_files() as files:
         for of_weight, tensor in frozen.tensors(parameter).items():
-            # `tensor` holds bytes, as rows of `width` numbers of `itemsize` bytes. Find this rank's part of it.
+            # `tensor` holds bytes: rows of `width` elements with `itemsize` bytes each. Find this rank's part of it.
             width, itemsize = widths[of_weight][0], widths[of_weight][1].itemsize
             (*rows, column), shard = offset_of(tensor), local(tensor)
             part = Part((*rows, column // itemsize), (*shard.shape[:-1], shard.shape[-1] // itemsize))
@@ -398,7 +398,7 @@ def _fill_codes(
 
             def read(name: str, first: int, last: int, of_weight: str = of_weight) -> Tensor:
                 numbers: Tensor = encodings[name].read(files, of_weight, first, last).contiguous()
-                # einops and indices do not know all dtypes.
+                # einops and indexing do not support all dtypes.
                 return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
 
             def whole(
@@ -411,9 +411,10 @@ def _fill_codes(
 
 
 def own_config(model_class: type, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json for a model of a class.
+    """Return the content of config.json that describes a model of the given class.
 
-    This is ``text_config`` if the class is only a part of the checkpoint's model; see `CheckpointFormat.contained_in`.
+    The result is ``text_config`` if the class is only a part of the checkpoint's model; see
+    `CheckpointFormat.contained_in`.
 
     Raises:
         ValueError: the ``model_type`` of config.json differs from the ``model_type`` of the class.
@@ -431,10 +432,10 @@ def own_config(model_class: type, hf_config: Mapping[str, Any]) -> dict[str, Any
 
 
 def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by their names in the checkpoint of a model with a head.
+    """Return the tensors of a checkpoint, with the names that they would have if the model had a head.
 
-    If a model was saved without its language-model head, as Qwen3-Embedding was, the names of its tensors lack the
-    prefix ``model.``, which this function adds.
+    If a model was saved without its language-model head, like Qwen3-Embedding, its tensor names lack the prefix
+    ``model.``. This function adds the prefix.
 
     Args:
         stored: the tensors by their names in the files.
@@ -444,26 +445,26 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
         names = {name for expression in weights.entries.values() for name in expression.names()}
         absent = names - stored.keys()
         renamed = {name: f"model.{name}" for name in stored if name not in names and f"model.{name}" in absent}
-        # It is such a model only if, with the prefix, all tensors except the head exist.
+        # The model was saved without its head only if, with the prefix added, all tensors except the head exist.
         if renamed and all(".lm_head." in f".{name}" for name in absent.difference(renamed.values())):
             return {renamed.get(name, name): tensor for name, tensor in stored.items()}
     return {**stored}
 
 
 def _wider(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the parameters in `Layer.wide` for a model in ``dtype``."""
+    """Return the dtype of parameters in `Layer.wide` if the other parameters of the model are in ``dtype``."""
     return torch.promote_types(dtype or torch.float32, torch.float32)
 
 
 def _one_dtype(
     weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any], wide: Collection[str]
 ) -> torch.dtype | None:
-    """Return None if all tensors of a checkpoint have the same dtype, and otherwise one dtype for all parameters.
+    """Return None if all tensors of a checkpoint have the same dtype. Otherwise, return one dtype for all parameters.
 
     The parameters in ``wide`` do not count.
 
-    This dtype is the one in config.json, as in transformers. If config.json has none, it is the dtype of most elements
-    in the checkpoint.
+    As in transformers, this is the dtype in config.json. If config.json has no dtype, it is the dtype of most
+    elements in the checkpoint.
     """
     counts: Counter[torch.dtype] = Counter()
     for expression in (expression for name, expression in weights.entries.items() if name not in wide):
@@ -475,7 +476,7 @@ def _one_dtype(
 
 
 def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the weights in the content of config.json; None if there is none."""
+    """Return the weights' dtype given in the content of config.json; None if no dtype is given."""
     configs = hf_config, hf_config.get("text_config") or {}
     declared = [config.get(key) for config in configs for key in ("dtype", "torch_dtype")]
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
@@ -485,9 +486,9 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
     """Choose the layout that matches the names of the tensors in a checkpoint best.
 
-    The chosen layout is the one for which the checkpoint contains the most parameters. A parameter counts as the
-    fraction of its tensors that exist. Among layouts with the same names, the chosen layout is the one with the most
-    matching shapes.
+    The best layout is the layout with the most parameters that the checkpoint contains. A parameter counts as the
+    fraction of its tensors that exist. Among layouts with the same names, the layout with the most matching shapes is
+    chosen.
 
     Args:
         maps: the weight map of each layout.
@@ -522,7 +523,7 @@ def check_tensors(
     Raises:
         ValueError: a name is missing or unexpected, a shape is wrong, or a dtype is not a floating-point type.
     """
-    # Check the names. For a missing name, the error shows a similar unexpected name.
+    # Check the names. For a missing name, the error names the most similar unexpected name.
     expected = weights.shapes(parameters)
     unexpected = sorted(name for name in stored.keys() - expected.keys() if not weights.passes_over(name))
     missing = [name for name in expected if name not in stored]
@@ -585,7 +586,7 @@ def _read(
 ) -> Tensor:
     """Read all checkpoint tensors of a parameter, and return the whole parameter."""
     names = expression.names()
-    # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
+    # Open the files for each parameter anew, because the pages of a mapped file count as memory of this process.
     with open_files() as files:
         tensors = {name: read_whole(files, stored[name]) for name in names}
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})

@@ -51,35 +51,35 @@ def save_pretrained(
 ) -> None:
     """Save a model as a Hugging Face checkpoint for transformers and this package.
 
-    The folder contains the old checkpoint until the new one is complete; see
-    `liger_models.convert.folder.write_folder`. Other files in the folder are kept. If another process is saving to the
-    same folder, this function waits.
+    The folder contains the old checkpoint until the new checkpoint is complete; see
+    `liger_models.convert.folder.write_folder`. Other files in the folder are kept. If another process is saving to
+    the same folder, this function waits.
 
-    In a process group, only rank 0 writes, and the other ranks that call this function wait for rank 0. If the model is
-    sharded, all ranks must call this function. Under torchrun, the ranks on the host of rank 0 then divide the files
-    among themselves. Each parameter is gathered only on the rank that writes it, which holds the tensors of about one
-    file at a time. The other ranks only send their shards.
+    In a process group, only rank 0 writes, and the other ranks that call this function wait for rank 0. If the model
+    is sharded, all ranks must call this function. Under torchrun, the ranks on rank 0's host then divide the files
+    among themselves. Each parameter is gathered only on the rank that writes it. This rank holds the tensors of about
+    one file at a time. The other ranks only send their shards.
 
     Args:
-        model: the model, whose ``hf_config`` and ``assets`` are saved, too.
+        model: the model. Its ``hf_config`` and ``assets`` are saved, too.
         folder: the folder, which is created if it does not exist.
         dtype: dtype of the saved tensors; None for the dtype of each parameter. With None, weights that were loaded
-            with ``keep_quantized`` are saved as they were stored, provided that all quantized weights of the checkpoint
-            were kept and no adapter was merged into any of them.
+            with ``keep_quantized`` are saved in their original quantized form, provided that all quantized weights of
+            the checkpoint were kept and no adapter was merged into any of them.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
-        auto_map: whether to add a small file of code and refer to it in config.json, so that the auto classes of
-            transformers return the model of this package if ``trust_remote_code=True``; see `liger_models.hf`.
-        mxfp4: folder of the MXFP4 checkpoint from which the model was loaded. The tensors that are in MXFP4 there,
-            whose values must be unchanged, are then written in MXFP4 and bitwise identical. By default, all tensors are
+        auto_map: whether to add a small code file and refer to it in config.json. With ``trust_remote_code=True``,
+            the auto classes of transformers then return the model of this package; see `liger_models.hf`.
+        mxfp4: folder of the MXFP4 checkpoint from which the model was loaded. Tensors that are in MXFP4 in this
+            checkpoint must be unchanged. They are written in MXFP4, bitwise identical. By default, all tensors are
             written in ``dtype``.
-        hf_config: content of config.json, to which only keys about quantization and ``auto_map`` are added. By default,
+        hf_config: content of config.json. Only keys about quantization and ``auto_map`` are added to it. By default,
             config.json is written from the model's config.
-        tensors: maps names to whole tensors that are saved instead of the model's parameters. The calling rank then
+        tensors: unsharded tensors, by name, that are saved instead of the model's parameters. The calling rank then
             writes all files, and other ranks need not call this function.
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map, the model has adapters, ``dtype`` is a
-            dtype that can't be loaded, or values differ from those of the MXFP4 checkpoint.
+        ValueError: parameters are on the meta device or not in the weight map; the model has adapters; ``dtype``
+            can't be loaded; or values differ from the values in the MXFP4 checkpoint.
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
@@ -87,7 +87,7 @@ def save_pretrained(
     _warn_of_derived_class(model)
     contents = _contents(model, dtype, mxfp4, tensors)
 
-    # Divide the tensors into files, which needs only shapes.
+    # Divide the tensors into files. This needs only the shapes of the tensors.
     plan = split_state_dict_into_shards_factory(
         contents.stored.shapes(dtype) | contents.kept,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -106,7 +106,7 @@ def save_pretrained(
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
-    # Whole tensors are written by the caller or by rank 0, and sharded tensors by all ranks together.
+    # Unsharded tensors are written by the caller or by rank 0, and sharded tensors by all ranks together.
     files = _Files(Path(folder).absolute(), contents, dtype, plan, hf_config, assets)
     if contents.stored.is_sharded:
         files.save_together()
@@ -117,7 +117,7 @@ def save_pretrained(
 
 
 def _check(model: Decoder, max_shard_size: int | str) -> None:
-    """Raise ValueError if the model has adapters, or if ``max_shard_size`` is no size."""
+    """Raise ValueError if the model has adapters, or if ``max_shard_size`` is not a valid size."""
     if not isinstance(max_shard_size, str) and not (type(max_shard_size) is int and max_shard_size > 0):
         raise ValueError(
             "save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "
@@ -136,8 +136,8 @@ class _Contents(NamedTuple):
 
     Attributes:
         stored: the tensors that are computed from parameters.
-        kept: the tensors that are written as they are, by name.
-        quantization: the entry ``quantization_config`` of config.json, or no entry.
+        kept: the tensors that are written without changes, by name.
+        quantization: a dict with the entry ``quantization_config`` of config.json, or an empty dict.
     """
 
     stored: CheckpointTensors
@@ -145,7 +145,7 @@ class _Contents(NamedTuple):
     quantization: dict[str, Any]
 
     def named(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors by their names in the checkpoint, the first ones from ``gathered`` parameters."""
+        """Yield all names and tensors of the checkpoint, first the tensors computed from ``gathered`` parameters."""
         return itertools.chain(self.stored.unpack(gathered, dtype), self.kept.items())
 
 
@@ -167,7 +167,7 @@ def _contents(
         weights, quantization, encodings = read_mxfp4(type(model), stored.config, Path(mxfp4))
         return _Contents(stored._replace(weights=weights, encodings=encodings), kept, quantization)
 
-    # Quantized as read, if no quantized weight of the checkpoint is dense now.
+    # Save weights quantized as they were read, unless a quantized weight of the checkpoint is dense now.
     read = model.quantized
     if dtype is not None or not stored.kept:
         return _Contents(stored, kept, {})
@@ -194,7 +194,7 @@ class _Files(NamedTuple):
         folder: the folder.
         contents: the tensors.
         dtype: the dtype of the tensors in the files; None for the dtype of each parameter.
-        plan: the `StateDictSplit` of huggingface_hub, which says which file holds which tensors.
+        plan: huggingface_hub's `StateDictSplit`, which assigns tensors to files.
         hf_config: the content of config.json.
         assets: the contents of the other files, by name.
     """
@@ -207,12 +207,12 @@ class _Files(NamedTuple):
     assets: Mapping[str, bytes]
 
     def save(self) -> None:
-        """Write all files by this process."""
+        """Write all files in this process."""
         self._publish(self._write_all)
 
     def save_together(self) -> None:
         """Write sharded tensors. All ranks send their shards, and the ranks on the host of rank 0 write files."""
-        # Rank 0 sends the other ranks the folder in which they write, and the owners of the files.
+        # Rank 0 sends the other ranks the folder to write to and the owners of the files.
         order: list[Any] = [None]
 
         def write_part(target: Path) -> None:
@@ -252,7 +252,7 @@ class _Files(NamedTuple):
             write_json(target / INDEX, index)
 
     def _write_own(self, target: Path, file_of: Mapping[str, str], owners: Mapping[str, int]) -> None:
-        """Write the files of this rank; the arguments are those of `_write_part`."""
+        """Write the files of this rank. The arguments are the same as in `_write_part`."""
         stored = self.contents.stored
 
         def reader(name: str) -> int | None:
@@ -271,7 +271,7 @@ def _config_json(model: Decoder, stored: CheckpointTensors, dtype: torch.dtype |
         hf_config = {**hf_config, "is_causal": False}
     elif not is_causal(hf_config):
         hf_config = {name: value for name, value in hf_config.items() if name != "is_causal"}
-    if not model.has_head and model.hf_config:  # the config of the model says that the head is the embedding
+    if not model.has_head and model.hf_config:  # the model's own config ties the head to the embedding
         hf_config["tie_word_embeddings"] = model.hf_config.get("tie_word_embeddings", False)
     return hf_config
 
@@ -282,8 +282,8 @@ def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict
     The files are divided among the ranks on the host of rank 0. Files with kept tensors are written by rank 0, because
     only rank 0 has these tensors.
 
-    torchrun numbers the ranks of a host consecutively, and an environment variable holds their number. Ranks on other
-    hosts may have no access to the folder.
+    torchrun numbers the ranks of a host consecutively, and an environment variable holds the number of ranks on the
+    host. Ranks on other hosts may have no access to the folder.
     """
     writers = min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), world_size())
     return {
@@ -305,9 +305,9 @@ def _write_part(
         target: the folder.
         file_of: the file of each tensor, by the tensor's name.
         owners: the rank that writes each file, by the file's name.
-        named: the tensors that this rank receives, including all tensors of its files. Reading a tensor from this
-            iterator gathers it.
-        gathered: the parameters that ``named`` reads. Every rank must read this iterator to the end.
+        named: iterator over the tensors that this rank receives, including all tensors of its files. Reading a tensor
+            gathers it.
+        gathered: iterator over parameters from which ``named`` reads. Every rank must read this iterator to the end.
     """
     owned = {file for file, owner in owners.items() if owner == rank()}
     with raise_on_all_ranks():
@@ -322,7 +322,7 @@ def _write_part(
 def _write_tensors(
     target: Path, file_of: Mapping[str, str], owned: Collection[str], named: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write safetensors files, each as soon as its last tensor has been read.
+    """Write safetensors files. Each file is written as soon as its last tensor has been read.
 
     Args:
         target: the folder, which already contains config.json.
@@ -338,7 +338,7 @@ def _write_tensors(
         pending.setdefault(file, {})[name] = tensor.cpu()
         if len(pending[file]) == counts[file]:
             save_file(pending.pop(file), target / file, metadata={"format": "pt"})
-            # safetensors creates files that only their owner can read, so the permissions of config.json are copied.
+            # safetensors creates files that only their owner can read, so copy the permissions of config.json.
             shutil.copymode(target / CONFIG, target / file)
 
 
@@ -346,7 +346,7 @@ def _warn_of_derived_class(model: Decoder) -> None:
     """Warn if the class of a model derives from the class that loading the checkpoint will choose."""
     classes = type(model).__mro__
     saved_as = next((cls for cls in classes if cls in FORMATS), classes[0])
-    # FSDP derives a class of its own.
+    # FSDP creates a derived class of its own.
     derived = [cls for cls in classes[: classes.index(saved_as)] if not cls.__module__.startswith("torch.")]
     if derived and rank() == 0:
         warnings.warn(
@@ -392,7 +392,7 @@ AUTO_CLASSES = {
     "ForCausalLM": ("AutoModelForCausalLM",),
     "ForConditionalGeneration": ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"),
 }
-"""Maps the suffix of class names in transformers to the auto classes that return such classes."""
+"""Maps suffixes of class names in transformers to the auto classes that return such classes."""
 
 _CODE = '''"""Loads the checkpoint with liger_models (pip install "liger-models[hf]"), or else with transformers."""
 

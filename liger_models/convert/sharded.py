@@ -1,4 +1,4 @@
-"""Functions that read one rank's shard of a parameter, and only the rows of the checkpoint that the shard needs."""
+"""Functions that read one rank's shard of a parameter. They read only the checkpoint rows that the shard needs."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 MAX_RUNS = 64
-"""Maximum number of contiguous runs of rows that are read from a tensor separately.
+"""Maximum number of contiguous runs of rows in a tensor that are read separately.
 
 If there are more runs, all rows from the first to the last are read at once.
 """
@@ -33,19 +33,18 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Any) -> "Part":
-        """Return the calling rank's part of a parameter: its shard of a DTensor, or the whole of another tensor."""
+        """Return the calling rank's part of a parameter: its shard of a DTensor, or all of any other tensor."""
         return cls(offset_of(parameter), tuple(local(parameter).shape))
 
 
 class Rows(NamedTuple):
-    """The rows of the checkpoint's tensors that make up a shard of a parameter, and their order in the shard.
+    """The rows of the checkpoint's tensors that form a shard of a parameter, and their order in the shard.
 
     Attributes:
-        runs: maps the name of a tensor to its contiguous runs of rows in order, each given by the first row and the
-            last row + 1.
-        units: number of trailing dimensions that the expression does not change. The expression moves each slice over
-            these dimensions as a whole.
-        order: [n] int64, for each slice of the shard, its index among the slices that are read; None if the slices are
+        runs: maps the name of a tensor to its contiguous runs of rows, in order. A run is (first row, last row + 1).
+        units: number of trailing dimensions that the expression does not change. A slice spans these dimensions, and
+            the expression moves each slice as a whole.
+        order: [n] int64, the index of each slice of the shard among the slices that are read; None if the slices are
             read in the order of the shard.
     """
 
@@ -58,11 +57,12 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
     """Gather a DTensor on one rank. Every rank of the default process group must call this function.
 
     Args:
-        rank: the rank, in the default process group, that gets the tensor.
-        tensor: sharded or replicated over any mesh. A rank whose mesh does not contain ``rank`` sends nothing.
+        rank: the rank in the default process group that gets the tensor.
+        tensor: a DTensor that is sharded or replicated over any mesh. A rank whose mesh does not contain ``rank``
+            sends nothing.
 
     Returns:
-        The whole tensor on the device of the mesh; None on the other ranks, which need no memory for it.
+        The unsharded tensor on the device of the mesh; None on the other ranks, which need no memory for it.
     """
     mesh, me = tensor.device_mesh, dist.get_rank()
     shard = tensor.to_local().detach().to(mesh.device_type).contiguous()
@@ -96,9 +96,9 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)  # layers are alike
 def _parts_to(rank: int, shape: torch.Size, mesh: Any, placements: Any) -> dict[int, Part] | None:
-    """Map the ranks that send parts of a DTensor to ``rank`` to these parts. Of ranks with equal parts, one sends.
+    """Map each rank that sends a part of a DTensor to ``rank`` to this part. Of ranks with equal parts, only one sends.
 
-    Return None if a dimension is sharded twice and unevenly, because PyTorch computes wrong offsets in this case.
+    Return None if a dimension is sharded twice and unevenly, because PyTorch computes wrong offsets for such shards.
     """
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset  # slow to import
 
@@ -133,7 +133,7 @@ def fill_part(
     Args:
         parameter: a DTensor, or the codes of ``frozen``.
         frozen: the other tensors of the quantized weight; None for a dense parameter.
-        expression, shapes, read, read_whole: as in `read_part`; they describe the dense parameter.
+        expression, shapes, read, read_whole: see `read_part`. They describe the dense parameter.
     """
 
     def rows(first: int, last: int) -> Tensor:
@@ -176,7 +176,7 @@ def read_part(
     elif rows is None:
         shard = read_whole()[first:last]
     else:
-        # Read runs of rows, flatten them to slices, and put the slices into the order of the parameter.
+        # Read runs of rows, flatten them to slices, and bring the slices into the order of the parameter.
         pieces = [read(name, *run) for name, runs in rows.runs.items() for run in runs]
         if not pieces:
             pieces = [read(name, 0, 0) for name in expression.names()[:1]]
@@ -187,7 +187,7 @@ def read_part(
         planned = len(part.shape) - rows.units
         shard = shard.reshape(*part.shape[:planned], *shape_of(expression, shapes)[planned:])
 
-    # The other dimensions were read whole, so select this rank's part of them.
+    # The other dimensions were read completely, so select this rank's part of them.
     for dim in range(planned, len(part.shape)):
         shard = shard.narrow(dim, part.offset[dim], part.shape[dim])
     return shard
@@ -198,7 +198,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
     The result is False for a patch embedding, which is stored as a convolution.
     """
-    # Unpack a weight that has only one number per row. If rows stay whole, the results have one number per row, too.
+    # Unpack a weight that has only one element per row. If rows stay whole, the results have one element per row, too.
     rows = weight.new_empty(len(weight)) if weight.dim() == 2 else weight.new_empty(*weight.shape[:2], 1)
     try:
         parts = expression.unpack(rows).values()
@@ -208,7 +208,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Return whether row i of a parameter consists of the elements of row i of each of its tensors, in any order."""
+    """Return whether row i of a parameter consists of the elements in row i of its checkpoint tensors, in any order."""
     if expression.by_rows:
         return True
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):
@@ -225,19 +225,19 @@ def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> tor
 def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
     """Return the rows of the checkpoint that make up a shard of a parameter.
 
-    To find these rows, the rows of the checkpoint are numbered, and tensors of these numbers are packed in the same way
-    as the weights. The shard of the packed tensor then contains the numbers of the rows that the shard of the parameter
-    consists of.
+    To find these rows, the function numbers the rows of the checkpoint, and packs tensors of these numbers in the
+    same way as the weights. The shard of the packed tensor then contains the numbers of the rows that form the shard
+    of the parameter.
 
     Args:
         expression: the expression of the parameter.
-        part: the shard. Its last dimension is regarded as not sharded.
+        part: the shard. Its last dimension is treated as unsharded.
         shapes: maps the name of each tensor of the expression to its shape.
 
     Returns:
-        The rows, or None if the expression leaves no trailing dimension unchanged or a tensor is a single number.
+        The rows, or None if the expression leaves no trailing dimension unchanged or if a tensor is a scalar.
     """
-    # Trailing dimensions stay together that the expression leaves unchanged and along which nothing is sharded.
+    # Trailing dimensions stay together if the expression leaves them unchanged and they are not sharded.
     ndim, whole = len(part.shape), shape_of(expression, shapes)
     sharded = max((dim for dim in range(ndim) if part.shape[dim] != whole[dim]), default=0)
     units = min(untouched(expression, ndim, shapes), ndim - 1, *(len(shapes[name]) - 1 for name in expression.names()))
@@ -258,7 +258,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
         required = required.narrow(dim, part.offset[dim], part.shape[dim])
     required = required.flatten()
 
-    # For each tensor, find the runs of rows with required slices, and the numbers of all slices in these runs.
+    # For each tensor, find the runs of rows that contain required slices, and the numbers of all slices in these runs.
     runs: dict[str, list[tuple[int, int]]] = {}
     available = []
     for name, start in starts.items():
@@ -267,7 +267,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
         if not len(inside):
             continue
 
-        # A run ends where the following row is not required.
+        # A run ends if the next row is not required.
         row_slices = size // shapes[name][0]
         rows = (inside // row_slices).unique()
         gaps = (rows.diff() > 1).nonzero().flatten()
@@ -280,7 +280,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
     if not available:
         return Rows({}, units, None)
 
-    # Find the index of each required slice among the slices that are read, whose numbers ascend.
+    # Find the index of each required slice among the slices that are read. The numbers of the latter are ascending.
     slices = torch.cat(available)
     return Rows(runs, units, None if torch.equal(slices, required) else torch.searchsorted(slices, required))
 
@@ -288,18 +288,18 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
 def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     """Find the rows of a parameter that belong to each matrix of the checkpoint.
 
-    To find these rows, all rows of the parameter are numbered, and a tensor of these numbers is unpacked in the same
-    way as the parameter. Each matrix then contains the numbers of its rows.
+    To find these rows, the function numbers all rows of the parameter, and unpacks a tensor of these numbers in the
+    same way as the parameter. Each matrix then contains the numbers of its rows.
 
     Args:
         expression: the expression of the parameter.
         shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:
-        A list with one tensor [k, n] int64 for each number of rows n that matrices have. Each row of the tensor holds
-        the row numbers of one of the k matrices with n rows. Rows are numbered over the flattened leading dimensions of
-        the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of the parameter,
-        the parameter is treated as one matrix, or as X matrices.
+        A list with one tensor [k, n] int64 for each row count n. Row i of the tensor holds the row numbers of the
+        i-th of the k matrices that have n rows. Rows are numbered over the flattened leading dimensions of the
+        parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of the parameter,
+        the parameter is treated as one matrix or, for a stack of experts, as X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     if len(shape) == 3:
@@ -308,7 +308,7 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     else:
         matrices = [tensor.flatten(1)[:, 0] for tensor in expression.unpack(numbers.expand(*shape)).values()]
 
-    # If rows are whole, each number appears exactly once.
+    # If the matrices consist of whole rows, each number appears exactly once.
     if not torch.equal(torch.cat(matrices).sort().values, numbers.flatten()):
         return [numbers.view(-1, shape[-2])]
 

@@ -31,32 +31,32 @@ from liger_models.layers.linear import is_sharded
 def hf_tensors(
     model: Decoder, dtype: torch.dtype | str | None = None, *, merge: bool = True, rank: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the weights with the names and the layout of a Hugging Face checkpoint.
+    """Iterate over the model's weights, with the names and the layout of a Hugging Face checkpoint.
 
-    The tensors are bitwise identical to those that `save_pretrained` writes, except that weights kept quantized are
-    dequantized here. The order is: the vision tower (if any), the embedding, the layers, the norm, and the head unless
-    it is tied. The iterator can be passed to ``load_weights`` of vLLM and SGLang.
+    The tensors are bitwise identical to the tensors that `save_pretrained` writes, except that this function
+    dequantizes weights that are kept quantized. The order is: the vision tower (if any), the embedding, the layers,
+    the norm, and the head unless it is tied. The iterator can be passed to ``load_weights`` of vLLM and SGLang.
 
-    If the model is sharded, all ranks must call this function and read the iterator to the end, because each parameter
-    is gathered when its first tensor is read. In addition to the model, one gathered parameter (at most the experts of
-    a layer) and the last yielded tensor are in memory. Read all tensors before the next optimizer step. A tensor with
-    the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if you keep
-    it.
+    If the model is sharded, all ranks must call this function and read the iterator to the end, because each
+    parameter is gathered when its first tensor is read. The memory holds the model, one gathered parameter (at most
+    the experts of a layer) and the last yielded tensor. Read all tensors before the next optimizer step. A tensor
+    with the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if
+    you keep it.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
         dtype: dtype of the tensors; None for the dtype of each parameter.
         merge: whether to add LoRA adapters to the yielded weights. The model does not change. A tied head with an
-            adapter then becomes a tensor of its own, with a warning.
-        rank: the only rank that gets the tensors. The iterators of all other ranks send their shards and end; these
-            ranks need no memory for gathered parameters. Default: all ranks.
+            adapter is then yielded as a separate tensor, with a warning.
+        rank: the only rank that gets the tensors. On all other ranks, the iterator sends the rank's shards and yields
+            nothing, so these ranks need no memory for gathered parameters. Default: all ranks.
 
     Returns:
         An iterator over pairs of a name and a contiguous tensor, on the device of the parameters.
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map, ``dtype`` is not a dtype of weights, or
-            there is no such ``rank``.
+        ValueError: parameters are on the meta device or not in the weight map, ``dtype`` is not a supported dtype for
+            weights, or there is no such ``rank``.
     """
     dtype = None if dtype is None else as_dtype("hf_tensors: dtype", dtype)
     _check_rank("hf_tensors", rank)
@@ -75,13 +75,13 @@ def get_hf_state_dict(
     """Return copies of all tensors that `hf_tensors` yields, in a dict. Further training does not change the copies.
 
     Args:
-        model, dtype, merge: as in `hf_tensors`. All ranks of a sharded model must call this function.
-        device: device of the copies; None for the device of the parameters. On "meta" the tensors have shapes and
-            dtypes but no values, nothing is gathered, and every rank gets them.
+        model, dtype, merge: see `hf_tensors`. All ranks of a sharded model must call this function.
+        device: device of the copies; None for the device of the parameters. On "meta", the tensors have shapes and
+            dtypes but no values. Nothing is then gathered, and every rank gets the meta tensors.
         rank: the only rank that gets the tensors; other ranks get an empty dict. Default: all ranks.
 
     Raises:
-        ValueError: as in `hf_tensors`.
+        ValueError: see `hf_tensors`.
     """
     dtype = None if dtype is None else as_dtype("get_hf_state_dict: dtype", dtype)
     _check_rank("get_hf_state_dict", rank)
@@ -89,7 +89,7 @@ def get_hf_state_dict(
     if device is not None and torch.device(device).type == "meta":
         return stored.shapes(dtype)
 
-    # Copy the tensors that gathering and moving have not copied.
+    # Copy the tensors that were not already copied by gathering or by moving to the device.
     plain = (tensor for tensor in map(_local, model.parameters()) if type(tensor) in (nn.Parameter, Tensor))
     storages = {tensor.untyped_storage().data_ptr() for tensor in plain}
     state = {}
@@ -102,24 +102,24 @@ def get_hf_state_dict(
 def hf_gradients(
     model: Decoder, dtype: torch.dtype | str | None = None, *, rank: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the gradients with the names and the layout of `hf_tensors`.
+    """Iterate over the gradients, with the names and the layout that `hf_tensors` uses for the weights.
 
-    Call this function after the backward and before the gradients are set to None. Parameters without a gradient, such
-    as frozen ones, are skipped. Adapters are skipped as well, because they have no name in a checkpoint. If the model
-    is sharded, all ranks must call this function and read the iterator to the end. The yielded gradients are not
-    sharded, and are averaged over the ranks in the same way as for the optimizer.
+    Call this function after the backward and before the gradients are set to None. Parameters without a gradient,
+    such as frozen ones, are skipped. Adapters are skipped as well, because they have no name in a checkpoint. If the
+    model is sharded, all ranks must call this function and read the iterator to the end. The yielded gradients are
+    unsharded. They are averaged over the ranks, like the gradients that the optimizer uses.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
         dtype: dtype of the tensors; None for the dtype of each gradient.
-        rank: as in `hf_tensors`.
+        rank: see `hf_tensors`.
 
     Returns:
         An iterator over pairs of a name and a contiguous tensor. A tensor with the layout and dtype of a gradient
         shares memory with the gradient, so do not write to it.
 
     Raises:
-        ValueError: no parameter of the checkpoint has a gradient; otherwise as in `hf_tensors`.
+        ValueError: no parameter of the checkpoint has a gradient; see also `hf_tensors`.
     """
     dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
     _check_rank("hf_gradients", rank)
@@ -143,15 +143,15 @@ def hf_gradients(
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
     """Load tensors with the names and the layout of a Hugging Face checkpoint into a model, in place.
 
-    Parameters keep their dtype, device and sharding, and an optimizer that holds them stays valid. Adapters are not
-    changed. The tensors may have any layout in which checkpoints of the model exist. If the model is sharded, all ranks
+    Parameters keep their dtype, device and sharding, so an optimizer that holds them stays valid. Adapters are not
+    changed. The tensors may have any layout that the model's checkpoints may have. If the model is sharded, all ranks
     must call this function, each with all tensors, and an error on one rank is raised on all ranks.
 
-    An iterable is read one tensor at a time. This function keeps each tensor until all tensors of the same parameter
-    have been read, so do not reuse the memory of a tensor earlier. If the tensors are in the order of a checkpoint,
-    only the tensors of one parameter are kept at a time. An iterable is checked while it is read, so after an error the
-    model may have both old and new weights, and the error message says so. A mapping is checked before anything
-    changes.
+    An iterable is read one tensor at a time. This function keeps each tensor until it has read all tensors of the
+    same parameter, so do not reuse the memory of a tensor before then. If the tensors are in the order of a
+    checkpoint, only the tensors of one parameter are kept at a time. An iterable is checked while it is read, so
+    after an error the model may have a mixture of old and new weights. The error message then says so. A mapping is
+    checked before anything changes.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -214,20 +214,21 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
 
 
 class CheckpointTensors(NamedTuple):
-    """The parameters of a model, and the data for computing the tensors of a checkpoint from the parameters.
+    """The parameters of a model, and everything needed to compute a checkpoint's tensors from them.
 
     Attributes:
-        config: the config of the model, in which ``tie_word_embeddings`` says whether the weights are tied.
+        config: the config of the model. Its ``tie_word_embeddings`` says whether the weights are actually tied.
         weights: the weight map of the layout that is written.
-        parameters: the parameters by our names, in the order in which they are stored.
+        parameters: the parameters by the names that this package uses, in the order in which they are stored.
         adapted: maps the name of a parameter with adapters to the layer that has the adapters.
         merge: whether adapters are added to the weights.
         frozen: maps the name of a parameter that holds the codes of a quantized weight to the other tensors of the
             weight.
-        encodings: how quantized tensors are stored, by name. Weights that are kept quantized are stored unchanged, and
-            dense ones with the scales of the file, which their values must fit. Tensors without an encoding are stored
-            dense.
-        dtypes: maps the names of parameters to the dtypes in which they are stored, if these are not their own.
+        encodings: how quantized tensors are stored, by name. Weights that are kept quantized are stored unchanged.
+            Dense weights are encoded with the scales in the file, and their values must fit these scales. Tensors
+            without an encoding are stored dense.
+        dtypes: maps names of parameters to the dtypes in which they are stored, if these differ from the parameters'
+            own.
     """
 
     config: Any
@@ -240,11 +241,11 @@ class CheckpointTensors(NamedTuple):
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
-        """Return the same tensors, where parameters of `Layer.wide` are stored in the dtype in which they were read.
+        """Return the same tensors, but store parameters of `Layer.wide` in the dtype in which they were read.
 
-        This applies if the other parameters have the same dtype, and if the dtype represents all values of the
-        parameter exactly, as for a model that was not trained. If the model is sharded, all ranks must call this
-        function.
+        This applies only if the other parameters have this dtype, and if the dtype represents all values of the
+        parameter exactly, for example because the model was not trained. If the model is sharded, all ranks must call
+        this function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]
@@ -262,11 +263,11 @@ class CheckpointTensors(NamedTuple):
 
     @property
     def kept(self) -> list[str]:
-        """The names of the parameters that are kept quantized with the scales of a checkpoint."""
+        """The names of the parameters that are kept quantized with the scales from a checkpoint."""
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors on the meta device, in ``dtype`` or, if None, the dtype of each parameter."""
+        """Return the checkpoint's tensors on the meta device, in ``dtype`` or, with None, in each parameter's dtype."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name, encoding in self.encodings.items():
             del shapes[name]
@@ -279,23 +280,24 @@ class CheckpointTensors(NamedTuple):
         return [part for theirs, encoding in tensors for part in (encoding.written() if encoding else [theirs])]
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a parameter on the meta device, in ``dtype`` or its own. Codes become the weight that they encode."""
+        """Return a parameter on the meta device, in ``dtype`` or its own dtype. Codes become the dense weight."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or self.dtypes.get(name, like.dtype), device="meta")
 
     def gather(self, reader: int | Callable[[str], int | None] | None = None) -> Iterator[tuple[str, Any]]:
-        """Yield our name of each parameter and its gathered value, to which adapters are added if ``merge`` is set.
+        """Yield our name and the gathered value of each parameter. With ``merge``, adapters are added to the value.
 
         Args:
-            reader: the only rank that gets the values, or a function that takes a parameter's name and returns the only
-                rank that gets its value. The function must return the same rank on all ranks. With None all ranks get
-                all values.
+            reader: the only rank that gets the values, or a function that takes a parameter's name and returns the
+                only rank that gets its value. The function must return the same result on all ranks. With None, all
+                ranks get all values.
         """
         for name, parameter in self.parameters.items():
             rank = reader(name) if callable(reader) else reader
             whole = {part: _gather(tensor, rank) for part, tensor in self._sharded_as(name, parameter).items()}
             if rank is None or rank == this_rank():
-                # Only the reader may hold references to the values, so that their memory is freed when it drops them.
+                # Only the reader may hold references to the values, so that their memory is freed when the reader
+                # drops them.
                 values = self._values(name, whole)
                 whole.clear()
                 while values:
@@ -314,10 +316,10 @@ class CheckpointTensors(NamedTuple):
         return {"": parameter.detach()} if weight is None else weight.tensors(parameter.detach())
 
     def _values(self, name: str, whole: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Return the value of a parameter from its gathered tensors."""
+        """Compute the value of a parameter from its gathered tensors."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
-            # The layer computes the weight. Its shards are replaced by whole tensors for this call.
+            # The layer computes the weight. For this call, its shards are replaced with gathered tensors.
             adapted = _AdaptedWeight(layer, name.rpartition(".")[2], self.merge)
             return [(name, torch.func.functional_call(adapted, whole, ()))]
         if weight is None:
@@ -327,8 +329,8 @@ class CheckpointTensors(NamedTuple):
         return [(name, frozen if is_stored else frozen.dense())]
 
     def unpack(self, gathered: Iterator[tuple[str, Any]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors, contiguous and in ``dtype``, for the values that `gather` yields."""
-        # No local variable may refer to a tensor longer than its reader, so that its memory can be freed.
+        """Convert the values that `gather` yields to the checkpoint's tensors, contiguous and in ``dtype``."""
+        # No local variable may refer to a tensor after its reader has dropped it, so that its memory can be freed.
         for ours, whole in gathered:
             tensors = self._unpacked(self.weights.entries[ours], whole)
             del whole
@@ -340,7 +342,7 @@ class CheckpointTensors(NamedTuple):
                 del tensor
 
     def _unpacked(self, expression: Expression, whole: Tensor | FrozenWeight) -> dict[str, Tensor]:
-        """Return the tensors of the file, by name, for the value of a parameter."""
+        """Convert the value of a parameter to the tensors in the file, by name."""
         if isinstance(whole, FrozenWeight):
             parts = {part: expression.unpack(tensor) for part, tensor in whole.format.pack(whole).items()}
             written = (
@@ -362,7 +364,7 @@ class CheckpointTensors(NamedTuple):
 
 
 def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether all values of this rank's part of a parameter have ``dtype``."""
+    """Return whether ``dtype`` represents all values of this rank's part of a parameter exactly."""
     values = _local(parameter).detach()
     return values.device.type != "meta" and torch.equal(values.to(dtype).to(values.dtype), values)
 
@@ -370,9 +372,9 @@ def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
 def _contiguous(tensor: Tensor) -> Tensor:
     """Return ``tensor.contiguous()``, copied in elements of 16 bytes if possible.
 
-    PyTorch copies rows that are not adjacent in memory element by element, so copying larger elements is faster.
+    If rows are not adjacent in memory, PyTorch copies them element by element, so copying larger elements is faster.
     """
-    # Rows must be aligned to 16 bytes, the size of complex128, and their length must be a multiple of it.
+    # Rows must be aligned to 16 bytes, the size of complex128, and their length must be a multiple of 16 bytes.
     wide = 16 // tensor.itemsize
     sizes = (*tensor.shape[-1:], *tensor.stride()[:-1], tensor.storage_offset())
     if tensor.is_contiguous() or tensor.stride(-1) != 1 or any(size % wide for size in sizes):
@@ -388,13 +390,13 @@ def is_tied(head: Tensor, embedding: Tensor) -> bool:
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
-    """Collect the parameters of a model's checkpoint. Parameters that FSDP has left gathered are resharded first.
+    """Collect the parameters of a model's checkpoint. First, parameters that FSDP has left gathered are resharded.
 
     Args:
         where: name of the calling function, for error messages.
         model: the model.
         merge: whether adapters are added to the weights.
-        parameters: tensors by name that are used instead of the parameters of the model.
+        parameters: tensors by name to use instead of the model's parameters.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map.
@@ -419,7 +421,7 @@ def as_stored(
             "model first."
         )
 
-    # The weights, not the config, determine whether the head is tied. A merged adapter makes the head a separate
+    # The weights, not the config, determine whether the head is tied. With a merged adapter, the head is a separate
     # tensor.
     layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
@@ -469,7 +471,7 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """Determines the layout of tensors that are read one by one. Each tensor reduces the set of possible layouts."""
+    """Determines the layout of tensors that are read one by one. Each tensor narrows down the possible layouts."""
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
         empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
@@ -477,7 +479,7 @@ class _Names:
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
-        """Return the map of a layout that has a tensor of this name and shape. Raises ValueError if there is none."""
+        """Return the map of a layout with a tensor of this name and shape. Raises ValueError if there is none."""
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
             raise ValueError(
@@ -485,7 +487,7 @@ class _Names:
                 f"got {type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantize it."
             )
 
-        # Find the layouts with this name, and those among them with this shape.
+        # Find the layouts that have this name, and among these the layouts that have this shape.
         named = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
         if not named:
             similar = difflib.get_close_matches(name, self.layouts[0][1], n=1)
@@ -506,7 +508,7 @@ class _Names:
         return fitting[0][0]
 
     def parameter_of(self, name: str) -> tuple[str, int]:
-        """Return our name of the parameter that a tensor belongs to, and the number of the parameter's tensors."""
+        """Return our name for the parameter that a tensor belongs to, and how many tensors this parameter has."""
         _, _, owners, counts = self.layouts[0]
         return owners[name], counts[owners[name]]
 
@@ -521,7 +523,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Map each checkpoint tensor to our name of its parameter, and each of our names to its number of tensors."""
+    """Return two maps: checkpoint tensor -> our name of its parameter, and our name -> its number of tensors."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 
@@ -541,7 +543,7 @@ def _full(tensor: Any) -> Tensor:
 
 
 def _gather(tensor: Any, rank: int | None) -> Tensor | None:
-    """Gather a tensor on all ranks, or on ``rank`` alone. Returns None on ranks that do not get the tensor."""
+    """Gather a tensor on all ranks, or only on ``rank``. Returns None on ranks that do not get the tensor."""
     if rank is None:
         return _full(tensor)
     if is_sharded(tensor):
@@ -558,9 +560,9 @@ def _check_rank(where: str, rank: int | None) -> None:
 def _place(
     parameter: Any, weight: FrozenParameters | None, expression: Expression, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy the checkpoint's tensors into a parameter or, if it is sharded, this rank's rows into its shard.
+    """Copy the checkpoint's tensors into a parameter or, if it is sharded, copy only this rank's rows.
 
-    If ``weight`` is given, the parameter holds codes, and the tensors are quantized.
+    If ``weight`` is given, the parameter holds codes, and this function quantizes the tensors.
     """
     local = _local(parameter)
     dtype = local.dtype if weight is None else None
@@ -580,7 +582,7 @@ def _place(
 
 
 def _check_head(name: str, head: Tensor, embedding: Any) -> None:
-    """Raise ValueError if the given head differs from the embedding, to which the model ties its head."""
+    """Raise ValueError if the given head differs from the embedding to which the model ties its head."""
     local, same_shape = _local(embedding), head.shape == embedding.shape
     if same_shape and is_sharded(embedding):
         offset, shape = Part.of(embedding)

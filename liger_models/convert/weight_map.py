@@ -1,9 +1,9 @@
-"""Weight maps, which describe how a model's parameters correspond to the tensors of a Hugging Face checkpoint.
+"""Weight maps: how a model's parameters correspond to the tensors of a Hugging Face checkpoint.
 
-A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. The expression
-packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements, so
-a round trip is bitwise identical in every dtype. Applied to meta tensors, an expression computes shapes. Quantized
-tensors are decoded beforehand; see `convert.encodings`.
+For each of our parameters, a weight map has an expression over the names of the checkpoint's tensors. The expression
+packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements,
+so a round trip is bitwise identical in every dtype. Applied to meta tensors, an expression computes shapes. Quantized
+tensors are decoded before an expression is applied; see `convert.encodings`.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -11,8 +11,8 @@ tensors are decoded beforehand; see `convert.encodings`.
         two=2,
     )
 
-Names may contain indices (``{i}``), which are expanded over their index sets when the map is built. Names are never
-matched by patterns, so a printed map (``print(weight_map)``) lists every name and can be diffed.
+Names may contain indices (``{i}``). When the map is built, each index is replaced by all values in its index set.
+Names are never matched by patterns, so a printed map (``print(weight_map)``) lists every name and can be diffed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from liger_models.layers.config import DecoderConfig, LatentDecoderConfig
 
 
 class Expression(ABC):
-    """One of our tensors as a function of the checkpoint's tensors, and the inverse of this function."""
+    """A function that computes one of our tensors from the checkpoint's tensors, and the inverse function."""
 
     by_rows = False
     """Whether row i of our tensor consists of row i of each checkpoint tensor."""
@@ -51,11 +51,11 @@ class Expression(ABC):
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Compute the checkpoint's tensors, by name, from our tensor. They are views of it where strides allow."""
+        """Compute the checkpoint's tensors, by name, from our tensor. They are views of our tensor if strides allow."""
 
 
 class Name(Expression):
-    """A tensor of the checkpoint, which is used unchanged."""
+    """A tensor of the checkpoint that is used unchanged."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class Rearrange(Expression):
 
 
 class Cat(Expression):
-    """Several tensors that are concatenated along ``dim``. Their lengths along ``dim`` are ``sizes``."""
+    """Several tensors that are concatenated along ``dim``. ``sizes`` are their lengths along ``dim``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int, sizes: Sequence[int]) -> None:
         self.children = [_expression(child) for child in children]
@@ -159,7 +159,7 @@ class Stack(Expression):
 
 
 class Split(Expression):
-    """A checkpoint tensor that concatenates several parts. Our tensor combines the same parts in another way.
+    """A checkpoint tensor that is a concatenation of several parts. Our tensor combines the same parts in another way.
 
     Args:
         child: the checkpoint's tensor.
@@ -193,7 +193,7 @@ class Split(Expression):
 
 
 class Renamed(Expression):
-    """An expression whose checkpoint tensors have other names.
+    """An expression whose tensors have other names in the checkpoint.
 
     Args:
         child: the expression.
@@ -243,8 +243,8 @@ class WeightMap:
     """An expression for every parameter of a model, and the checkpoint tensors that belong to no parameter.
 
     Args:
-        entries: maps our name of each parameter to an expression over the checkpoint's names, or to just a name. If our
-            name contains an index, such as ``{i}``, there is one entry for each value of its index set.
+        entries: maps our name for each parameter to an expression over the checkpoint's names, or to a single name. A
+            key that contains an index, such as ``{i}``, stands for one entry per value in its index set.
         over: maps the name of each index to its values.
         skip: names of checkpoint tensors that are ignored if they exist.
         kept: prefixes of the names of checkpoint tensors that belong to no parameter. If such tensors exist, the model
@@ -280,11 +280,11 @@ class WeightMap:
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
 
     def passes_over(self, name: str) -> bool:
-        """Return whether a checkpoint tensor belongs to no parameter: ``skip``, ``kept`` or ``dropped`` has it."""
+        """Return whether ``skip``, ``kept`` or ``dropped`` says that a checkpoint tensor belongs to no parameter."""
         return name in self.skip or name.startswith((*self.kept, *self.dropped))
 
     def of_body(self) -> WeightMap:
-        """Return the map for a checkpoint without a language-model head, whose names lack the prefix ``model.``."""
+        """Return the map for a checkpoint without a language-model head. Its names lack the prefix ``model.``."""
         entries: dict[str, Expression | str] = {
             ours: Renamed(expression, {name: name.removeprefix("model.") for name in expression.names()})
             for ours, expression in self.entries.items()
@@ -317,7 +317,7 @@ def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int
 
 
 def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Return a fused qkv projection. Each KV head has the rows of its query heads, of its key and of its value."""
+    """Return a fused qkv projection: for each KV head, the rows of its query heads, of its key and of its value."""
     # Concatenate [G, n, C] of q, k and v within each of the G groups.
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
     sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
@@ -325,13 +325,13 @@ def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int
 
 
 def attention_rows(theirs: str, parameter: str, config: Any) -> Expression:
-    """`qkv_rows` of a layer of a decoder from ``{theirs}.q_proj``, ``k_proj`` and ``v_proj``."""
+    """Return `qkv_rows` for a decoder layer whose projections are ``{theirs}.q_proj``, ``k_proj`` and ``v_proj``."""
     q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
     return qkv_rows(q, k, v, heads=config.num_attention_heads, kv_heads=config.kv_heads, head_dim=config.head_size)
 
 
 def tower_rows(theirs: str, parameter: str, heads: int, width: int) -> Expression:
-    """`attention_rows` of a layer of a vision tower, which has as many key heads as query heads."""
+    """Return `attention_rows` for a layer of a vision tower, which has as many key heads as query heads."""
     q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
     return qkv_rows(q, k, v, heads=heads, kv_heads=heads, head_dim=width // heads)
 
@@ -359,7 +359,8 @@ def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[s
         for parameter in biased:
             entries[f"self_attn.kv_a_proj.{parameter}"] = f"{name}.kv_a_proj_with_mqa.{parameter}"
     else:
-        # One projection to all latents: those of queries, then those of keys and values with the shared part of keys.
+        # One projection computes all latents: first the query latents, then the latents of keys and values together
+        # with the shared part of the keys.
         unchanged += ["q_a_layernorm.weight", "q_b_proj.weight"]
         sizes = [config.q_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim]
         for parameter in biased:
@@ -369,55 +370,55 @@ def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[s
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """Return `qkv_rows` of a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
+    """Return `qkv_rows` from a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """Return a patch embedding's weight for a linear layer, from a convolution with stride equal to kernel size."""
+    """Return a patch embedding as a linear layer's weight, from a convolution whose stride equals its kernel size."""
     pattern = "c channels frames height width -> c (channels frames height width)"
     return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
 
 
 def gate_up_rows(gate: str, up: str) -> Expression:
-    """Return a fused gate and up projection. Its row 2f is row f of gate, and its row 2f + 1 is row f of up."""
+    """Return a fused gate and up projection. Row 2f of the result is row f of gate, and row 2f + 1 is row f of up."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 
 def fused_qkv_rows(qkv: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Return `qkv_rows` of a checkpoint tensor with the rows of all queries, then of all keys, then of all values."""
+    """Return `qkv_rows` from a checkpoint tensor that has the rows of all queries, then all keys, then all values."""
     sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     return Split(qkv, 0, sizes, qkv_rows("q", "k", "v", heads=heads, kv_heads=kv_heads, head_dim=head_dim))
 
 
 def fused_gate_up_rows(gate_up: str) -> Expression:
-    """Return `gate_up_rows` of a checkpoint tensor that has all rows of gate, then all rows of up."""
+    """Return `gate_up_rows` from a checkpoint tensor that has all rows of gate, then all rows of up."""
     return Rearrange("(two f) ... -> (f two) ...", gate_up, two=2)
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """Return the stacked weights of a layer's experts: fused gate and up, and down. ``{x}`` in a name is the expert."""
+    """Return two stacked weights of a layer's experts: (fused gate and up, down). ``{x}`` in a name is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
 
 
 def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
-    """Return `expert_rows` of checkpoint tensors [X, 2F, C] (rows of gate before rows of up) and [X, C, F]."""
+    """Return `expert_rows` from checkpoint tensors [X, 2F, C] (all rows of gate, then all rows of up) and [X, C, F]."""
     return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
 
 
 def stacked_experts(
     experts: str, count: int, *, fused: bool, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Expression, Expression]:
-    """Return the stacked weights of a layer's experts, as from `expert_rows`.
+    """Return the stacked weights of a layer's experts, like `expert_rows`.
 
     Args:
         experts: prefix of the experts' tensors.
         count: number of experts.
-        fused: whether each projection of all experts of a layer is one tensor, as in transformers 5. Otherwise each
-            expert has tensors of its own.
-        names: the names of an expert's gate, up and down projection if each expert has its own.
+        fused: whether one tensor holds a projection of all experts in a layer, as in transformers 5. Otherwise, each
+            expert has its own tensors.
+        names: the names of an expert's gate, up and down projection if each expert has its own tensors.
     """
     if fused:
         return fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj")
@@ -426,7 +427,7 @@ def stacked_experts(
 
 
 def expert_mlps(router: str, gate_up: Expression | str, down: Expression | str) -> dict[str, Expression | str | None]:
-    """Return the argument ``instead`` of `decoder_map` for a model in which all MLPs are mixtures of experts.
+    """Return the argument ``instead`` of `decoder_map` for a model whose MLPs are all mixtures of experts.
 
     Args:
         router: name of the router's weight.
@@ -442,10 +443,10 @@ def expert_mlps(router: str, gate_up: Expression | str, down: Expression | str) 
 
 
 def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression | str | None]:
-    """Return `expert_mlps` for checkpoints in which the layer is called ``name``, as in Mixtral.
+    """Return `expert_mlps` for checkpoints like Mixtral's, in which the MoE layer is called ``name``.
 
-    Newer checkpoints have one tensor per projection for all experts (``fused``). Older ones have three matrices per
-    expert.
+    Newer checkpoints have one tensor per projection for all experts (``fused``). Older checkpoints have three
+    matrices per expert.
     """
     moe = f"model.layers.{{i}}.{name}"
     stacked = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
@@ -453,9 +454,9 @@ def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression
 
 
 MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
-"""``name`` and ``fused`` of `mixtral_mlps` in the checkpoints of transformers 5, in the order in which they are tried.
+"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints of transformers 5, in the order of attempts.
 
-The first layout has both changes, and the others have one of them.
+The first layout differs from Mixtral's released layout in both arguments, the other two in one argument each.
 """
 
 
@@ -470,7 +471,7 @@ def sparse_mlps(
         prefix: prefix of the checkpoint's names.
         gate_up, down: the stacked weights of a layer's experts. ``{sparse}`` in a name is the layer.
     """
-    # Replace the entries for the MLPs of all layers by entries for each of the two sets of layers.
+    # Replace the entries for all layers' MLPs with entries for each of the two sets of layers.
     sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
     return {
         "instead": {"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
@@ -508,20 +509,20 @@ def decoder_map(
     prefix: str = "model",
     head: str = "lm_head.weight",
 ) -> WeightMap:
-    """Return the weight map of a decoder whose checkpoints have the layout of Llama.
+    """Return the weight map of a decoder whose checkpoints have the same layout as Llama's.
 
     Args:
         config: config of the model.
-        qkv_bias, o_bias, mlp_bias: whether these projections have biases. None for the config's ``attention_bias`` or
-            ``mlp_bias``, or False if the config has no such field.
+        qkv_bias, o_bias, mlp_bias: whether these projections have biases. None means the config's ``attention_bias``
+            or ``mlp_bias``, or False if the config has no such field.
         norm_bias: whether all norms have biases.
-        norms: names of the norms of a block, which are the same in the model and in the checkpoint.
+        norms: names of a block's norms, which are the same in the model and in the checkpoint.
         plain_mlp: the names, in the checkpoint, of the two layers of a `LigerMLP`; None for a gated MLP.
-        instead: entries of a layer that differ from those of Llama. Keys are our names within the layer. Values are
+        instead: entries of a layer that differ from Llama's. Keys are our names within the layer. Values are
             expressions over full names, such as ``model.layers.{i}. ...``, or None to remove an entry and its bias.
         also: additional entries with full names.
-        over: the index sets that ``also`` uses, except that of ``i``.
-        skip, kept, dropped: as in `WeightMap`.
+        over: the index sets that ``also`` uses, except the index set of ``i``.
+        skip, kept, dropped: see `WeightMap`.
         prefix: prefix of all names in the checkpoint except that of the head.
         head: name of the head's weight in the checkpoint.
     """
@@ -588,13 +589,13 @@ def shared_moe_map(
             `LigerLatentAttention`. If ``mlp_bias`` is set, dense MLPs and shared experts have biases.
         fused: whether each projection is one tensor for all experts of a layer, as in transformers 5.
         experts: number of routed experts; None for ``config.n_routed_experts``.
-        shared: name of the shared experts; None if there are none, and the layers are `LigerMoE`.
+        shared: name of the shared experts; None if there are none and the layers are `LigerMoE`.
         gated: whether the shared experts have a gate.
-        correction: whether routers have a bias for the choice of experts.
+        correction: whether routers have a bias that affects only the choice of experts.
         prefix: prefix of all names in the checkpoint except that of the head.
-        instead, over: as in `decoder_map`.
-        also: further entries, which may replace those of the experts; ``{sparse}`` is a layer with experts.
-        more: further arguments of `decoder_map`.
+        instead, over: see `decoder_map`.
+        also: additional entries, which may replace the entries of the experts. ``{sparse}`` is a layer with experts.
+        more: other arguments of `decoder_map`.
     """
     layers = range(config.num_hidden_layers)
     theirs, ours = f"{prefix}.layers.{{sparse}}.mlp", "layers.{sparse}.mlp"
@@ -602,7 +603,7 @@ def shared_moe_map(
     stacked = stacked_experts(f"{theirs}.experts", count, fused=fused)
     arguments = sparse_mlps([i for i in layers if config.is_sparse(i)], len(layers), prefix, *stacked)
 
-    # The routed experts are a layer of their own, and the shared experts are one MLP.
+    # The routed experts are a separate layer, and the shared experts together are one MLP.
     routed = ours if shared is None else f"{ours}.experts"
     entries = {name.replace(ours, routed): rows for name, rows in arguments["also"].items()}
     if correction:

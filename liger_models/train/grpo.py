@@ -119,9 +119,9 @@ class GRPOObjective(Objective):
 
         Returns:
             Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations.
-            With ``replay_routing``, the batch also has the experts of each token, ``routed_experts`` [B, T, layers,
-            k]. With ``deterministic_rollouts``, the batch also has the log-probabilities ``old`` [B, T] if it is
-            used for several steps.
+            With ``replay_routing``, the batch also has the experts of each token, ``routed_experts``
+            [B, T, layers, k]. With ``deterministic_rollouts``, the batch also has the log-probabilities ``old``
+            [B, T] if it is used for several steps.
         """
         # Sample answers, and compare each reward with the rewards of the other answers to the same prompt.
         answers, experts, log_probs, drafted = self._answers(model, rows)
