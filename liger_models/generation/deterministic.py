@@ -1,4 +1,4 @@
-"""Bitwise identical log-probabilities in training and in rollouts."""
+"""Log-probabilities that are bitwise identical in training and in rollouts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context manager within which the result of a row is bitwise identical to the result of the row alone.
+    """Context manager that makes the result of each row bitwise identical to the result of this row alone.
 
     If weights, dtype, device and software versions are the same, the log-probabilities of a forward with labels are
     bitwise identical to those of ``rollout(..., deterministic=True)``. This holds for ``return_log_probs=True``, for
-    the losses of `losses.grpo`, and for `fused_linear_logprobs` without the entropy. It also holds for packed, padded,
-    chunked and continuous batches. The backward may run outside of the context; it uses the ordinary kernels, whose
-    results depend on the batch.
+    the losses of `losses.grpo`, and for `fused_linear_logprobs` without the entropy. It also holds for packed,
+    padded, chunked and continuous batches. The backward may run outside of the context. It always uses the ordinary
+    kernels, whose results depend on the batch.
 
     Args:
-        model: the model whose forwards run in the context. It may have unmerged adapters, and may be sharded by FSDP.
+        model: the model that runs in the context. It may have unmerged adapters, and may be sharded by FSDP.
 
     Raises:
-        ValueError: the model has linear attention, attention to images, or float8 layers; parts of it run in plain
-            torch on an accelerator; it is compiled or runs under autocast; or it is distributed in another way than by
-            FSDP.
+        ValueError: the model has linear attention, attention to images, or float8 layers; parts of the model run in
+            plain torch on an accelerator; the model is compiled or runs under autocast; or it is distributed by other
+            means than FSDP.
     """
     refused = refusal(model)
     if refused is not None:
@@ -50,7 +50,7 @@ def refusal(model: Decoder) -> str | None:
         return f"model must not be compiled, got a compiled {name}"
     if any(group is not None for group in (groups.tensor, groups.context, groups.expert)):
         return f"model must not be distributed by apply_tp, apply_cp or apply_ep, got a distributed {name}"
-    if device != "meta" and torch.is_autocast_enabled(device):  # PyTorch knows no autocast for tensors without values
+    if device != "meta" and torch.is_autocast_enabled(device):  # PyTorch has no autocast for meta tensors
         return f"model must not run under autocast, got it for {device}"
     head: nn.Module = model.lm_head
     if not isinstance(head, LigerLMHead):  # other tools may replace the head
@@ -70,7 +70,7 @@ def refusal(model: Decoder) -> str | None:
 
 
 def _multiplies_in_float8(linear: nn.Linear) -> bool:
-    """Whether this package or torchao has converted a layer to float8, or the layer has a frozen float8 weight."""
+    """Return whether this package or torchao has converted a layer to float8, or its frozen weight is in float8."""
     converted = hasattr(linear, "float8_recipe") or type(linear).__module__.startswith("torchao.")
     format_ = frozen_format(linear)
     return converted or (format_ is not None and format_.rounds_inputs)

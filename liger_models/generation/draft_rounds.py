@@ -1,19 +1,20 @@
-"""Rounds of speculative decoding, in which a model's block for multi-token prediction drafts tokens.
+"""Rounds of speculative decoding with drafts from a model's block for multi-token prediction.
 
-In a round, one forward of the model verifies the drafts of every row, and the block then drafts the next tokens. Let a
-row have L cached tokens, its last token x_L, and the drafts d_1 ... d_k::
+In a round, one forward of the model verifies the drafts of every row, and the block then drafts the next tokens. For
+a row with L cached tokens, the last token x_L and the drafts d_1 ... d_k, a round computes::
 
     h_L ... h_{L+k} = model(x_L, d_1, ..., d_k)            the model's choices y_1 ... y_{k+1} come from these
     n = 1 + number of drafts that are accepted             y_1 ... y_n are the row's new tokens
     h'_{L+i} = block(h_{L+i}, y_{i+1}), i < n              the first new draft comes from h'_{L+n-1}
     h'_{L+n} = block(h'_{L+n-1}, d'_1), ...                and each further draft comes from the one before it
 
-Each row accepts its own number of drafts. All numbers stay on the device, so a round can be captured as one CUDA graph.
+Each row accepts its own number of drafts. These numbers stay on the device, so a round can be captured as one CUDA
+graph.
 
 Greedy tokens are the same as without drafts. With seeds, the model and the block draw with the same noise, so sampled
-tokens are also the same as without drafts. Otherwise, a draft d is accepted with the probability min(1, p(d) / q(d)),
-and a rejected draft is replaced by a token from the distribution max(0, p − q), normalized. New tokens therefore have
-the distribution of the model.
+tokens are also the same as without drafts. Without seeds, a draft d is accepted with the probability min(1, p(d) /
+q(d)), where p is the model's distribution and q the block's. A rejected draft is replaced with a token from the
+normalized distribution max(0, p − q). New tokens therefore follow the model's distribution.
 
 Sources: https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2412.19437.
 """
@@ -43,36 +44,36 @@ from liger_models.layers.page_pool import PagePool
 
 
 class DraftBlock(Protocol):
-    """A block on the hidden states of a model, such as `liger_models.adapters.LigerMTP`."""
+    """A block that runs on a model's hidden states, such as `liger_models.adapters.LigerMTP`."""
 
     model: Any
-    """The model whose tokens are drafted, and whose embedding and head the block uses."""
+    """The model for which the block drafts tokens. The block uses the model's embedding and head."""
 
     def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the head's input [B, T, C] for the second next token, which is two positions after each token.
+        """Return the head's input [B, T, C] for predicting the token two positions after each token.
 
         Args:
-            hidden: [B, T, C], the input of the head, from which the next token of each token was chosen.
-            ahead: [B, T, C], the embedding of the next token.
+            hidden: [B, T, C], the input of the head from which the token after each token was chosen.
+            ahead: [B, T, C], the embedding of the token after each token.
             layout: layout of the batch, with a cache to which the block appends.
         """
 
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute `predict` without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
+        """Compute `predict` without gradients. It takes the next tokens [B, T] int64 instead of their embeddings."""
 
     def modules(self) -> Any:
         """Return all modules of the block."""
 
 
 class Round(NamedTuple):
-    """The result of a round, for rows of at most k + 1 new tokens.
+    """The result of a round, in which each row gets at most k + 1 new tokens.
 
     Attributes:
-        tokens: [rows, k + 1] int64, the new tokens, followed by tokens without a meaning.
-        log_probs: [rows, k + 1] fp32, the log-probabilities of the tokens in the model's own distribution.
+        tokens: [rows, k + 1] int64, the new tokens, followed by arbitrary tokens.
+        log_probs: [rows, k + 1] fp32, log-probabilities of the tokens under the model's own distribution.
         counts: [rows] int64, the number of new tokens of each row.
-        experts: [rows, k + 1, L, K] int16, the experts that the model chose for the last token before the round and for
-            the drafts; None if they are not recorded.
+        experts: [rows, k + 1, L, K] int16, the experts that the model chose for the last token before the round and
+            for the drafts; None if experts are not recorded.
     """
 
     tokens: Tensor
@@ -82,16 +83,16 @@ class Round(NamedTuple):
 
 
 class DraftRound:
-    """A round for all rows of a `PagePool`. It is captured on its second call, like a `DecodeStep`.
+    """A round for all rows of a `PagePool`. Like a `DecodeStep`, it is captured on its second call.
 
     Args:
         model_state: the result of `state_of` for the model.
-        pool: the cache of the rows, whose layers include those of the block.
+        pool: the cache of the rows, with the layers of both the model and the block.
         block: the block that drafts.
         sampler: the sampling options.
         num_drafts: k.
         vocab_size: V.
-        stops: the largest number of stop tokens of a row.
+        stops: the largest number of stop tokens that a row has.
         seeded: whether rows have seeds.
         captured: whether to capture the round.
         records_routing: whether to return the chosen experts.
@@ -128,8 +129,9 @@ class DraftRound:
         self._stops = torch.full((rows, stops), -1, device=device)
         self._ahead = torch.arange(num_drafts + 1, device=device)
 
-        # The scores that the drafts were drawn from, [rows, k, V], and the log-probabilities of the drafts, [rows, k].
-        # The first drafts are certain to be token 0. The random numbers are seeds of the tokens, then of the drafts.
+        # The scores from which the drafts were drawn, [rows, k, V], and the log-probabilities of the drafts,
+        # [rows, k]. The first drafts are always token 0. The random numbers are seeds for the tokens, followed by
+        # seeds for the drafts.
         self._proposed: Tensor | None = None
         if sampler.settings.do_sample and not seeded:
             self._proposed = torch.full((rows, num_drafts, vocab_size), -torch.inf, device=device)
@@ -142,16 +144,16 @@ class DraftRound:
         self._result: Round | None = None
 
     def resume(self, tokens: Tensor, counts: Tensor, seeds: Tensor, stops: Tensor) -> None:
-        """Prepare a series of rounds, after `PagePool.resume`.
+        """Prepare a series of rounds. Call `PagePool.resume` before.
 
-        The drafts of earlier rounds remain. If a slot now has another row, these drafts are unlikely to be accepted.
-        The distribution of the new tokens is still that of the model, since no earlier round has verified these drafts.
+        The drafts from the last round remain. If a slot now has another row, its drafts are unlikely to be accepted.
+        New tokens still follow the model's distribution, because these drafts have not been verified before.
 
         Args:
             tokens: [rows] int64, the last token of each row.
-            counts: [rows] int64, the number of new tokens of each row so far.
+            counts: [rows] int64, the number of new tokens that each row has so far.
             seeds: [rows] int64.
-            stops: [rows, stops] int64, the stop tokens of each row, filled up with −1.
+            stops: [rows, stops] int64, the stop tokens of each row, padded with −1.
         """
         self._tokens[:, 0] = tokens
         for fixed, given in ((self._counts, counts), (self._seeds, seeds), (self._stops, stops)):
@@ -169,7 +171,7 @@ class DraftRound:
             else:
                 self._graph, self._result = recorded
         if self._graph is None:
-            with overlapping(self.captured):  # the kernels that the capture launches are compiled here
+            with overlapping(self.captured):  # this run compiles the kernels that the capture launches
                 result = self._run(model)
             self._called = True
             if self.captured:
@@ -197,17 +199,17 @@ class DraftRound:
         else:
             chosen, agree, log_probs = self._choose(head(hidden)[:, 0])
 
-        # A row ends with its first stop token, or when it needs no further tokens.
+        # A row ends with its first stop token, or when it has the maximum number of tokens.
         counts, last = accept_drafts(
             chosen, self._tokens, agree, self._stops, pool.lengths, pool.remaining, self._counts
         )
         pool.accept(counts)
 
-        # The block runs on the same tokens, each with the model's choice of its next token.
+        # The block runs on the same tokens, each together with the next token that the model chose.
         x = self.block.draft(hidden, chosen.view(-1, 1), layout)[last]  # [rows, 1, C]
         for index in range(k):
             if index:
-                # The hidden state of a draft is not known yet, so the block's own output takes its place.
+                # The model has not computed the hidden state of a draft yet, so use the block's own output instead.
                 positions = pool.speculate(1, index - 1)
                 _, layout = model.prepare(inputs_embeds=x, position_ids=positions, cache=pool)
                 x = self.block.draft(x, self._tokens[:, index : index + 1], layout)
@@ -220,8 +222,9 @@ class DraftRound:
         """Choose tokens from the model's logits [rows · (k + 1), V].
 
         Returns:
-            The choices [rows, k + 1]; whether drafts are accepted, [rows, k] bool, or None if a draft is accepted if
-            and only if it equals the choice; and the log-probabilities of the choices, [rows · (k + 1)] fp32.
+            Three tensors: the choices [rows, k + 1]; whether each draft is accepted, [rows, k] bool, or None if
+            exactly the drafts that equal the choices are accepted; the log-probabilities of the choices,
+            [rows · (k + 1)] fp32.
         """
         k, scores = self.num_drafts, self._restricted(logits)
         agree = None
@@ -241,7 +244,7 @@ class DraftRound:
         return chosen.view(-1, k + 1), agree, log_probs
 
     def _draft(self, logits: Tensor, index: int) -> Tensor:
-        """Return draft ``index`` of each row, [rows] int64, from the block's logits [rows, V]."""
+        """Choose draft ``index`` of each row, [rows] int64, from the block's logits [rows, V]."""
         scores = self._restricted(logits)
         if self._proposed is None:
             draws = (self._seeds, self._counts + index) if self.seeded else ()
@@ -253,13 +256,13 @@ class DraftRound:
         return tokens
 
     def _restricted(self, logits: Tensor) -> Tensor | None:
-        """Return the scores that tokens are drawn from; None if these are the logits."""
+        """Return the scores from which tokens are drawn; None if tokens are drawn from the logits."""
         return self.sampler.restrict(logits) if self.sampler.restricts else None
 
 
 @torch.no_grad()
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
-    """Return a cache of one token, the first token of ``prompt``, with the layers of a cache and those of a block."""
+    """Return a cache of the first token of ``prompt``, with the layers of ``cache`` and of the block."""
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)
     block.predict(embeds, embeds, layout)

@@ -1,9 +1,9 @@
-"""The experts of each token, as inference engines return them and as this package takes them.
+"""Conversion between the experts of each token as inference engines return them and as this package takes them.
 
-An engine that samples for a trainer returns the experts that its routers chose, and the forward of the trainer takes
-them as ``routed_experts``. Engines record one row [H, K] for each token that they run: the K experts in each of all H
-blocks, with undefined entries for blocks without routed experts. This package has the entries of the L layers with
-routed experts alone. An engine never runs the last token of a completion, so this token has no row.
+An engine that samples for a trainer returns the experts that its routers chose. The trainer's forward takes these
+experts as ``routed_experts``. Engines record one row [H, K] for each token that they run: K experts for each of the H
+blocks. Entries of blocks without routed experts are undefined. This package has only the entries of the L layers with
+routed experts. An engine never runs the last token of a completion, so this token has no row.
 
 =========  =========================================================================================================
 engine     payload
@@ -15,8 +15,9 @@ SGLang     ``meta_info["routed_experts"]``: the bytes of an array [N, H, K] of i
 prime-rl   a dict with the bytes of the array in base64 (``data``), ``shape``, ``dtype`` and ``start``.
 =========  =========================================================================================================
 
-N is the number of tokens of prompt and completion less 1, and less the tokens before ``start``, whose rows an earlier
-turn has returned (``routed_experts_prompt_start`` in vLLM, ``routed_experts_start_len`` in SGLang).
+N is the number of tokens in prompt and completion, minus 1 for the last token, and minus the first ``start`` tokens,
+whose rows an earlier turn has returned (``routed_experts_prompt_start`` in vLLM, ``routed_experts_start_len`` in
+SGLang).
 
 Source: vLLM 0.33.0 (``outputs.py``, ``model_executor/layers/fused_moe/routed_experts_capturer.py``,
 ``utils/serial_utils.py``), SGLang 0.5.23 (``srt/state_capturer``, ``srt/managers/detokenizer_manager.py``), prime-rl
@@ -39,12 +40,12 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import routed_layers
 
 NPY = b"\x93NUMPY"
-"""The first bytes of a file .npy."""
+"""The first bytes of a .npy file."""
 DTYPES = {
     torch.uint8: "|u1", torch.int8: "|i1", torch.uint16: "<u2", torch.int16: "<i2", torch.int32: "<i4",
     torch.int64: "<i8",
 }  # fmt: skip
-"""Names of dtypes in a file .npy."""
+"""The names of dtypes in .npy files."""
 
 
 def read_routing(
@@ -59,22 +60,24 @@ def read_routing(
     """Return the experts that an engine recorded for the tokens of a prompt and its completion.
 
     Args:
-        model: the model that replays them, with H blocks, L layers with routed experts and K experts for each token.
-        payload: what vLLM, SGLang or prime-rl returned for a completion (see the module), or an array or a tensor
-            [N, H, K] or [N, L, K] of integers. A last row for the last token, with which trainers pad, is dropped.
-        num_tokens: number of tokens of prompt and completion.
+        model: the model that replays the experts. It has H blocks, L layers with routed experts and K experts per
+            token.
+        payload: the payload that vLLM, SGLang or prime-rl returned for a completion (see the module docstring), or an
+            integer array or tensor [N, H, K] or [N, L, K]. If the last token has a row, which some trainers add as
+            padding, this row is dropped.
+        num_tokens: number of tokens in prompt and completion.
         start: number of tokens at the beginning that the payload omits.
-        earlier: [start or more, L, K], the result of the call for the turn before, for the tokens that the payload
-            omits.
-        missing: what happens if tokens other than the last have no row, or a row without K different experts: "error"
-            raises an error, and "router" leaves the choice for these tokens to the router.
+        earlier: [start or more, L, K], the result of this function for the previous turn. It provides the experts of
+            the tokens that the payload omits.
+        missing: what to do if a token other than the last has no row, or a row without K different experts. "error"
+            raises an error, and "router" lets the router choose experts for this token.
 
     Returns:
-        [num_tokens, L, K] int16 on the CPU. The entries are −1 for the last token, and for every other token whose
-        experts the router is to choose.
+        [num_tokens, L, K] int16 on the CPU. Entries are −1 for the last token, and for tokens whose experts the
+        router will choose.
 
     Raises:
-        ValueError: the payload cannot be read, does not fit the model or ``num_tokens``, or has no rows for tokens
+        ValueError: the payload cannot be read, does not fit the model or ``num_tokens``, or lacks rows for tokens
             other than the last.
     """
     if missing not in ("error", "router"):
@@ -95,7 +98,7 @@ def read_routing(
             f"{start}), got {len(rows)}. Pass the number of tokens of prompt and completion together."
         )
 
-    # The last token has no row. A row for it is padding.
+    # The last token has no row. If the payload has a row for it, this row is padding.
     experts = torch.full((num_tokens, len(indices), K), -1, dtype=torch.int16)
     rows = select_routing(model, rows[: num_tokens - 1 - start])
     if earlier is not None:
@@ -117,12 +120,12 @@ def read_routing(
 
 
 def select_routing(model: Decoder, experts: Tensor) -> Tensor:
-    """Return the entries of the layers with routed experts, with −1 where they are not K different experts.
+    """Return the entries of layers with routed experts, with −1 for tokens without K different experts in a layer.
 
     Args:
         model: a model with H blocks, L layers with routed experts and K experts for each token.
-        experts: [..., H, K] or [..., L, K] integers. Rows of zeros, with which engines and trainers pad, have no K
-            different experts if K > 1.
+        experts: [..., H, K] or [..., L, K] integers. Rows of zeros, which engines and trainers use as padding, do not
+            have K different experts if K > 1.
 
     Returns:
         [..., L, K] int16.
@@ -147,17 +150,18 @@ def select_routing(model: Decoder, experts: Tensor) -> Tensor:
 
 
 def routing_rows(model: Decoder, experts: Tensor, *, start: int = 0) -> Tensor:
-    """Return recorded experts as engines store them, the inverse of `read_routing`.
+    """Return recorded experts in the form that engines store: the inverse of `read_routing`.
 
     Args:
-        model: the model that recorded them, with H blocks, L layers with routed experts and K experts for each token.
-        experts: [T, L, K] integers, ``Completion.routed_experts`` of a `rollout` or the result of `read_routing`.
+        model: the model that recorded the experts. It has H blocks, L layers with routed experts and K experts per
+            token.
+        experts: [T, L, K] integers: ``Completion.routed_experts`` from `rollout`, or the result of `read_routing`.
         start: number of tokens at the beginning to omit.
 
     Returns:
-        [T − 1 − start, H, K], uint8 for up to 256 experts and otherwise uint16, with zeros for blocks without routed
-        experts. vLLM's ``CompletionOutput.routed_experts`` is ``routing_rows(...).numpy()``. Use `encode_routing` for
-        the text that a server returns.
+        [T − 1 − start, H, K] in uint8 for up to 256 experts, otherwise in uint16. Blocks without routed experts have
+        zeros. ``routing_rows(...).numpy()`` has the form of vLLM's ``CompletionOutput.routed_experts``. For the text
+        that a server returns, use `encode_routing`.
 
     Raises:
         ValueError: ``experts`` has another shape, or a token other than the last has no experts.
@@ -184,11 +188,11 @@ def encode_routing(model: Decoder, experts: Tensor, engine: Literal["vllm", "sgl
     """Return recorded experts as the text that a server of vLLM or SGLang returns.
 
     Args:
-        model, experts, start: as for `routing_rows`.
-        engine: "vllm" for a file .npy in base64, "sglang" for int32 in base64.
+        model, experts, start: see `routing_rows`.
+        engine: "vllm" for a .npy file in base64, "sglang" for int32 in base64.
 
     Raises:
-        ValueError: as for `routing_rows`, or ``engine`` has another value.
+        ValueError: ``engine`` has another value; see also `routing_rows`.
     """
     if engine not in ("vllm", "sglang"):
         raise ValueError(f"encode_routing: engine must be 'vllm' or 'sglang', got {engine!r}.")
@@ -244,7 +248,7 @@ def _decode(payload: Any, blocks: int, K: int) -> Tensor:
 
 
 def _read_npy(content: bytes) -> tuple[bytes, torch.dtype, list[int]]:
-    """Return data, dtype and shape of a file .npy.
+    """Return the data, dtype and shape of a .npy file.
 
     Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
     """
@@ -266,7 +270,7 @@ def _read_npy(content: bytes) -> tuple[bytes, torch.dtype, list[int]]:
 
 
 def _write_npy(rows: Tensor) -> bytes:
-    """Return the file .npy of a tensor, as ``numpy.save`` writes it."""
+    """Return the bytes of the .npy file that ``numpy.save`` writes for a tensor."""
     header = f"{{'descr': '{DTYPES[rows.dtype]}', 'fortran_order': False, 'shape': {tuple(rows.shape)}, }}"
     header += " " * (-(10 + len(header) + 1) % 64) + "\n"  # the data begin at a multiple of 64
     return NPY + b"\x01\x00" + struct.pack("<H", len(header)) + header.encode("latin1") + _bytes_of(rows)

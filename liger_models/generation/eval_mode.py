@@ -1,4 +1,4 @@
-"""Context managers for generation, which put modules into eval mode and let FSDP shard parameters again afterwards."""
+"""Context managers for generation: one sets modules to eval mode, one lets FSDP reshard parameters afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from liger_models.layers.layer import modules_of
 
 _lock = Lock()
 _held: dict[nn.Module, int] = {}
-"""Maps modules that were in training mode to the number of contexts that keep them in eval mode, in any thread."""
+"""Maps modules that were in training mode to the number of contexts, in all threads, that keep them in eval mode."""
 
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """Context manager within which modules are in eval mode. The mode of each module is restored afterwards."""
+    """Context manager that sets modules to eval mode, and restores the mode of each module afterwards."""
     with _lock:
-        # A module in `_held` is in eval mode because of another context, which may end before this one.
+        # A module in `_held` is in eval mode because of another context, which may end before this context.
         training = [module for module in modules if module.training or module in _held]
         for module in training:
             _held[module] = _held.get(module, 0) + 1
@@ -36,16 +36,16 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def resharded(*models: Any) -> Iterator[None]:
-    """Context manager at whose end FSDP shards all gathered parameters of the models again. A model may be None.
+    """Context manager that lets FSDP reshard all gathered parameters of the models on exit. A model may be None.
 
     After a forward without a backward, FSDP keeps some parameters gathered. ``model.parameters()`` then returns the
-    gathered tensors, and an optimizer's updates of them would be lost.
+    gathered tensors, and an optimizer's updates to the gathered tensors would be lost.
     """
     try:
         yield
     finally:
         for module in (module for model in models if isinstance(model, nn.Module) for module in modules_of(model)):
-            # FSDP adds the method to the class. An attribute that a module does not have takes much longer to look up.
+            # FSDP adds `reshard` to the class. Looking it up on the instance takes much longer if the module lacks it.
             reshard: Any = getattr(type(module), "reshard", None)
             if reshard is not None:
                 reshard(module)

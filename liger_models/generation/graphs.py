@@ -1,13 +1,13 @@
-"""Decoding steps of one token per row, which run as a CUDA graph that is replayed for every token.
+"""Decoding steps, which compute one token per row. A step is captured as a CUDA graph and replayed for every token.
 
-A step launches hundreds of small kernels, and the host takes longer to launch them than a GPU takes to run them. A
-graph needs only one launch. The kernels of the graph read the tokens, their positions and the cache from tensors at
-fixed addresses, so one graph can be used for all lengths up to the capacity of its cache.
+A step launches hundreds of small kernels. The host takes longer to launch these kernels than a GPU takes to run them,
+but a graph needs only one launch. The kernels in the graph read the tokens, their positions and the cache from
+tensors at fixed addresses, so one graph serves all lengths up to the capacity of its cache.
 
-A step and its cache are made for a number of rows and a number of tokens, both rounded up. A model in eval mode keeps a
-few steps for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the model changes in a way
-that a captured step would not notice. New values in the same parameters are not such a change. `release_steps` drops
-all steps at once.
+A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. A few steps are kept
+for later calls of a model in eval mode; see `MOST_STEPS` and `MOST_MEMORY`. They are dropped when the model changes
+in a way that a captured step would not notice. New values in the same parameters are no problem. `release_steps`
+drops all steps at once.
 """
 
 import functools
@@ -39,17 +39,17 @@ from liger_models.layers.paged_cache import PagedCache
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
-"""The maximum number of steps that a model keeps, and the largest fraction of GPU memory for their tensors.
+"""Maximum number of steps kept for a model, and maximum fraction of GPU memory that their tensors may take.
 
 A step that needs more than this fraction is not kept. In addition, a graph needs the memory of its activations: a few
 MiB for one token per row, and more for prompts.
 """
 
 FIRST_TOKENS = 2048
-"""Number of new tokens per row for which a step initially has room. When the room is used up, it doubles."""
+"""Number of new tokens per row for which a step initially has room. When the room is used up, it is doubled."""
 
 EVERY_BATCH = 16
-"""Numbers of rows up to this are rounded up to a power of two, and larger ones to a multiple of this."""
+"""Numbers of rows up to this limit are rounded up to a power of two, larger numbers to a multiple of the limit."""
 
 _kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
 
@@ -76,20 +76,20 @@ def record(
     graph: torch.cuda.CUDAGraph, run: Callable[[], Any], device: torch.device, pool: Any = None,
     generator: torch.Generator | None = None,
 ) -> Any:  # fmt: skip
-    """Capture ``run()`` in a graph, and return the tensors into which each replay writes its results.
+    """Capture ``run()`` in a graph. Returns the tensors to which each replay writes its results.
 
     Args:
         graph: an empty graph.
         run: the function.
         device: a GPU.
-        pool: pool of memory that graphs share; None for a new one.
-        generator: a random generator that the function uses in addition to the global one.
+        pool: memory pool that several graphs share; None for a new pool.
+        generator: a random generator that the function uses in addition to the global generator.
 
     Raises:
-        RuntimeError: the run can't be captured.
+        RuntimeError: ``run()`` can't be captured.
     """
-    # `torch.cuda.graph` is not used, because it would first return all cached memory to the driver. If the forward
-    # fails, `capture_end` fails as well, and its error must not hide the error of the forward.
+    # `torch.cuda.graph` is not used, because it would first return all cached memory to the driver. If `run` fails,
+    # `capture_end` fails as well, and its error must not hide the error of `run`.
     cause, stream = None, capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
@@ -109,14 +109,14 @@ def record(
 
 
 def try_record(step: str, run: Callable[[], Any], device: torch.device, **options: Any) -> tuple[Any, Any] | None:
-    """Capture ``run()`` in a new graph. If it can't be captured, warn, and return None.
+    """Capture ``run()`` in a new graph. If this fails, warn and return None.
 
     Args:
-        step: what is captured, for the warning.
-        run, device, options: as in `record`.
+        step: name of the captured step, for the warning.
+        run, device, options: see `record`.
 
     Returns:
-        The graph, and the tensors into which each replay writes its results.
+        The graph, and the tensors to which each replay writes its results.
     """
     graph = torch.cuda.CUDAGraph()
     try:
@@ -135,16 +135,16 @@ def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
 
 
 class DecodeStep:
-    """The forward of one token per row, which is captured on its second call.
+    """The forward of one token per row. It is captured on its second call.
 
-    The first call is an ordinary forward, in which kernels are compiled and libraries allocate their memory. It is
-    omitted if a step of the same shapes has run before.
+    The first call is an ordinary forward, which compiles kernels and lets libraries allocate their memory. If a step
+    with the same shapes has run before, already the first call is captured.
 
     Args:
         cache: the cache that the step reads and extends.
         captured: whether to capture the step.
-        model_state: the result of `state_of` for the model; None if it is not known.
-        records_routing: whether to store the chosen experts of each step in ``routed_experts``.
+        model_state: the result of `state_of` for the model; None if the state is not known.
+        records_routing: whether to store the experts that each step chooses in ``routed_experts``.
         returns_hidden: whether to return the input of the head, [B, C], instead of the logits.
     """
 
@@ -162,13 +162,13 @@ class DecodeStep:
         self.derived = DerivedTensors()
         """Tensors that a captured step reads in addition to the parameters and the cache."""
         self.routed_experts: Tensor | None = None
-        """The experts that the last step chose, [rows, L, K] int16. The next step may overwrite them."""
+        """The experts that the last step chose, [rows, L, K] int16. The next step may overwrite this tensor."""
         rows, device = cache.rows, cache.lengths.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self.most_prompt_tokens = 0
-        """The largest number of tokens, with padding, of prompts whose forward is captured; 0 to capture none."""
+        """Prompts are captured if they have at most this many tokens, including padding; 0 to capture no prompts."""
         self.moves_padding = False
-        """Whether padding of prompts is moved to the right."""
+        """Whether the padding of prompts is moved to the right."""
         self._prompts: dict[Hashable, PromptGraph] = {}
         self._seen: set[Hashable] = set()
         """The shapes of the prompts so far, as in `PromptBatch.key`."""
@@ -193,14 +193,14 @@ class DecodeStep:
         repeats: int = 1,
         **inputs: Any,
     ) -> Tensor:
-        """Empty the cache and run the prompts.
+        """Empty the cache and run a forward of the prompts.
 
         Args:
             model: the model.
             ids: [B, T] int64.
             position_ids: [1 or B, T] int64, or [3, 1 or B, T].
             attention_mask: [B, T], which is 0 for padding on the left; None for no padding.
-            repeats: number of consecutive rows that continue each prompt.
+            repeats: number of consecutive rows for each prompt.
             inputs: other arguments of the forward, such as images.
 
         Returns:
@@ -222,10 +222,11 @@ class DecodeStep:
         return logits
 
     def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int, is_captured: bool) -> Tensor:
-        """Run prompts that are padded on the right.
+        """Run a forward of prompts that are padded on the right.
 
-        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, one is captured the
-        second time that prompts have this shape, because a capture takes as long as an ordinary forward or longer.
+        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, a graph is
+        captured when prompts have this shape for the second time, because a capture takes at least as long as an
+        ordinary forward.
         """
         B, length = batch.ids.shape
         self.cache.start(B, length, batch.mask, repeats)
@@ -246,14 +247,14 @@ class DecodeStep:
         return logits
 
     def reserve(self, tokens: int, most: int) -> None:
-        """Make room for ``tokens`` tokens per row. If the capacity must grow, it at least doubles, up to ``most``."""
+        """Make room for ``tokens`` tokens per row. A capacity that must grow is at least doubled, up to ``most``."""
         if tokens > self.cache.capacity:
             self.cache.grow(min(max(tokens, 2 * self.cache.capacity), most))
             self.graph, self._called = None, False
             self._prompts.clear()
 
     def __call__(self, model: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run one more token per row.
+        """Run a forward of one token per row.
 
         Args:
             model: the model.
@@ -269,17 +270,17 @@ class DecodeStep:
             self._positions = positions.new_empty(*positions.shape[:-2], self.cache.rows, 1)
             self.graph, self._called = None, False
 
-        # A graph reads its inputs from these two tensors, which have all rows of the cache, while B may be smaller.
+        # A graph reads its inputs from these two tensors. They have all rows of the cache, although B may be smaller.
         self._tokens.copy_(self.cache.of_rows(tokens)[:, None])
         self._positions.copy_(self.cache.of_rows(positions, -2))
         if self.captured and self.graph is None and self._is_ready():
             self._capture(model)
         if self.graph is not None:
-            self.derived.refresh()  # the graph reads the tensors that only steps derive, and does not compute them
+            self.derived.refresh()  # the graph reads these derived tensors, but does not compute them
             self.graph.replay()
             return self._logits[:B].clone()  # the next call overwrites the logits
 
-        # The first call, and every call of a step that is not to be captured, is an ordinary forward.
+        # The first call is an ordinary forward, and so is every call of a step that must not be captured.
         logits = self._run(model)
         self._called = True
         self.captured = self.captured and self.cache.is_settled
@@ -288,19 +289,19 @@ class DecodeStep:
         return logits[:B]
 
     def _kind(self) -> Hashable:
-        """Return everything that the shapes of the step depend on, besides the model."""
+        """Return everything except the model that the shapes of the step depend on."""
         cache, dims = self.cache, None if self._positions is None else self._positions.dim()
         return type(cache), cache.rows, cache.capacity, dims, self.records_routing, self.returns_hidden
 
     def _is_ready(self) -> bool:
-        """Whether the step can be captured without an ordinary call."""
+        """Whether the step can be captured without an ordinary call before."""
         state = self.model_state
         return self._called or (state is not None and self.cache.is_settled and state.is_ready(self._kind()))
 
     def _run(self, model: Decoder) -> Tensor:
         self.cache.step()
         kept: dict[str, Any] = {"return_logits": False} if self.returns_hidden else {"logits_to_keep": 1}
-        with overlapping(self.captured):  # without capture, FSDP may write weights in a step
+        with overlapping(self.captured):  # without a capture, FSDP may write weights during a step
             out = model(self._tokens, position_ids=self._positions, cache=self.cache, **kept)
         if self.records_routing:
             self.routed_experts = model.choose_experts(out.router_logits)
@@ -316,11 +317,11 @@ class DecodeStep:
             self.graph, self._logits = recorded
 
     def _capture_prompts(self, model: Decoder, batch: PromptBatch) -> None:
-        """Capture the forward of prompts. If the capture fails, no prompts are captured from then on."""
-        # The graphs never run at the same time and their results are copied, so they can share their memory.
+        """Capture the forward of prompts. If the capture fails, no more prompts are captured from then on."""
+        # The graphs never run at the same time, and their results are copied, so the graphs can share memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, slots = torch.cuda.CUDAGraph(), self.cache.slots
-        # A replay for weights that have changed has to compute all derived tensors again.
+        # A replay with changed weights must compute all derived tensors again.
         self.derived.renew()
         self.cache.length = 0
         try:
@@ -338,14 +339,15 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context manager that yields a step for B rows of up to ``tokens`` tokens, if possible one from an earlier call.
+    """Context manager that yields a step for B rows of up to ``tokens`` tokens: a kept step if possible, or a new one.
 
     Args:
-        model: the model. The step is kept for later calls if the model is on one GPU and no module is in training mode.
-            Under tensor parallelism no step is kept, because a process group can't be destroyed while a graph uses it.
-        state: the result of `state_of`.
+        model: the model. The step is kept for later calls if the model is on one GPU and no module is in training
+            mode. Under tensor parallelism, no step is kept, because a process group can't be destroyed while a graph
+            uses it.
+        state: the result of `state_of` for the model.
         B: number of rows.
-        tokens: number of tokens per row that the cache must hold.
+        tokens: number of tokens per row for which the cache must have room.
     """
     if not can_capture(model, state):
         step = DecodeStep(PagedCache(B, tokens, model.device), captured=False)
@@ -353,7 +355,8 @@ def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Itera
         yield step
         return
 
-    # Take the smallest kept step that is large enough, or make one. Steps of an earlier state of the model are dropped.
+    # Take the smallest kept step that is large enough, or make a new step. Drop steps for an earlier state of the
+    # model.
     rows = rounded_rows(B)
     kept = _kept.setdefault(model, [])
     kept[:] = [step for step in kept if step.model_state is state]
@@ -368,7 +371,7 @@ def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Itera
         step.moves_padding = can_move_padding(model)
         if is_kept(model):
             step.most_prompt_tokens = most_tokens(model)
-    # Keep the step, and drop the oldest ones if there are too many or they take too much memory.
+    # Keep the step, and drop the oldest steps if there are too many of them or if they take too much memory.
     try:
         yield step
     finally:
@@ -380,36 +383,37 @@ def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Itera
 
 
 def is_kept(model: Decoder) -> bool:
-    """Whether a step of a model is kept for later calls, which also makes it worthwhile to capture prompts."""
+    """Return whether steps of a model are kept for later calls. Only then is it worthwhile to capture prompts."""
     return model.groups.tensor is None and not any(module.training for module in modules_of(model))
 
 
 def release_steps(model: Decoder) -> None:
-    """Drop all steps that a model keeps, and free their memory."""
+    """Drop all steps that are kept for a model, and free their memory."""
     _kept.pop(model, None)
 
 
 def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
-    """Whether steps of a model, whose `state_of` may be given, run as CUDA graphs.
+    """Return whether steps of a model run as CUDA graphs. ``state`` is the result of `state_of`, if it is known.
 
-    The model must be on one GPU, or sharded by `apply_tp`, in which case the all-reduces are captured, too. There must
-    be no compiled modules, no autocast, and no hooks except those of `run_preparing_hooks`, which must have run.
+    The model must be on one GPU or sharded by `apply_tp`, whose all-reduces are captured, too. There must be no
+    compiled modules, no autocast, and no hooks except the hooks of `run_preparing_hooks`, which must have run
+    already.
     """
     device = model.device.type
     return (
         device == "cuda"
         and use_triton(model.embed_tokens.weight)
-        and not torch.is_autocast_enabled(device)  # the cast weights are freed when autocast ends
+        and not torch.is_autocast_enabled(device)  # autocast frees the cast weights when it ends
         and (state or state_of(model)).can_capture
     )
 
 
 def rounded_rows(B: int) -> int:
-    """Return the number of rows of a step that is made for B rows."""
+    """Return the number of rows that a step for B rows has."""
     return 1 << (B - 1).bit_length() if B <= EVERY_BATCH else -(-B // EVERY_BATCH) * EVERY_BATCH
 
 
 def rounded_tokens(tokens: int) -> int:
-    """Round ``tokens`` per row up to the capacity of a step: whole pages, and at most about a quarter more."""
+    """Round a number of tokens per row up to the capacity of a step: whole pages, and at most about a quarter more."""
     unit = max(1 << max(tokens.bit_length() - 3, 0), paged_cache.PAGE)
     return -(-tokens // unit) * unit

@@ -1,7 +1,7 @@
-"""Generation on ranks that share the weights of a model under FSDP and have different prompts.
+"""Generation under FSDP, on ranks that share the weights of a model but have different prompts.
 
-Under FSDP, a forward is a series of collectives, so all ranks must run the same number of forwards. One rank may run a
-prefill while another one runs a decoding step.
+Under FSDP, a forward is a series of collectives, so all ranks must run the same number of forwards. One rank may run
+a prefill while another rank runs a decoding step.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
 
 EVERY = 16
-"""Number of forwards after which the ranks exchange whether they still have work."""
+"""Number of forwards after which the ranks tell each other whether they still have work."""
 
 
 @contextmanager
 def in_lockstep(model: Decoder) -> Iterator[None]:
-    """Context manager within which ranks may run different numbers of forwards of a model that FSDP has sharded.
+    """Context manager that lets ranks run different numbers of forwards of a model that FSDP has sharded.
 
     At the end of the context, a rank runs forwards of one token until all ranks have reached the end. All ranks must
-    enter the context, and every forward must have a cache and run the head, so that all ranks call the same
-    collectives. For a model that FSDP has not sharded, the context does nothing.
+    enter the context. Every forward must have a cache and run the head, so that all ranks call the same collectives.
+    If FSDP has not sharded the model, the context does nothing.
     """
     groups = [group for group in model.groups.data if group.size > 1]
     if not groups:
@@ -32,12 +32,12 @@ def in_lockstep(model: Decoder) -> Iterator[None]:
         return
     count, leaving, all_left = 0, False, False
 
-    # When the ranks call this, they have run the same number of forwards, so the all-reduces match.
+    # All ranks call this function after the same number of forwards, so the all-reduces match.
     def tell(*_: object) -> None:
         nonlocal count, all_left
         count += 1
         if count % EVERY == 0:
-            at_work = torch.tensor(0 if leaving else 1, device=model.device)  # the sum is the number of ranks with work
+            at_work = torch.tensor(0 if leaving else 1, device=model.device)  # summed: number of ranks with work
             for group in groups:
                 at_work = all_reduce(at_work, group)
             all_left = leaving and not at_work.item()

@@ -20,7 +20,7 @@ from liger_models.layers.layer import layers_of
 from liger_models.layers.rope import DynamicScaling, switch_columns
 
 PAGED_DEVICES = ACCELERATORS
-"""Devices on which `generate` uses a `PagedCache`. On the CPU, attention would first copy all pages."""
+"""Devices on which `generate` uses a `PagedCache`. On the CPU, attention would have to copy all pages first."""
 
 
 @contextmanager
@@ -32,30 +32,30 @@ def next_logits(
     inputs: dict[str, Any],
     settings: Settings,
 ) -> Iterator[Callable[[int], Tensor]]:
-    """Context manager that yields a function, which computes the logits of the next tokens.
+    """Context manager that yields a function that computes the logits of the next tokens.
 
-    The function takes the number of filled columns and returns the logits [B, V] of the tokens in the next column. It
-    must be called with T first, then with T + 1, and so on.
+    The function takes the number of filled columns and returns the logits [B, V] of the next column. Call it first
+    with T, then with T + 1, and so on.
 
     Args:
         model: the model.
         rows: the rows of the batch. Each prompt has ``num_return_sequences`` consecutive rows.
         mask: [B, S], which is 0 for padding; None for no padding.
         positions: [1 or B, S] int64, or [3, 1 or B, S].
-        inputs: further arguments of the forward that describe the prompts.
+        inputs: other arguments of the forward that describe the prompts, such as images.
         settings: the options.
     """
     ids, repeats, new = rows.ids, settings.num_return_sequences, settings.max_new_tokens
     T = ids.shape[1] - new
 
-    # Find the columns at which all rotary frequencies of a row change (LongRoPE). The cached keys were rotated with the
-    # old frequencies, so the cache is recomputed at these columns.
+    # Find the columns at which all rotary frequencies of a row change (LongRoPE). The cached keys were rotated with
+    # the old frequencies, so the cache must be recomputed at these columns.
     rotary: list[Any] = [*layers_of(model.rotary)]
     switches = switch_columns(rotary, positions)
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Return the logits [B, V] after column ``end`` − 1, computed for every ``every``-th row and then repeated."""
+        """Return the logits [B, V] after column ``end`` − 1, computed for every ``every``-th row and repeated."""
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
             attention_mask=None if mask is None else mask[::every, :end], **options,
@@ -65,7 +65,7 @@ def next_logits(
 
     @DerivedTensors().used()
     def of_all(end: int, cache: DecodeCache | None) -> Tensor:
-        """Return the logits after ``end`` columns, by an ordinary forward of the columns that are not cached."""
+        """Compute the logits after ``end`` columns with an ordinary forward of the columns that are not cached."""
         if cache is None:
             return run(0, end, 1, last_logits)
         if any(cache.length <= switch < end for switch in switches):
@@ -78,7 +78,7 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
-        """Return the logits after ``end`` columns, by a prefill for the prompts and by a step for later columns."""
+        """Compute the logits after ``end`` columns with a prefill for the prompts or a step for later columns."""
         step.reserve(end, T + new - 1)
         with step.derived.used():
             if end == T:
@@ -90,7 +90,7 @@ def next_logits(
     if settings.cache is not None:
         old = settings.cache.length
         cut_to_prefix(settings.cache, rows.context[::repeats, :T])
-        # Dynamic frequencies depend on the length of the sequence, but cached keys were rotated with earlier
+        # Dynamic rotary frequencies depend on the sequence length, but cached keys were rotated with earlier
         # frequencies.
         reached = max(old, T) + int(positions[..., -1].amax()) + 1 - positions.shape[-1]
         if any(T <= switch < old for switch in switches) or any(reached > length for length in dynamic):
@@ -110,10 +110,10 @@ def next_logits(
 
 
 def paged_state(model: Decoder) -> ModelState | None:
-    """Return the state of a model that decodes on a `PagedCache`; None if it does not.
+    """Return the state of a model that can decode with a `PagedCache`; None for other models.
 
-    The model must be on one of `PAGED_DEVICES`, all its attention layers must support pages, and no module may be
-    compiled.
+    To decode with a `PagedCache`, the model must be on one of `PAGED_DEVICES`, all its attention layers must support
+    pages, and no module may be compiled.
     """
     if model.device.type not in PAGED_DEVICES:
         return None

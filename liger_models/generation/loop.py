@@ -1,7 +1,7 @@
-"""Greedy decoding and sampling, with the names and semantics of ``generate`` in transformers.
+"""Greedy decoding and sampling, with the argument names and semantics of ``generate`` in transformers.
 
-There are two differences from transformers. Top-k is off by default, while transformers keeps 50 tokens. Padding never
-counts as a part of a repeated sequence of tokens.
+There are two differences from transformers. Top-k is off by default, whereas transformers keeps the 50 most likely
+tokens. Padding never counts as part of a repeated sequence of tokens.
 """
 
 from collections import deque
@@ -29,21 +29,20 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 STEPS_AHEAD = 2
-"""Number of steps that `generate` launches before it reads whether an earlier step has ended all rows.
+"""Number of steps that `generate` launches ahead before it reads whether an earlier step has ended all rows.
 
 If the GPU had to wait for the host after each step, it would be idle in between.
 """
 
 
 class GenerateOutput(NamedTuple):
-    """Result of `generate` with ``return_logprobs``.
+    """The result of `generate` with ``return_logprobs``.
 
     Attributes:
         sequences: [B, T + new] int64, the padded prompts and their continuations.
-        logprobs: [B, new] fp32, the log-probability of each new token in the model's own distribution, to which
-            ``repetition_penalty``, ``temperature`` and all other options are not applied; 0 for the padding after the
-            end of a row.
-        finish_reasons: for each row, "length" if the row was ended by ``max_new_tokens``, and otherwise "stop".
+        logprobs: [B, new] fp32, the log-probability of each new token under the model's own distribution, without
+            ``repetition_penalty``, ``temperature`` or any other option; 0 for the padding after the end of a row.
+        finish_reasons: for each row, "length" if ``max_new_tokens`` ended the row, otherwise "stop".
     """
 
     sequences: Tensor
@@ -80,27 +79,27 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Generate continuations of prompts.
 
-    The model runs in eval mode without gradients, and the mode of each module is restored afterwards.
+    The model runs in eval mode without gradients. The mode of each module is restored afterwards.
 
     Args:
         model: a language model. If it is sharded by `apply_fsdp`, all ranks must call this function, each with its own
             prompts. With images, a draft or ``use_cache=False``, all ranks must then also run the same number of
             forwards.
-        input_ids: [B, T] integers, where shorter rows are padded on the left. It may also be a single prompt or a list
-            of prompts of different lengths, where a prompt is a 1-D tensor or a list of ids.
+        input_ids: [B, T] integers, with shorter rows padded on the left; or a single prompt; or a list of prompts of
+            different lengths. A prompt is a 1-D tensor or a list of ids.
         max_new_tokens: maximum number of new tokens, at least 1.
         return_logprobs: whether to return a `GenerateOutput`, which has the log-probability of each new token.
         options: see `Options`.
 
     Returns:
-        [B, T + new] int64 on the model's device: the padded prompts and their continuations. The last column has the
-        tokens of the step in which the last row ended. Each prompt has ``num_return_sequences`` consecutive rows.
+        [B, T + new] int64 on the model's device: the padded prompts and their continuations. The result ends with the
+        step in which the last row ended. Each prompt has ``num_return_sequences`` consecutive rows.
 
     Raises:
-        TypeError: an argument is not in `Options`. Arguments of transformers are accepted if their value has no effect
-            here.
-        ValueError: an argument is out of range, a prompt is empty, or the mask does not have the shape of the prompts
-            or has padding on the right.
+        TypeError: an argument is not in `Options`. Other arguments of transformers are accepted if their value has no
+            effect.
+        ValueError: an argument is out of range, a prompt is empty, or the mask has another shape than the prompts or
+            padding on the right.
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
@@ -114,8 +113,9 @@ def generate(
         draft = drafted_steps if is_draft_block(settings.draft_model) else speculate
         computed = draft(model, ids, mask, settings, inputs, logprobs=return_logprobs)
 
-    # Under FSDP, a rank with fewer steps finally runs further forwards of one token with a cache. Their collectives
-    # match those of the other ranks only if the other ranks also run forwards of tokens with a cache.
+    # Under FSDP, a rank that has finished keeps running forwards of one token with a cache until all ranks have
+    # finished. The collectives of these forwards match only if the other ranks also run forwards of tokens with a
+    # cache.
     alike = settings.draft_model is None and settings.use_cache and not given
     with resharded(model, settings.draft_model), in_lockstep(model) if alike else nullcontext():
         steps = list(computed)
@@ -135,15 +135,15 @@ def stream(
     """Generate continuations of prompts, and yield the new tokens of each step.
 
     Args:
-        model, input_ids, max_new_tokens, options: as in `generate`. They are checked when this function is called,
-            except for what ``draft_model`` does not support, which is checked when the first token is requested.
+        model, input_ids, max_new_tokens, options: see `generate`. They are checked when this function is called. Only
+            whether ``draft_model`` supports the options is checked later, when the first token is requested.
 
     Returns:
         An iterator over the new tokens, [B] int64 for each step. The model is in eval mode only while a step is
         computed. Weights and adapters must not change before the iterator ends.
 
     Raises:
-        TypeError, ValueError: as in `generate`.
+        TypeError, ValueError: see `generate`.
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
@@ -160,10 +160,10 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 
 
 def steps_ahead(device: torch.device, settings: Settings) -> int:
-    """Return how many steps `generate` may run after all rows have ended.
+    """Return how many steps `generate` may still run after all rows have ended.
 
-    The number is 0 if there is a user's cache, a user's ``logits_processor`` or a stop string, because further steps
-    would affect them.
+    The number is 0 if the user has passed a cache, a ``logits_processor`` or stop strings, because further steps
+    would affect these.
     """
     noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
     return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD
@@ -189,11 +189,11 @@ def run_steps(
         prompts: [B, T] int64.
         mask: [B, T] int64, which is 0 for padding; None for no padding.
         inputs: inputs of the model that belong to the prompts, in addition to the tokens.
-        positions: the positions of the prompts and of the new tokens, if they are not those of
-            `Decoder.prompt_positions`, which describes their shape.
+        positions: the positions of the prompts and of the new tokens. Default: the result of
+            `Decoder.prompt_positions`, which also describes their shape.
         logprobs: whether to compute log-probabilities.
-        returns_logits: whether each step has its logits.
-        copies_tokens: whether to start to copy the tokens of each step to the host.
+        returns_logits: whether each step includes its logits.
+        copies_tokens: whether to start a copy of each step's tokens to the host.
         ahead: number of steps to launch before the host reads whether every row has ended.
     """
     run_preparing_hooks(model)
@@ -202,7 +202,7 @@ def run_steps(
     if positions is None:
         positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
 
-    # Repeat each prompt for its rows. Without a cache, images are computed for every row.
+    # Repeat each prompt for all of its rows. Without a cache, images are computed for every row.
     if repeats > 1:
         if not settings.use_cache and inputs:
             with_images: Any = model
@@ -215,7 +215,7 @@ def run_steps(
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
 
-    # Steps that are launched but not yet read, each with a function that waits until it can be read.
+    # Steps that are launched but not read yet. Each has a function that waits until the step can be read.
     modules = modules_of(model)
     computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 
@@ -230,6 +230,6 @@ def run_steps(
             while len(computed) > (ahead if end < S - 1 else 0):
                 step, all_ended = computed.popleft()
                 yield step
-                # Nothing follows the last step, so the host need not wait for it.
+                # No step follows the last one, so the host need not wait for its result.
                 if (computed or end < S - 1) and all_ended():
                     return

@@ -1,7 +1,7 @@
 """The state of a model: everything that a captured forward depends on, except the values of tensors.
 
-`generate` asks for the state of its model in every call, before it launches anything. Describing a model takes about a
-millisecond. A model is therefore described again only if the address of an attribute has changed.
+Every call of `generate` asks for the state of its model before it launches anything. Describing a model takes about a
+millisecond, so a model is described again only if the address of an attribute has changed.
 """
 
 from collections.abc import Hashable
@@ -23,16 +23,16 @@ from liger_models.layers.recompute import has_hooks, is_compiled
 
 VALUES = bool, int, float, str, type(None)
 PLAIN = Tensor, nn.Parameter
-"""Tensors that have memory of their own. Subclasses may have none."""
+"""Types of tensors that have their own memory. Tensors of subclasses may have none."""
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Names of the attributes of every module, which are mostly empty containers of hooks."""
+"""Names of the attributes that every module has. Most of them are empty containers for hooks."""
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 _states: WeakKeyDictionary[nn.Module, "ModelState"] = WeakKeyDictionary()
 
 
 def state_of(model: Decoder) -> "ModelState":
-    """Return the state of a model: the object of an earlier call if `describe` is the same as it was then."""
+    """Return the state of a model: the object from an earlier call if `describe` returns the same as in this call."""
     modules, state = modules_of(model), _states.get(model)
     if state is None or state.has_changed(modules):
         description = describe(model)
@@ -43,10 +43,10 @@ def state_of(model: Decoder) -> "ModelState":
 
 
 class ModelState:
-    """The state of a model in which steps were captured.
+    """The state of a model, in which steps can be captured.
 
     Args:
-        model: the model, to which the state keeps no reference.
+        model: the model. The state keeps no reference to it.
         modules: the result of `modules_of` for the model.
         description: the result of `describe` for the model.
     """
@@ -59,7 +59,7 @@ class ModelState:
         self.takes_pages = not compiled and all(spec is None or spec.takes_pages for spec in specs)
         """Whether all attention layers support pages, and no module is compiled."""
 
-        # A hook would run only once, during a capture, and a compiled module may launch kernels in other ways.
+        # A hook would run only once, during the capture, and a compiled module may launch kernels in other ways.
         tensor, self.is_distributed = model.groups.tensor, model.groups != ParallelGroups()
         changed = any(
             "forward" in vars(module) or has_hooks(module, ignored=("only_checks", "only_prepares"))
@@ -71,33 +71,35 @@ class ModelState:
             and model.groups == ParallelGroups(tensor=tensor)
             and (tensor is not None or not any(map(is_sharded, parameters)))
         )
-        """Whether a forward can be captured if its device and the modes of PyTorch allow it."""
+        """Whether a forward can be captured, provided that its device and the modes of PyTorch allow it."""
 
         self._steps: dict[Hashable, int] = {}
-        """Maps kinds of steps that have run to the result of `num_derived` afterwards."""
+        """Maps each kind of step that has run to the result of `num_derived` after the step."""
         self.cached: DecodeCache | None = None
-        """The cache of a single token, with tensors on the meta device; None until a rollout has run the token."""
+        """A cache of a single token, with tensors on the meta device; None until a rollout has run a token."""
 
     def add_step(self, kind: Hashable) -> None:
-        """Note that a step has run, so that its kernels are compiled. The kind determines the shapes of the step."""
+        """Note that a step has run and its kernels are thus compiled. The kind determines the shapes of the step."""
         self._steps[kind] = num_derived()
 
     def is_ready(self, kind: Hashable) -> bool:
-        """Whether a step of this kind has run before and would not derive any tensors now.
+        """Return whether a step of this kind has run before and would not derive any tensors now.
 
-        Such a step can be captured at once. If it derived tensors, every replay would compute them again. The result is
-        False if the model is distributed, because all ranks must run the same forwards.
+        Such a step can be captured at once. If the step derived tensors during the capture, every replay would
+        compute them again. The result is False if the model is distributed, because all ranks must run the same
+        forwards.
         """
         return not self.is_distributed and self._steps.get(kind) == num_derived()
 
     def has_changed(self, modules: list[nn.Module]) -> bool:
-        """Whether the modules differ from those at the last `observe`, where equal values may count as changes."""
+        """Return whether the modules have changed since the last `observe`. Equal new values may count as changes."""
         return len(modules) != self._count or self._observed != self._observation(modules)
 
     def observe(self, modules: list[nn.Module]) -> None:
-        """Note the addresses of all attributes of the modules, for `has_changed`."""
+        """Store the addresses of all attributes of the modules, for `has_changed`."""
         attributes = [(i, name, value) for i, module in enumerate(modules) for name, value in vars(module).items()]
-        # Containers may change in place. The values are kept, so that no other value gets the address of one of them.
+        # Containers may change in place. The values are kept alive, so that no new value gets the address of an old
+        # one.
         self._containers = [
             (i, name)
             for i, name, value in attributes
@@ -108,7 +110,7 @@ class ModelState:
         self._observed = self._observation(modules)
 
     def _observation(self, modules: list[nn.Module]) -> tuple[Any, ...]:
-        """Return the addresses of all attributes, and the contents of those that may change in place."""
+        """Return the addresses of all attributes, and the contents of attributes that may change in place."""
         attributes = [vars(module) for module in modules]
         tensors = [
             tensor
@@ -126,9 +128,9 @@ class ModelState:
 
 
 def describe(model: nn.Module) -> list[Any]:
-    """Return everything that the launches of a forward may depend on, except values of tensors.
+    """Return everything except tensor values that the kernel launches of a forward may depend on.
 
-    The result consists of lists that can be compared by ``==``.
+    The result consists of lists that can be compared with ``==``.
     """
     return [
         *_modes(),

@@ -1,6 +1,6 @@
-"""The options of `generate` and `stream`, and their defaults from the checkpoint.
+"""The options of `generate` and `stream`, and how their defaults are read from the checkpoint.
 
-Options that are missing in a call are read from the checkpoint's generation_config.json, so that a chat model samples
+Options that a call does not set are read from the checkpoint's generation_config.json, so that a chat model samples
 as its authors intended. Stop and padding tokens may also be read from config.json.
 """
 
@@ -26,52 +26,52 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Options that have no effect without ``do_sample``."""
+"""Options that have an effect only with ``do_sample``."""
 
 UNFILTERED: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""The defaults: tokens are drawn from the model's own distribution, and only stop tokens end a row."""
+"""Default values. With them, tokens are drawn from the model's own distribution, and only stop tokens end a row."""
 
 READ = {*DRAWING, *UNFILTERED, "do_sample", "eos_token_id", "pad_token_id"}
-"""Keys of generation_config.json that are options."""
+"""Keys of generation_config.json that are options of this package."""
 
 HARMLESS = {
     "transformers_version", "bos_token_id", "decoder_start_token_id",
     # The number of new tokens is an argument of the call.
     "max_length", "max_new_tokens",
-    # These only matter for beam search, which num_beams selects.
+    # These keys only matter for beam search, which num_beams selects.
     "early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups",
     # Probabilities are always normalized, and NaN is an error.
     "renormalize_logits", "remove_invalid_values",
-    # These select what is returned in addition to the tokens.
+    # These keys select what is returned in addition to the tokens.
     "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-    # These concern caches, drafts and compilation, which affect only the speed.
+    # These keys concern caches, drafts and compilation, which affect only the speed.
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
     "compile_config", "disable_compile", "continuous_batching_config", "use_mtp", "is_assistant",
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit",
     "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",
     "speculation_type",
 }  # fmt: skip
-"""Keys of generation_config.json that do not affect the tokens. A warning lists other keys that are not in `READ`."""
+"""Keys of generation_config.json that do not affect the tokens. Keys outside of this set and `READ` cause a warning."""
 
 IDLE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "penalty_alpha": 0,
     "min_length": 0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
-"""Values with which other keys have no effect. Null, false and empty values have no effect either."""
+"""Other keys, with the values that have no effect. Null, false and empty values have no effect either."""
 
 
 class Range(NamedTuple):
-    """The values that an option may have, and the advice in the error for any other value.
+    """The values that an option may have, and advice for the error message about any other value.
 
     Attributes:
         allows: function that returns whether a value is in the range.
         text: description of the range that completes a sentence beginning with "must be".
-        advice: the value that switches the option off.
-        number: the type of the number.
+        advice: the value that turns the option off.
+        number: the type that the number must have.
     """
 
     allows: Callable[[Any], bool]
@@ -81,7 +81,7 @@ class Range(NamedTuple):
 
 
 BLOCK_DRAFTS = 2
-"""Default number of tokens that a block for multi-token prediction drafts at a time."""
+"""Default number of tokens that a block for multi-token prediction drafts in a round."""
 FOR_ALL = "Set 0 for all tokens."
 RANGES = {
     "max_new_tokens": Range(lambda value: value >= 1, "at least 1", "", Integral),
@@ -100,11 +100,11 @@ COUNTS = {
     "num_return_sequences": (1, "Set 1 for one continuation of each prompt."),
     "num_draft_tokens": (1, "Omit draft_model for no drafts."),
 }
-"""Maps each integer option to its smallest value, and to the advice in the error for any other value."""
+"""Maps each integer option to its smallest value and to advice for the error message about any other value."""
 
 
 class PromptInputs(TypedDict, total=False):
-    """Inputs of the prompts besides the tokens. A model accepts only those that are arguments of its ``forward``."""
+    """Inputs that belong to prompts besides the tokens. A model accepts only inputs that its ``forward`` takes."""
 
     pixel_values: Tensor | None
     pixel_attention_mask: Tensor | None
@@ -127,54 +127,54 @@ class Options(PromptInputs, total=False):
     config.json. If neither has the option, the default in parentheses applies.
 
     Attributes:
-        attention_mask: [B, T], nonzero for tokens and 0 for padding; not allowed with a list of prompts. By default, as
-            in transformers, every ``pad_token_id`` is padding, unless ``pad_token_id`` is also a stop token.
+        attention_mask: [B, T], nonzero for tokens and 0 for padding. Not allowed with a list of prompts. By default,
+            as in transformers, every ``pad_token_id`` is padding unless it is also a stop token.
         do_sample: whether to sample tokens instead of taking the most likely token. (False)
         temperature: positive divisor of the logits. (1)
-        top_k: number of most likely tokens to sample from. Tokens as likely as the last of these are included. 0
+        top_k: number of most likely tokens to sample from. Tokens as likely as the last of them are included. 0
             samples from all tokens. (0)
         top_p: number in (0, 1]. Tokens are sampled from the smallest set of most likely tokens whose probabilities add
             up to at least this number. (1)
-        min_p: number in [0, 1]. Tokens are sampled from those whose probability is at least this fraction of the
-            highest probability. (0)
+        min_p: number in [0, 1]. Only tokens whose probability is at least this fraction of the highest probability
+            are sampled. (0)
         typical_p: number in (0, 1], for locally typical sampling. Tokens are ranked by how close their information
             content is to the entropy, and sampled from the smallest set of top-ranked tokens whose probabilities add up
             to at least this number. (1)
-        epsilon_cutoff: number in [0, 1). Tokens are sampled from those that have at least this probability. (0)
-        eta_cutoff: number ε in [0, 1). Like ``epsilon_cutoff``, with the smaller of ε and √ε · exp(−entropy) as the
-            minimum probability. (0)
+        epsilon_cutoff: number in [0, 1). Only tokens with at least this probability are sampled. (0)
+        eta_cutoff: number ε in [0, 1). Like ``epsilon_cutoff``, but the minimum probability is the smaller of ε and
+            √ε · exp(−entropy). (0)
         repetition_penalty: positive number. For tokens that are already in the row, positive logits are divided by this
             number, and negative logits are multiplied by it. (1)
-        no_repeat_ngram_size: number n such that no sequence of n tokens occurs twice in a row of the batch; 0 for no
-            limit. (0)
+        no_repeat_ngram_size: number n. No sequence of n tokens occurs twice in the same row. 0 for no limit. (0)
         bad_words_ids: sequences of tokens that are never generated. (none)
         suppress_tokens: tokens that are never generated. (none)
-        logits_processor: function ``(input_ids, logits) -> logits`` of the tokens so far, [B, T] int64 including
-            padding, and the logits [B, V] fp32; or a list of such functions, for example the ``LogitsProcessorList`` of
-            transformers. The functions are called after the other options that affect greedy decoding, and before
-            temperature and the options that restrict sampling. (none)
+        logits_processor: function ``(input_ids, logits) -> logits``, or a list of such functions, for example a
+            ``LogitsProcessorList`` of transformers. A function takes the tokens so far, [B, T] int64 including
+            padding, and the logits [B, V] fp32. The functions are called after the other options that affect greedy
+            decoding, and before temperature and the options that restrict sampling. (none)
         min_new_tokens: minimum number of new tokens before a stop token may be chosen. (0)
         eos_token_id: one or several stop tokens, which end a row; ``[]`` for no stop tokens. (none)
-        stop_strings: one or several strings that end a row. The token that completes a string is the last one of its
-            row. The host searches for the strings after every step. (none)
+        stop_strings: one or several strings that end a row. The token that completes a string is the last token of
+            the row. The host searches for the strings after every step. (none)
         tokenizer: the tokenizer that decodes tokens for ``stop_strings``. (the model's tokenizer)
-        pad_token_id: token that fills rows after their end, and pads lists of prompts on the left. (the first stop
+        pad_token_id: token that fills a row after its end, and pads lists of prompts on the left. (the first stop
             token)
         num_return_sequences: number of continuations of each prompt, in consecutive rows of the result. Each prompt is
             computed once. More than 1 needs ``do_sample``. (1)
         generator: random number generator on the model's device. (the global generator)
-        seed: an integer, or a list of one integer per row of the result. If given, the draws of a row depend only on
-            the row's seed and tokens, not on other rows, the device or earlier draws. A single integer s gives the rows
-            the seeds s, s + 1, .... (draws come from ``generator``)
+        seed: an integer, or a list of one integer per row of the result. If given, the random draws of a row depend
+            only on the row's seed and tokens, not on other rows, the device or earlier draws. With a single integer
+            s, the rows have the seeds s, s + 1, .... (draws come from ``generator``)
         use_cache: whether to use the decode cache instead of recomputing the whole sequence for each token. (True)
-        cache: a `DecodeCache` with room for the prompts and all new tokens but the last. After the call it holds these
-            tokens, and it can be passed to the next call, for example in a conversation. The next call then computes
-            only the tokens after the common prefix of its prompts and the cache. The weights of the model must not
-            change in between. Not allowed with images. (none)
-        draft_model: a smaller model with the same tokenizer, or a `LigerMTP` or `LigerMedusa` of the model. It proposes
-            tokens, and the model verifies several of them in one forward. The result is the same as without a draft, up
-            to rounding. Sampling requires ``seed``, except with `LigerMTP`: without ``seed``, its sampled tokens have
-            the same distribution as without a draft. Only with `LigerMTP`, the model may have recurrent states. (none)
+        cache: a `DecodeCache` with room for the prompts and all new tokens but the last. After the call, the cache
+            holds these tokens, and can be passed to the next call, for example in a conversation. The next call then
+            computes only the tokens after the longest prefix that its prompts share with the cache. The model's
+            weights must not change in between. Not allowed with images. (none)
+        draft_model: a smaller model with the same tokenizer, or a `LigerMTP` or `LigerMedusa` of the model. It
+            proposes tokens, and the model verifies several of them in one forward. The result is the same as without
+            a draft, up to rounding. Sampling requires ``seed``, except with `LigerMTP`. With `LigerMTP` and without
+            ``seed``, sampled tokens have the same distribution as without a draft. A model with recurrent states
+            supports only `LigerMTP`. (none)
         num_draft_tokens: number of tokens that the draft proposes at a time. (5; 2 for a `LigerMTP`; the number of
             heads of a `LigerMedusa`)
     """
@@ -208,7 +208,7 @@ class Options(PromptInputs, total=False):
 
 
 def shows_options(function: Function) -> Function:
-    """Decorate a function with ``**options: Unpack[Options]`` so that ``help`` lists the options."""
+    """Decorator for a function with ``**options: Unpack[Options]``, which makes ``help`` list the options."""
     signature = inspect.signature(function)
     *usual, _ = signature.parameters.values()
     options = [
@@ -285,7 +285,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         raise ValueError(
             "generate: the model must be causal, got one that attends to later tokens. Call set_bidirectional(False)."
         )
-    # Options of the call override those of the checkpoint.
+    # Options of the call override options of the checkpoint.
     names = [name for name in Options.__annotations__ if name not in PromptInputs.__annotations__]
     options = cast(Options, translate("generate", options, ["max_new_tokens", *names, *model.prompt_inputs]))
     stored = _generation_config(model)
@@ -293,7 +293,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     def option(name: str, *defaults: Any) -> Any:
         return _first(options.get(name), stored.get(name), *defaults)
 
-    # Options for sampling have no effect without do_sample.
+    # Sampling options have no effect without do_sample.
     do_sample = bool(option("do_sample", False))
     if not do_sample:
         stored = {name: value for name, value in stored.items() if name not in DRAWING}
@@ -301,7 +301,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         if idle:
             warnings.warn(f"generate: {idle} has no effect without do_sample=True.", stacklevel=3)
 
-    # The stop tokens, the texts that stop, and the padding token, which is -1 in some checkpoints without one.
+    # The stop tokens, the stop strings, and the padding token. Some checkpoints without a padding token have -1.
     vocab = model.config.vocab_size
     eos = _stop_tokens(option("eos_token_id", getattr(model.config, "eos_token_id", None), []))
     strings, tokenizer = option("stop_strings", []), options.get("tokenizer")
@@ -315,7 +315,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         )
     pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
 
-    # The minimum in the checkpoint may exceed the maximum of this call.
+    # The minimum number of tokens in the checkpoint may exceed the maximum of this call.
     least, limit = options.get("min_new_tokens"), cast(Any, max_new_tokens)
     if isinstance(least, int) and isinstance(limit, Real) and least > max_new_tokens:
         raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")
@@ -356,7 +356,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
 
 
 def _stop_tokens(stops: Any) -> list[int]:
-    """Return the stop tokens, which are given as a token, a list of tokens or a tensor."""
+    """Return the stop tokens as a list. They are given as a token, a list of tokens or a tensor."""
     stops = stops.tolist() if hasattr(stops, "tolist") else stops
     eos: list[Any] = [stops] if isinstance(stops, str | Real) else [*stops]
     if not all(isinstance(token, int) for token in eos):
@@ -378,7 +378,7 @@ def _banned_tokens(words: Any, suppressed: Any, vocab: int) -> tuple[list[list[i
 
 
 def _source_of_noise(model: Decoder, options: Options) -> tuple[torch.Generator | None, int | list[int] | None]:
-    """Check the generator and the seeds, which exclude each other, and return both."""
+    """Check the generator and the seeds, which exclude each other. Returns both."""
     generator, seed = options.get("generator"), cast(Any, options.get("seed"))
     if generator is not None and generator.device.type != model.device.type:
         raise ValueError(
@@ -394,7 +394,7 @@ def _source_of_noise(model: Decoder, options: Options) -> tuple[torch.Generator 
 
 
 def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
-    """Check the options of a draft, and return the number of tokens that the draft proposes at a time."""
+    """Check the draft options. Returns the number of tokens that the draft proposes at a time."""
     draft, count = options.get("draft_model"), options.get("num_draft_tokens")
     if draft is None:
         return _first(count, 1)  # type: ignore[no-any-return]
@@ -422,7 +422,7 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
             "Pass seed=0, or do_sample=False."
         )
 
-    # Models and blocks may propose any number of tokens, and Medusa heads at most one token each.
+    # Models and blocks may propose any number of tokens. Each Medusa head proposes at most one token.
     if is_model or is_block:
         return _first(count, 5 if is_model else BLOCK_DRAFTS)  # type: ignore[no-any-return]
     heads = len(draft.heads)
@@ -432,12 +432,12 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
 
 
 def is_draft_block(draft: Any) -> bool:
-    """Whether a ``draft_model`` is a block for multi-token prediction, such as `LigerMTP`."""
+    """Return whether a ``draft_model`` is a block for multi-token prediction, such as `LigerMTP`."""
     return not isinstance(draft, Decoder) and hasattr(draft, "predict")
 
 
 def select_inputs(model: Decoder, options: Options) -> dict[str, Any]:
-    """Return the options that are inputs of the model, on the model's device; see `Decoder.prompt_inputs`."""
+    """Return the options that are model inputs, on the model's device; see `Decoder.prompt_inputs`."""
     return {
         name: value.to(model.device) if isinstance(value, Tensor) else value
         for name, value in options.items()

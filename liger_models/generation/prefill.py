@@ -1,11 +1,11 @@
-"""The forward of short prompts, which runs as a CUDA graph that is replayed for prompts of similar length.
+"""The forward of short prompts. It is captured as a CUDA graph and replayed for prompts of similar length.
 
-The host takes longer to launch the kernels of a short prompt than a GPU takes to run them. A graph needs one launch.
-Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. No token attends to the
-padding, which comes after it, and the cache does not store the padding. For recurrent layers, the padding of a row is a
-document of its own, so that the states are those after the last token. Padding on the left is moved to the right, also
-for long prompts. Prompts of different lengths then need no attention mask. With a mask, the host would wait for the
-GPU, and flex_attention would be compiled again for some lengths.
+The host takes longer to launch the kernels of a short prompt than a GPU takes to run them, but a graph needs only one
+launch. Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. Since padding
+comes after all tokens, no token attends to it. The cache does not store padding. For recurrent layers, the padding of
+a row is a separate document, so the returned states are the states after the last token. Padding on the left is moved
+to the right, also for long prompts, so that prompts of different lengths need no attention mask. With a mask, the
+host would wait for the GPU, and flex_attention would be compiled again for some lengths.
 """
 
 from contextlib import nullcontext
@@ -21,23 +21,23 @@ from liger_models.layers.layer import layers_of, modules_of
 from liger_models.layers.paged_cache import PagedCache
 
 MOST_OPERATIONS = 1e13
-"""The most floating-point operations of a forward that is captured. An H100 takes about 20 ms for them, and the host
-takes about as long to launch a forward."""
+"""Maximum number of floating-point operations of a forward that is captured. An H100 takes about 20 ms for this
+number, and the host takes about as long to launch a forward."""
 
 MOST_GRAPHS = 8
-"""Number of graphs of prompts that a step keeps."""
+"""Maximum number of prompt graphs that a step keeps."""
 
 SHORTEST = 16
-"""Prompts are padded to a multiple of at least this many tokens."""
+"""Prompts are padded to a multiple of this many tokens, or of more tokens for long prompts."""
 
 
 class PromptBatch:
-    """Prompts of one padded shape, and the tensors from which their forward reads them.
+    """Prompts that are padded to the same length, as the tensors that their forward reads.
 
     Args:
         ids: [B, T] int64.
         positions: [..., 1 or B, T] int64.
-        length: number of tokens per row to which the prompts are padded on the right.
+        length: number of tokens per row after padding on the right.
         attention_mask: [B, T], which is 0 for padding on the left; None for no padding.
     """
 
@@ -45,17 +45,18 @@ class PromptBatch:
         B, T = ids.shape
         self.is_whole = attention_mask is None and length == T
         """Whether no row has padding."""
-        if self.is_whole:  # copies, because a graph that is captured later writes other prompts into them
+        if self.is_whole:  # copies, because a graph captured later writes other prompts to them
             self.ids, self.positions, self.last = ids.clone(), positions.clone(), ids.new_full((B,), T - 1)
             return
         column = torch.arange(length, device=ids.device)
         lengths = ids.new_full((B,), T) if attention_mask is None else (attention_mask != 0).sum(1)
         self.last = lengths - 1  # the column of each row's last token, [B] int64
-        # The column of each token before padding was moved; for padding on the right, that of the last token.
+        # The column that each token had before padding was moved. For padding on the right, the last token's column.
         before = (column + T - lengths[:, None]).clamp_max(T - 1)  # [B, length]
         self.ids = ids.gather(1, before).masked_fill(column > self.last[:, None], 0)
 
-        # Positions go on from the last token. Rows have the same positions only if they have no padding.
+        # In the padding, positions continue from the last token. Rows share their positions only if they have no
+        # padding.
         R = positions.shape[-2] if attention_mask is None else B
         shape = *positions.shape[:-2], R
         after = (column - self.last[:R, None]).clamp_min(0)  # [R, length]
@@ -63,12 +64,12 @@ class PromptBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that a forward reads."""
+        """The tensors that the forward reads."""
         return [self.ids, self.positions, self.last]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The shapes for which a graph of the forward is captured."""
+        """The shapes that identify a captured graph of the forward."""
         return self.ids.shape, self.positions.shape
 
     @property
@@ -80,7 +81,7 @@ class PromptBatch:
 
     @property
     def bounds(self) -> Tensor:
-        """[2B + 1] int32, the bounds of each row's tokens and of its padding, in the flattened tokens."""
+        """[2B + 1] int32, where each row's tokens and each row's padding begin and end in the flattened tokens."""
         B, length = self.ids.shape
         starts = torch.arange(0, B * length, length, device=self.ids.device)
         bounds = torch.stack([starts, starts + self.last + 1], 1).flatten()
@@ -88,7 +89,7 @@ class PromptBatch:
 
     def logits(self, model: Decoder, cache: PagedCache) -> Tensor:
         """Run the forward, and return the logits [B, V] of each row's last token."""
-        # Without the mask: causal attention does not see the padding.
+        # The mask is not passed, because causal attention does not see the padding.
         with cache.documents(self.bounds) if model.needs_bounds else nullcontext():
             out = model(self.ids, position_ids=self.positions, cache=cache, return_logits=False)
         hidden: Tensor = out.hidden_states[-1]
@@ -102,8 +103,8 @@ class PromptGraph:
 
     Args:
         graph: the graph.
-        batch: the prompts whose tensors the graph reads. Later prompts are copied into them.
-        slots: [B · length] int64, where the cache stores each token; the graph reads this tensor, too.
+        batch: the prompts whose tensors the graph reads. Later prompts are copied into these tensors.
+        slots: [B · length] int64, where the cache stores each token. The graph reads this tensor, too.
         logits: [B, V], the result of the last replay.
         derived: the keys of the `DerivedTensors` that the graph computes.
     """
@@ -114,7 +115,7 @@ class PromptGraph:
         self.graph, self.batch, self.slots, self.logits, self.derived = graph, batch, slots, logits, derived
 
     def replay(self, batch: PromptBatch, slots: Tensor) -> Tensor:
-        """Run the graph for other prompts of the same shapes, and return their logits [B, V]."""
+        """Replay the graph for other prompts of the same shapes. Returns the logits [B, V] of their last tokens."""
         for ours, theirs in zip((*self.batch.tensors, self.slots), (*batch.tensors, slots), strict=True):
             ours.copy_(theirs)
         self.graph.replay()
@@ -122,7 +123,7 @@ class PromptGraph:
 
 
 def can_move_padding(model: Decoder) -> bool:
-    """Whether prompts may be padded on the right, which changes rotary frequencies that depend on a row's length."""
+    """Return whether prompts may be padded on the right, which changes rotary frequencies that depend on the length."""
     return not any(getattr(layer, "needs_lengths", False) for layer in layers_of(model))
 
 
@@ -130,7 +131,7 @@ def most_tokens(model: Decoder) -> int:
     """Return how many tokens a captured forward of prompts may have; 0 if prompts must not be padded on the right."""
     if not can_move_padding(model):
         return 0
-    # A token passes through a fraction of the experts.
+    # A token passes through only a fraction of the experts.
     share: dict[nn.Module, float] = {layer: layer.active_share for layer in layers_of(model)}
     active = sum(
         share.get(module, 1.0) * size for module in modules_of(model) for size in own_parameters(module).values()
@@ -139,6 +140,6 @@ def most_tokens(model: Decoder) -> int:
 
 
 def padded_length(T: int) -> int:
-    """Return the length to which prompts of T tokens are padded, which is at most about an eighth longer."""
+    """Return the length to which prompts of T tokens are padded. It is at most about an eighth longer than T."""
     unit = max(1 << max(T.bit_length() - 4, 0), SHORTEST)
     return -(-T // unit) * unit

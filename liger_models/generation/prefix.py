@@ -1,27 +1,27 @@
-"""Decode caches that are reused in a later call for prompts that begin with the same tokens."""
+"""Reuse of decode caches in later calls, for prompts that begin with the same tokens."""
 
 from torch import Tensor
 
 from liger_models.layers.kv_cache import DecodeCache
 
 TOKENS = "tokens"
-"""Key in ``cache.extra`` of the cached tokens, [B, S] int64. Padding is -1. Columns beyond the length of the cache are
-not cached yet."""
+"""Key in ``cache.extra`` under which the cached tokens are stored, [B, S] int64, with -1 for padding. Columns beyond
+the length of the cache are not cached yet."""
 
 
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
-    """Shorten a cache to the leading columns whose tokens equal those of the prompts.
+    """Shorten a cache to the leading columns that have the same tokens as the prompts.
 
-    The last column of the prompts is never included, because it must be computed. A row whose padding has changed has
-    no column in common with the cache. Synchronizes with the device.
+    The last column of the prompts is never included, because its logits must be computed. If the padding of a row has
+    changed, the prompts share no column with the cache. This function synchronizes with the device.
 
     Args:
         cache: an empty cache, or a cache for which `remember` was called.
         prompts: [B, T] int64, with −1 for padding.
 
     Raises:
-        ValueError: the cache has another number of rows, was not filled by ``generate``, or has recurrent states and
-            the prompts do not begin with all tokens of the cache.
+        ValueError: the cache has another number of rows than the prompts, was not filled by ``generate``, or has
+            recurrent states although the prompts do not begin with all tokens of the cache.
     """
     if not cache.length:
         return
@@ -34,7 +34,7 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
             f"generate: cache must have a row for each of the {B} prompts, got {len(known)}. Use a new DecodeCache."
         )
 
-    # Count the columns before the first column that differs in any row.
+    # Count the columns before the first column in which any row differs.
     width = min(cache.length, T - 1)
     same = known[:, :width] == prompts[:, :width]
     length = int(same.all(0).cumprod(0).sum())
@@ -55,7 +55,7 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
 
 
 def remember(cache: DecodeCache, tokens: Tensor) -> None:
-    """Store the tokens of a cache in the cache, for `cut_to_prefix`.
+    """Store the tokens of a cache in the cache itself, for `cut_to_prefix`.
 
     Args:
         cache: the cache.

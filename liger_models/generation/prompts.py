@@ -1,4 +1,4 @@
-"""Conversion of prompts to a padded batch of token ids."""
+"""Conversion of prompts into a padded batch of token ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -11,7 +11,7 @@ from liger_models.generation.options import Settings
 from liger_models.layers.decoder import Decoder
 
 Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
-"""[B, T] or [T] integers, a single prompt, or a list of prompts. A prompt is a 1-D tensor or a list of ids."""
+"""Integers [B, T] or [T], a single prompt, or a list of prompts. A prompt is a 1-D tensor or a list of ids."""
 
 
 def batch_prompts(
@@ -46,7 +46,7 @@ def batch_prompts(
             f"{None if settings.cache is None else settings.cache.capacity}. Make it larger."
         )
 
-    # Take the caller's mask, or find padding by the padding token.
+    # Take the caller's mask, or recognize padding by the padding token.
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(
             f"generate: attention_mask must be {list(ids.shape)} like input_ids, got "
@@ -68,10 +68,10 @@ def batch_prompts(
 
 
 def check_ids(model: Decoder, ids: Tensor) -> Tensor:
-    """Return the ids of prompts on the model's device, [B, T] int64. Synchronizes with the device of the given ids.
+    """Check ids, and return them on the model's device, [B, T] int64. Synchronizes with the device of the given ids.
 
     Raises:
-        ValueError: ``ids`` is not [B, T], has no tokens, or has an id that the model does not have.
+        ValueError: ``ids`` does not have the shape [B, T], has no tokens, or has an id that the model does not have.
     """
     vocab = count_embeddings(model)
     if ids.dim() != 2:
@@ -94,7 +94,7 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
 def count_embeddings(model: Decoder) -> int:
     """Return the number of rows of the embedding, which PEFT may have wrapped.
 
-    Placeholders may lie beyond the head's vocabulary, so the embedding decides which ids the model has.
+    Ids of image placeholders may exceed the head's vocabulary, so the embedding determines which ids the model has.
     """
     modules: Any = model.embed_tokens.modules()
     rows: int = next(module.num_embeddings for module in modules if hasattr(module, "num_embeddings"))
@@ -102,7 +102,7 @@ def count_embeddings(model: Decoder) -> int:
 
 
 def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Pad a list of prompts, or a single prompt, on the left; return ``(ids, mask)``, both [B, T]."""
+    """Pad a list of prompts, or a single prompt, on the left. Returns ``(ids, mask)``, both [B, T]."""
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | Mapping):
         raise ValueError(f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.")
     items: list[Any] = list(prompts)

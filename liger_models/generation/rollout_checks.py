@@ -1,7 +1,7 @@
-"""Checks of the arguments of `rollout`, and of the features that `rollout` needs from the model.
+"""Checks of `rollout`'s arguments, and of the features that `rollout` needs from the model.
 
-The arguments are the prompts, integers per prompt such as ``max_new_tokens``, and options. `refusal` returns the reason
-why `rollout` does not support a model, also to callers that choose between `rollout` and `generate`.
+The arguments are the prompts, integers for each prompt such as ``max_new_tokens``, and options. `refusal` returns the
+reason why `rollout` does not support a model. Other modules also call it to choose between `rollout` and `generate`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
             f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}."
         )
 
-    # The prompts must be integers, and ids that the model has.
+    # The prompts must consist of integers, which must be ids that the model has.
     vocab = count_embeddings(model)
     for number, prompt in enumerate(tensors):
         dtype = prompt.dtype
@@ -56,7 +56,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
 
 
 def one_per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
-    """Return an integer for each of ``count`` prompts. ``value`` is one integer for all prompts, or one for each."""
+    """Return one integer for each of ``count`` prompts. ``value`` is a single integer for all, or one for each."""
     numbers: Any = value.tolist() if hasattr(value, "tolist") else value
     values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
     if not all(isinstance(number, Integral) for number in values):
@@ -91,17 +91,17 @@ def check_options(model: Decoder, settings: Settings, options: Options) -> None:
 def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
     """Return the reason why `rollout` does not support this model with rows of ``tokens`` tokens; None if it does.
 
-    The model runs on the first token of ``prompt``, which shows what the model's layers cache.
+    To find out what the model's layers cache, this function runs the model on the first token of ``prompt``.
     """
     cache = cache_of_one_token(model, tokens, prompt)
     return cache if isinstance(cache, str) else None
 
 
 def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
-    """Return what layers cache of the first token of ``prompt``, on the meta device, or the reason of `refusal`."""
+    """Return what the layers cache for the first token of ``prompt``, on the meta device, or `refusal`'s reason."""
     name, groups = type(model).__name__, model.groups
 
-    # Attention layers must work on pages, and the model must be distributed in a way that rollouts support.
+    # Attention layers must support pages, and rollouts must support the way in which the model is distributed.
     layers = named_layers(model.layers)
     unpaged = [path for path, layer in layers if layer.attention and not layer.attention.takes_pages]
     if unpaged:
@@ -115,19 +115,20 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
     if shares_tokens or (sharded and groups == ParallelGroups()):
         return f"model may be distributed by apply_fsdp and by apply_tp without sequence_parallel, got {name} otherwise"
 
-    # Cached keys must not depend on the length that a row will have.
+    # Cached keys must not depend on the final length of a row.
     for rotary in layers_of(model.rotary):
         limit: Any = rotary.switch_length
         if isinstance(getattr(rotary, "scaling", None), DynamicScaling):
             limit = rotary.max_position_embeddings
-        if limit is not None and tokens > limit + 1:  # the last token is never run
+        if limit is not None and tokens > limit + 1:  # the model never runs on the last token
             return (
                 f"prompt and new tokens must not exceed {limit + 1} tokens, beyond which {name} rotates cached keys by "
                 f"other frequencies, got {tokens}"
             )
 
-    # The layers must cache only what a pool of pages can hold: run a token and look. This is done once, except under
-    # autocast, which changes dtypes, or if the model is distributed, because all ranks must run the same forwards.
+    # The layers must cache only what a pool of pages can hold. To see this, run one token. The result is kept for
+    # later calls, except under autocast, which changes dtypes, and if the model is distributed, because all ranks
+    # must run the same forwards.
     with torch.no_grad(), evaluating(list(model.modules())):
         state = state_of(model)
         is_stored = not (state.is_distributed or torch.is_autocast_enabled(model.device.type))

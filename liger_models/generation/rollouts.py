@@ -1,7 +1,7 @@
-"""Rollouts: continuations of thousands of prompts of unequal length, in which waiting rows replace ended rows.
+"""Rollouts: continuation of thousands of prompts of unequal length. Waiting rows take the place of rows that end.
 
-`rollout` checks its arguments (`rollout_checks.py`), makes one row per continuation and a cache of pages for all rows,
-and passes both to the scheduler (`scheduler.py`), which runs the model.
+`rollout` checks its arguments (`rollout_checks.py`), creates one row per continuation and a paged cache for all rows,
+and passes the rows and the cache to the scheduler (`scheduler.py`), which runs the model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 FREE_SHARE = 0.5
-"""Default upper bound of the size of the cache, as a fraction of an accelerator's free memory."""
+"""Default upper bound for the size of the cache, as a fraction of an accelerator's free memory."""
 CHUNK_SIZE, ROUNDS_PER_READ = 8192, 4
-"""The options ``chunk_size`` and ``steps_per_read`` of `rollout` in `drafted_steps`."""
+"""The values of `rollout`'s options ``chunk_size`` and ``steps_per_read`` that `drafted_steps` uses."""
 HOST_BYTES = 2**31
-"""Default upper bound of the size of the cache, in bytes, for devices whose free memory is unknown."""
+"""Default upper bound for the size of the cache, in bytes, on devices whose free memory is unknown."""
 
 
 @torch.no_grad()
@@ -64,46 +64,47 @@ def rollout(
 ) -> list[Completion]:
     """Continue many prompts of unequal length, as reinforcement learning does between training steps.
 
-    Every row gets the tokens and log-probabilities that `generate` would compute for the row's prompt alone, up to
-    rounding. The rollout runs the model itself, in eval mode and without a copy of its weights, and frees the cache at
+    Up to rounding, every row gets the tokens and log-probabilities that `generate` would compute for the row's prompt
+    alone. The rollout runs the model itself, in eval mode and without a copy of its weights, and frees the cache at
     the end.
 
     Args:
         model: a language model. States of linear attention need memory in addition to ``cache_bytes``. Under
-            `apply_fsdp` every rank passes prompts of its own. Under `apply_tp`, which must not use sequence
-            parallelism, all ranks of a group pass the same prompts and the same ``seed`` or random state.
+            `apply_fsdp`, every rank passes its own prompts. Under `apply_tp`, all ranks of a group must pass the same
+            prompts and have the same ``seed`` or random state, and sequence parallelism is not supported.
         prompts: prompts without padding, each a 1-D tensor of integers or a list of ids; or [B, T].
-        max_new_tokens: maximum number of new tokens, for all prompts or for each.
+        max_new_tokens: maximum number of new tokens: one integer for all prompts, or one for each prompt.
         stop_tokens: for each prompt, the tokens that end its rows. Default: ``eos_token_id`` for all prompts.
         batch_size: maximum number of rows that run at the same time.
-        chunk_size: maximum number of prompt tokens in a forward. It bounds the memory of activations.
-        steps_per_read: number of steps after which the host reads the new tokens. A row that ends earlier does nothing
+        chunk_size: maximum number of prompt tokens in a forward, which bounds the memory of activations.
+        steps_per_read: number of steps after which the host reads the new tokens. A row that ends earlier is idle
             until then.
-        cache_bytes: maximum number of bytes of keys and values. When pages run out, the rows that started last return
-            to the queue and are computed again later. Default: enough for ``batch_size`` rows of the greatest length,
-            but at most half of the free memory (on the CPU at most 2 GiB).
-        record_routing: return the experts of each token in each layer with routed experts, to pass as
-            ``routed_experts`` to the forward that trains. A row that is computed again uses the same experts.
-        deterministic: compute every row as if it were alone. Its log-probabilities, and with ``seed`` its tokens, then
-            do not depend on other rows, and are bitwise identical to those of a forward in `deterministic_forward`.
-        options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,
-            ``epsilon_cutoff``, ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator``
-            of `Options`. With ``num_return_sequences``, rows share the pages of their prompt, which is computed once;
-            only recurrent states are computed again for rows that start later. With ``seed``, the draws of a row depend
-            only on the row's seed and tokens. ``draft_model`` may be a `LigerMTP` of the model, which drafts
-            ``num_draft_tokens`` at a time. The tokens are the same as without drafts or, for sampling without ``seed``,
-            have the same distribution.
+        cache_bytes: maximum size of keys and values in bytes. When pages run out, the rows that started last return
+            to the queue and are computed again later. Default: enough for ``batch_size`` rows of maximum length, but
+            at most half of the free memory (on the CPU, at most 2 GiB).
+        record_routing: whether to return the experts of each token in each layer with routed experts. Pass them to
+            the training forward as ``routed_experts``. A row that is computed again uses the same experts.
+        deterministic: whether to compute every row as if it were alone. The row's log-probabilities, and with
+            ``seed`` its tokens, then do not depend on other rows. The log-probabilities are bitwise identical to the
+            log-probabilities of a forward in `deterministic_forward`.
+        options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``epsilon_cutoff``,
+            ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator`` of `Options`. With
+            ``num_return_sequences``, a prompt is computed once and its rows share the prompt's pages; only recurrent
+            states are computed again for rows that start later. With ``seed``, the random draws of a row depend only
+            on the row's seed and tokens. ``draft_model`` may be the model's `LigerMTP`, which drafts
+            ``num_draft_tokens`` tokens at a time. The tokens are the same as without drafts or, if they are sampled
+            without ``seed``, have the same distribution.
 
     Returns:
-        The rows in the order of the prompts, ``num_return_sequences`` consecutive rows for each prompt.
+        The completed rows in the order of the prompts, with ``num_return_sequences`` consecutive rows for each prompt.
 
     Raises:
         TypeError: an argument is not in `Options`.
-        ValueError: a prompt is empty, an argument is out of range, an option depends on earlier tokens of a row
-            (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model is compiled, is
-            distributed in other ways, or has positions that depend on the length of the longest row. Use `generate`
-            then. ``record_routing`` needs routed experts in blocks that replay them. ``deterministic`` needs a model
-            that `deterministic_forward` accepts.
+        ValueError: a prompt is empty; an argument is out of range; a row does not fit into ``cache_bytes``; an option
+            depends on earlier tokens of a row (``repetition_penalty`` and others); or the model is compiled, is
+            distributed in other ways, or has positions that depend on the length of the longest row. In the last two
+            cases, use `generate`. ``record_routing`` needs blocks with routed experts that can be replayed.
+            ``deterministic`` needs a model that `deterministic_forward` accepts.
     """
     sizes = {"batch_size": batch_size, "chunk_size": chunk_size, "steps_per_read": steps_per_read}
     for name, value in sizes.items():
@@ -122,7 +123,7 @@ def rollout(
     check_features(model, record_routing=record_routing, deterministic=deterministic)
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
-    # Run one token to see what the layers cache, which depends on the mode.
+    # Run one token to see what the layers cache. This depends on the mode of the model.
     derived, draft = DerivedTensors(), settings.draft_model
     modules = list((model if draft is None else draft).modules())
     with derived.used(), batch_invariant(deterministic), evaluating(modules):
@@ -150,20 +151,20 @@ def drafted_steps(
     *,
     logprobs: bool = False,
 ) -> Iterator[Step]:
-    """Yield the new tokens of each step, until every row has ended, with the drafts of a block as in `rollout`.
+    """Yield the new tokens of each step until every row has ended, using a block's drafts as `rollout` does.
 
     Args:
         model: the model.
         prompts: [B, T] int64.
         mask: [B, T], which is 0 for padding; None for no padding.
-        settings: the options, with a `DraftBlock` as ``draft_model``.
+        settings: the options. Their ``draft_model`` is a `DraftBlock`.
         inputs: inputs of the model that belong to the prompts, in addition to the tokens.
-        logprobs: whether the steps have log-probabilities.
+        logprobs: whether the steps include log-probabilities.
 
     Raises:
         ValueError: `rollout` does not support the model, or an option.
     """
-    # Refuse options that depend on earlier tokens of a row, and further inputs.
+    # Refuse options that depend on earlier tokens of a row, and inputs besides the tokens.
     refused = [name for name, neutral in UNFILTERED.items() if name not in DRAWING and _is_set(settings, name, neutral)]
     refused += ["logits_processor"] * bool(settings.logits_processor) + sorted(inputs)
     if refused:
@@ -186,8 +187,8 @@ def drafted_steps(
     pool = _make_pool(probe, rows, len(rows), None, model, _overhang(settings))
     scheduler = Scheduler(model, rows, pool, settings, CHUNK_SIZE, ROUNDS_PER_READ, draft=draft)
 
-    # A round gives rows unequal numbers of tokens. Yield the columns that all running rows have; rows that have ended
-    # are padded.
+    # A round adds different numbers of tokens to the rows. Yield the columns that all running rows have. Rows that
+    # have ended are padded.
     num_yielded, is_running, padding = 0, True, settings.pad_token_id or 0
     while is_running:
         with evaluating(modules), derived.used():
@@ -208,17 +209,17 @@ def _is_set(settings: Settings, name: str, neutral: Any) -> bool:
 
 
 def _overhang(settings: Settings) -> int:
-    """Return the number of positions after a row's last token at which a round with drafts may write."""
+    """Return the number of positions after a row's last token to which a round with drafts may write."""
     return 0 if settings.draft_model is None else 1 + settings.num_draft_tokens
 
 
 def _make_rows(prompts: list[list[int]], limits: list[int], stop_tokens: Any, settings: Settings) -> list[Row]:
-    """Return one row per continuation, with ``num_return_sequences`` consecutive rows for each prompt.
+    """Create one row per continuation, with ``num_return_sequences`` consecutive rows for each prompt.
 
     Args:
         prompts: the ids of each prompt.
         limits: the maximum number of new tokens of each prompt.
-        stop_tokens: the stop tokens of each prompt; None for those of the settings.
+        stop_tokens: the stop tokens of each prompt; None for the stop tokens in the settings.
         settings: the options.
     """
     stops: list[Any] = [settings.eos_token_id] * len(prompts)
@@ -247,19 +248,20 @@ def _make_rows(prompts: list[list[int]], limits: list[int], stop_tokens: Any, se
 def _make_pool(
     probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder, overhang: int
 ) -> PagePool:
-    """Return a cache for ``num_rows`` running rows, with the layers of ``probe``, a cache of a single token.
+    """Create a cache for ``num_rows`` running rows. ``probe``, a cache of a single token, determines the layers.
 
-    The table of pages has entries for ``overhang`` positions after the last token of a row. No pages are needed for
-    these positions.
+    The page table has entries for ``overhang`` positions after the last token of a row, but these positions need no
+    pages.
     """
     device, group = model.device, model.groups.tensor
     if cache_bytes is None:
         free = free_memory(device)
         cache_bytes = HOST_BYTES if free is None else int(FREE_SHARE * free)
-        if group is not None:  # all ranks must schedule alike
+        if group is not None:  # all ranks must schedule the same rows
             cache_bytes = int(all_gather(torch.tensor(cache_bytes, device=device), group).min())
 
-    # The pages that the longest row needs by itself. Its last token is never cached, and page 0 belongs to no row.
+    # Compute the number of pages that the longest row needs. Its last token is never cached, and page 0 belongs to no
+    # row.
     longest = max(rows, key=lambda row: row.end)
     page_bytes = sum(state.nbytes for layer in probe._layers.values() for state in layer) * paged_cache.PAGE
     needed = -(-(longest.end - 1) // paged_cache.PAGE)
@@ -269,7 +271,7 @@ def _make_pool(
             f"rollout: cache_bytes must be at least {(needed + 1) * page_bytes} for prompt {longest.prompt}, which may "
             f"have {longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens."
         )
-    # With rounded lengths, the steps of many rollouts have the same shapes, see `ModelState.is_ready`.
+    # The length is rounded so that the steps of many rollouts have the same shapes; see `ModelState.is_ready`.
     return PagePool(num_rows, rounded_tokens(longest.end - 1 + overhang), device, pages=pages, like=probe)
 
 
@@ -278,7 +280,7 @@ def free_memory(device: torch.device) -> int | None:
     if device.type not in ACCELERATORS:
         return None
     backend = getattr(torch, device.type)
-    # Memory that PyTorch has reserved but not allocated is free, too.
+    # Memory that PyTorch has reserved but not allocated can be allocated, too.
     unused: int = backend.memory_reserved(device) - backend.memory_allocated(device)
     return int(backend.mem_get_info(device)[0]) + unused
 
@@ -290,7 +292,7 @@ def _num_new(row: Row) -> int:
 def _column(
     rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Return token number ``column`` of all rows, whether each row has stopped, and the log-probabilities."""
+    """Return, for each row, token number ``column``, whether the row has stopped, and the token's log-probability."""
     tokens, ended, log_probs = [], [], []
     for row, completion in zip(rows, completions, strict=True):
         has_token = column < _num_new(row)

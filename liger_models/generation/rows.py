@@ -18,11 +18,11 @@ class Step(NamedTuple):
 
     Attributes:
         tokens: [B] int64, the new token of each row, or padding if the row has ended before this step.
-        ended: [B] bool, whether each row has ended in this step or before.
-        logprobs: [B] fp32, the log-probabilities of the tokens, with 0 for padding; None if they were not computed.
-        logits: [B, V] fp32, the logits of the model; None if they were not requested.
-        scores: [B, V] fp32, the logits after all options were applied to them, with −∞ for tokens that could not be
-            chosen; None if they were not requested.
+        ended: [B] bool, whether each row has ended in this step or earlier.
+        logprobs: [B] fp32, the log-probabilities of the tokens, with 0 for padding; None if not computed.
+        logits: [B, V] fp32, the logits of the model; None if not requested.
+        scores: [B, V] fp32, the logits after all options were applied, with −∞ for tokens that could not be chosen;
+            None if not requested.
         read_tokens: function that waits until the tokens have been copied to the host, and returns them, [B] int64;
             None if no copy was requested.
     """
@@ -36,18 +36,18 @@ class Step(NamedTuple):
 
 
 class Rows:
-    """The tokens of a batch, which are the prompts and the new tokens.
+    """The tokens of a batch: prompts and new tokens.
 
     Args:
         prompts: [B, T] int64.
         mask: [B, T], which is 0 for padding on the left; None for no padding.
         settings: the options.
-        vocab_size: V of the logits.
+        vocab_size: V, the number of logits per row.
         logprobs: whether to compute the log-probabilities of new tokens.
-        returns_logits: whether each step has its logits.
+        returns_logits: whether each step includes its logits.
 
     Attributes:
-        ids: [B, T + max_new_tokens] int64, which is filled step by step.
+        ids: [B, T + max_new_tokens] int64, the tokens. The columns are filled step by step.
         context: like ``ids``, but with −1 for padding.
         length: number of filled columns.
     """
@@ -86,7 +86,7 @@ class Rows:
         if self.logprobs:
             log_probs = log_probs_of(logits, tokens).masked_fill(self.ended, 0)
 
-        # Rows that have ended before get padding. A row ends with a stop token or, below, with a stop string.
+        # Rows that ended earlier get padding. A row ends with a stop token or, see below, with a stop string.
         if len(self.stops) or self.strings is not None:
             tokens = tokens.masked_fill(self.ended, self.padding)
             self.ended = self.ended | torch.isin(tokens, self.stops)
@@ -112,13 +112,13 @@ class Rows:
         self.ended, self._all_ended = torch.tensor(ended, device=last.device), all(ended)
 
     def all_ended(self) -> bool:
-        """Return whether every row has ended. Synchronizes with the device if rows can end before the maximum."""
+        """Return whether every row has ended. Synchronizes with the device if rows can end before their maximum."""
         if self._all_ended is None:
             self._all_ended = bool(self.ended.all())
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """Start to read whether every row has ended by now, and return a function that waits for the result."""
+        """Start to read whether every row has ended by now. Returns a function that waits for the result."""
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known
@@ -127,7 +127,7 @@ class Rows:
 
 
 def copy_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the host, and return a function that waits for the copy and returns it.
+    """Start to copy a tensor to the host. Returns a function that waits for the copy and returns it.
 
     Kernels that are launched afterwards do not delay the copy.
     """
@@ -145,10 +145,10 @@ def copy_later(x: Tensor) -> Callable[[], Tensor]:
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:
-    """Compute the log-probabilities [B] fp32 of tokens [B] int64 by the kernel that training uses.
+    """Compute the log-probabilities [B] fp32 of tokens [B] int64 with the kernel that training uses.
 
     Args:
-        logits: [B, V], to which ``logit_scale`` and ``softcap`` have not been applied yet.
+        logits: [B, V], before ``logit_scale`` and ``softcap`` are applied.
     """
     statistics = token_statistics(logits, tokens, None, -100, 0.0, 0.0, softcap, logit_scale)
     assert statistics is not None

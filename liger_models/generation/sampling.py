@@ -1,4 +1,4 @@
-"""The choice of the next tokens from logits, by greedy decoding or by sampling."""
+"""Choosing the next tokens from logits, by greedy decoding or by sampling."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from liger_models.kernels.loss.seeded_scores import seeded_scores
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 
 FILTERS = [name for name in DRAWING if name in UNFILTERED]
-"""Options that exclude tokens depending on the probabilities of all tokens."""
+"""Options that exclude tokens based on the probabilities of all tokens."""
 LOWEST_TEMPERATURE = 1e-30
 """Below this temperature, all probabilities except the largest are 0 in fp32."""
 NOT_FINITE = (
@@ -22,7 +22,7 @@ NOT_FINITE = (
 
 
 class Sampler:
-    """Chooses the next token of each row, applying the options in the same order as transformers.
+    """Chooses the next token of each row. The options are applied in the same order as in transformers.
 
     Args:
         settings: the options.
@@ -34,7 +34,7 @@ class Sampler:
         self.device = device = prompts.device
         self.settings, self.prompt_length = settings, prompts.shape[1]
         stops = settings.eos_token_id
-        # A stop token ends a row, so a bad word that is just a stop token is ignored.
+        # A stop token ends a row, so a bad word that consists of only a stop token is ignored.
         words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in stops)]
         self.words = _by_length([*words, *([token] for token in settings.suppress_tokens)], device)
         self.seeds = None if settings.seed is None else _seeds(settings.seed, len(prompts)).to(device)
@@ -42,7 +42,7 @@ class Sampler:
 
     @functools.cached_property
     def stops(self) -> Tensor:
-        """Whether each token ends a row, [1, V] bool. Most calls have no minimum of new tokens, and never need this."""
+        """Whether each token ends a row, [1, V] bool. Only calls with a minimum number of new tokens need this."""
         tokens = torch.tensor([self.settings.eos_token_id], dtype=torch.int64, device=self.device)
         return token_mask(tokens, self.vocab_size)
 
@@ -50,21 +50,22 @@ class Sampler:
         """Return the next tokens, [B] int64.
 
         Args:
-            ids: [B, T + n] int64, the tokens so far, which are not overwritten.
+            ids: [B, T + n] int64, the tokens so far. They are not overwritten.
             context: like ``ids``, but with −1 for padding.
             logits: [B, V] fp32.
         """
         return self.choose(self.scores(ids, context, logits), ids.shape[1] - self.prompt_length)
 
     def scores(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """Apply all options to logits [B, V] fp32. The arguments are those of a call."""
+        """Apply all options to logits [B, V] fp32. The arguments are the same as in `__call__`."""
         return self.restrict(self.process(ids, context, logits))
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
         """Apply the options that also affect greedy decoding to logits [B, V]."""
         settings, V = self.settings, logits.shape[1]
 
-        # Exclude tokens that would repeat a sequence, complete a bad word, or end a row too early.
+        # Penalize repeated tokens. Exclude tokens that would repeat a sequence, complete a bad word, or end a row too
+        # early.
         if settings.repetition_penalty != 1:
             logits = penalize_repetition(logits, token_mask(context, V), settings.repetition_penalty)
         n = settings.no_repeat_ngram_size
@@ -76,7 +77,7 @@ class Sampler:
         if ids.shape[1] - self.prompt_length < settings.min_new_tokens:
             logits = logits.masked_fill(self.stops, -torch.inf)
 
-        # Call the functions of the user.
+        # Call the user's functions.
         for processor in settings.logits_processor:
             shape = logits.shape
             logits = processor(ids, logits)
@@ -92,13 +93,13 @@ class Sampler:
 
         Args:
             logits: [B, V], the result of `process`.
-            step: number of new tokens so far: one number for all rows, or [B] int64.
+            step: number of new tokens so far, either one number for all rows or [B] int64.
         """
         return self.choose(self.restrict(logits), step)
 
     @property
     def restricts(self) -> bool:
-        """Whether `restrict` changes the logits other than by casting them to fp32."""
+        """Whether `restrict` changes the logits in other ways than casting them to fp32."""
         settings = self.settings
         if not settings.do_sample:
             return False
@@ -111,7 +112,7 @@ class Sampler:
             return logits
         logits = logits.float()
 
-        # Apply the temperature, and then the filters. Each filter sets some logits to −∞ and leaves all others
+        # Apply the temperature, then the filters. Each filter sets some logits to −∞ and leaves all other logits
         # unchanged.
         if settings.temperature != 1:
             if settings.temperature < LOWEST_TEMPERATURE:  # division would give infinite logits
@@ -142,12 +143,12 @@ class Sampler:
         settings = self.settings
         if not settings.do_sample:
             tokens = logits.argmax(1)
-            # NaN is the largest of all numbers, so broken weights would repeat a token without an error.
+            # argmax treats NaN as the largest value, so broken weights would repeat a token without an error.
             if isinstance(step, int) and step == 0:
                 check_values(logits.gather(1, tokens[:, None]).isfinite().all(), NOT_FINITE)
             return tokens
 
-        # Draw a token, as the argmax of seeded scores or with the generator.
+        # Draw a token: as the argmax of seeded scores, or with the generator.
         if self.seeds is not None:
             best = seeded_scores(logits, self.seeds, step).max(1)
             check_values(best.values.isfinite().all(), NOT_FINITE)
@@ -156,20 +157,20 @@ class Sampler:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw a token for each row from the row's distribution; returns [B] int64.
+    """Draw a token for each row from the row's distribution. Returns [B] int64.
 
-    The tokens equal those of `torch.multinomial`, which in some versions of PyTorch waits for the device.
+    The tokens are the same as with `torch.multinomial`, which waits for the device in some versions of PyTorch.
 
     Args:
         probabilities: [B, V] fp32.
-        generator: random number generator; None for the global one.
+        generator: random number generator; None for the global generator.
 
     Raises:
-        ValueError: a probability is NaN. On CUDA and ROCm a device-side assertion fails instead.
+        ValueError: a probability is NaN. On CUDA and ROCm, a device-side assertion fails instead.
     """
     scores = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
     tokens = scores.argmax(1)
-    # If a row contains NaN, its largest score is NaN.
+    # If a row contains NaN, its maximum score is NaN.
     check_values((scores.gather(1, tokens[:, None]) >= 0).all(), NOT_FINITE)
     return tokens
 
@@ -179,31 +180,31 @@ def _seeds(seed: int | list[int], rows: int) -> Tensor:
 
 
 def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Return [B, V] bool, whether each token of the vocabulary is in the row's ``tokens`` [B, n].
+    """Return [B, V] bool: whether each token of the vocabulary occurs in the row's ``tokens`` [B, n].
 
     Numbers outside of [0, V) are ignored.
     """
-    # Numbers outside of [0, V) set an extra column, which is cut off.
+    # Numbers outside of [0, V) set an extra column, which is dropped.
     inside = tokens.where((tokens >= 0) & (tokens < vocab_size), vocab_size)
     mask = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return mask.scatter_(1, inside, True)[:, :vocab_size]
 
 
 def completing(context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Return [B, V] bool, whether each token of the vocabulary would complete a word at the end of a row.
+    """Return [B, V] bool: whether each token of the vocabulary would complete a word at the end of a row.
 
     Args:
         context: [B, T] int64, the tokens so far, with −1 for padding.
-        words: [1 or B, N, n] int64, N words of n tokens, where n is at most T + 1.
+        words: [1 or B, N, n] int64, N words with n tokens each. n is at most T + 1.
         vocab_size: V.
     """
-    # A word can be completed if the context ends with all its tokens but the last, [1 or B, N, n − 1].
+    # A word can be completed if the context ends with all tokens of the word but the last, [1 or B, N, n − 1].
     begun = words[..., :-1] == context[:, None, context.shape[1] - words.shape[2] + 1 :]
     return token_mask(torch.where(begun.all(2), words[..., -1], -1), vocab_size)
 
 
 def _by_length(words: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Group words by their length n; each group is [1, N, n] int64."""
+    """Group words by their length n. Each group is a tensor [1, N, n] int64."""
     lengths = dict.fromkeys(map(len, words))
     return [torch.tensor([[word for word in words if len(word) == n]], device=device) for n in lengths]
 
@@ -222,13 +223,13 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the ``k`` largest logits [B, V] fp32 of each row, and those equal to the ``k``-th; set others to −∞."""
+    """Keep each row's ``k`` largest logits [B, V] fp32 and all logits equal to the ``k``-th. Set the others to −∞."""
     last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
     return logits.masked_fill(logits < last, -torch.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Set the logits of the least likely tokens, whose total probability is at most 1 − ``p``, to −∞.
+    """Set the logits of the least likely tokens to −∞, as many as have a total probability of at most 1 − ``p``.
 
     The most likely token is always kept.
 
@@ -238,7 +239,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
     Source: https://arxiv.org/abs/1904.09751.
     """
-    # Starting with the least likely token, drop tokens while the sum of their probabilities is at most 1 − p.
+    # Starting with the least likely token, drop tokens as long as their total probability is at most 1 − p.
     ascending, order = logits.sort(1)
     total, rest = _running_sums(ascending.softmax(1), 1 - p)
     drop = total <= rest
@@ -256,11 +257,11 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_typical_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the tokens whose information content is closest to the entropy, and set all other logits to −∞.
+    """Keep the tokens whose information content is closest to the entropy. Set the logits of all others to −∞.
 
     Args:
         logits: [B, V] fp32.
-        p: number in (0, 1]. As few tokens are kept as needed for their probabilities to add up to at least ``p``.
+        p: number in (0, 1]. The smallest number of tokens is kept whose probabilities add up to at least ``p``.
 
     Source: https://arxiv.org/abs/2202.00666.
     """
@@ -268,7 +269,7 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
     entropy = -(log_probs * log_probs.exp()).nansum(1, keepdim=True)
     distance = (-log_probs - entropy).abs()
 
-    # Find the distance of the last token that is needed to reach the sum. Tokens at the same distance are kept.
+    # Find the distance of the last token that is needed to reach ``p``. Tokens at the same distance are kept, too.
     ascending, order = distance.sort(1)
     total, enough = _running_sums(logits.gather(1, order).softmax(1), p)
     last = (total < enough).sum(1, keepdim=True).clamp(max=logits.shape[1] - 1)
@@ -291,7 +292,7 @@ def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
 
 
 def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
-    """`keep_epsilon` with the smaller of ε and √ε · exp(−entropy), so that a flat distribution keeps more tokens.
+    """Like `keep_epsilon`, with the smaller of ε and √ε · exp(−entropy). A flat distribution thus keeps more tokens.
 
     Args:
         logits: [B, V] fp32.
@@ -304,8 +305,8 @@ def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
-    """Return the cumulative sums of probabilities [B, V] fp32, and ``bound`` in the unit of these sums."""
-    # On a GPU, a deterministic cumsum exists only for integers, and float sums depend on the number of rows.
+    """Return the cumulative sums of probabilities [B, V] fp32, and ``bound`` in the same unit as these sums."""
+    # On a GPU, only the integer cumsum is deterministic, and float sums depend on the number of rows.
     if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():
         return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)
     return share.cumsum(1), bound

@@ -1,18 +1,19 @@
-"""The scheduler of `rollout`, which decides which rows run, in which slots, and when prompts are computed.
+"""The scheduler of `rollout`. It decides which rows run, in which slots, and when prompts are computed.
 
 Prefills and steps alternate. A prefill is one forward of prompt tokens: either several whole prompts as packed
-documents, or a chunk of a long prompt. Then all rows whose prompt has been computed run some steps, each of which adds
-one token to every row. All values that a step reads are on the device, so the step is captured as a CUDA graph under
-the same conditions as in `generate`. The host reads tokens and log-probabilities after several steps, and discards
-everything after a stop token. A prefill omits the last token of each prompt, so every new token comes from a step.
+documents, or a chunk of a long prompt. Then all rows whose prompt has been computed run some steps. Each step adds
+one token to every row. All values that a step reads are on the device, so the step can be captured as a CUDA graph
+under the same conditions as in `generate`. The host reads tokens and log-probabilities after several steps, and
+discards everything after a stop token. A prefill omits the last token of each prompt, so every new token comes from a
+step.
 
-A prefill waits until there are enough new prompts, because, on the host, launching a small prefill takes as long as
-launching a large one. When the queue is empty and rows end, a step with fewer rows is captured, provided that enough
-steps remain to make up for the time of the capture.
+A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a
+large prefill. When the queue is empty and rows end, a step with fewer rows is captured, provided that enough steps
+remain to make up for the time of the capture.
 
-Rows with the highest limit of new tokens start first, so that few rows run alone at the end. Rows with equal limits
+Rows with the highest limit on new tokens start first, so that few rows run alone at the end. Rows with equal limits
 start in the order of their prompts. When pages run out, the rows that started last return to the front of the queue.
-The order of rows is thus always preserved, the first row can always continue, and every row eventually ends.
+The order of the rows is thus preserved, the first row can always continue, and every row eventually ends.
 """
 
 import math
@@ -36,16 +37,16 @@ from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
 
 IDLE_SHARE = 1 / 32
-"""Fraction of the running rows that may wait for a prefill while their prompts are too few to fill one.
+"""Fraction of the running rows that may wait for a prefill as long as their prompts are too few to fill it.
 
 The host takes about 35 ms to launch a prefill of Llama 3.2 3B, and an H200 computes 3,000 tokens in this time.
 """
 
 CAPTURE_ROWS = 2**14
-"""Number of empty slots, summed over the remaining steps, from which a capture with fewer rows saves time.
+"""If the empty slots, summed over the remaining steps, exceed this number, capturing a step with fewer rows saves time.
 
-For Llama 3.2 3B on an H200, a capture takes as much time as 128 fewer rows save in about 150 steps, or 64 fewer rows in
-about 300 steps.
+For Llama 3.2 3B on an H200, the time of a capture is saved by 128 fewer rows in about 150 steps, or by 64 fewer rows
+in about 300 steps.
 """
 
 
@@ -55,14 +56,14 @@ class Scheduler:
     Args:
         model: the model, in eval mode.
         rows: the rows, in the order of the result.
-        pool: the cache, which must have room for each single row.
+        pool: the cache. It must have room for at least the longest row.
         settings: the sampling options.
         chunk_size: maximum number of tokens in a prefill.
         steps_per_read: number of steps after which the host reads the new tokens.
         record_routing: whether to record the experts of each token.
         deterministic: whether log-probabilities are bitwise identical to those within `deterministic_forward`.
-        draft: the block that drafts tokens; see `DraftRound`. A round with drafts takes the place of a step. The
-            settings have the number of drafts.
+        draft: the block that drafts tokens; see `DraftRound`. Rounds with drafts then take the place of steps. The
+            settings contain the number of drafts.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Scheduler:
         self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
         """Placeholder [1, L, K] for the experts of a token on which the model has not run."""
 
-        # The queue, and the running rows in the order in which they left the queue.
+        # The queue of waiting rows, and the running rows in the order in which they left the queue.
         self.waiting = deque(sorted(rows, key=lambda row: row.begin - row.end))
         self.running: list[Row] = []
         self.completions: list[Completion | None] = [None] * len(rows)
@@ -109,7 +110,7 @@ class Scheduler:
         return [completion for completion in self.completions if completion is not None]
 
     def advance(self) -> bool:
-        """Run steps up to the next time that the host reads tokens. Returns whether there are further rows to run."""
+        """Run steps until the host reads tokens again. Returns whether there are more rows to run."""
         self._admit()
         self._prefill()
         self._decode(self._with_room())
@@ -119,13 +120,13 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def _has_too_many_slots(self) -> bool:
-        """Whether a step with fewer slots would save more time than its capture costs."""
+        """Return whether a step with fewer slots would save more time than its capture costs."""
         empty = self.pool.rows - len(self.running)
         steps = max((row.remaining for row in self.running), default=0)
         return 2 * empty >= self.pool.rows and empty * steps >= (CAPTURE_ROWS if self.captured else 1)
 
     def _start_steps(self) -> None:
-        """Make a new step with as many slots as the cache has rows, and assign the first slots to the running rows."""
+        """Create a step with as many slots as the cache has rows, and assign its first slots to the running rows."""
         shape, device = (self.steps_per_read, self.pool.rows, self.width), self.model.device
         self.step = DecodeStep(
             self.pool, captured=self.captured, model_state=self.model_state,
@@ -138,8 +139,8 @@ class Scheduler:
                 stops=self.most_stops, seeded=self.is_seeded, captured=self.captured,
                 records_routing=self.record_routing, deterministic=self.deterministic,
             )  # fmt: skip
-        # The steps between two reads write these tensors: [steps, slots, width], where width is the largest number of
-        # tokens that a step adds to a row; for experts [steps, slots, width, L, K].
+        # The steps between two reads write to these tensors [steps, slots, width]. The tensor of experts is
+        # [steps, slots, width, L, K]. The width is the largest number of tokens that a step adds to a row.
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.new_log_probs = torch.zeros(shape, device=device)
         self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
@@ -149,12 +150,12 @@ class Scheduler:
             row.slot = slot
             self.pool.assign(slot, row.pages)
 
-    # Starting rows.
+    # Methods that start rows.
 
     def _admit(self) -> None:
-        """Start waiting rows as long as one page remains for each running row that will need another page."""
+        """Start waiting rows as long as a free page remains for each running row that will need another page."""
         while self.waiting and self.free_slots:
-            # If a row with the same prompt is running, the new row shares its full pages of the prompt.
+            # If a row with the same prompt is running, the new row shares the full pages of this prompt.
             row = self.waiting[0]
             source = next((running for running in self.running if self._can_share(running, row)), None)
             shared = [] if source is None else source.pages[: (row.begin - 1) // self.pool.page]
@@ -172,17 +173,17 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _can_share(self, source: Row, row: Row) -> bool:
-        """Whether a row can copy the prompt that ``source`` has cached.
+        """Return whether a row can use the prompt that ``source`` has cached.
 
-        If the model has recurrent states, neither row may have new tokens.
+        If the model has recurrent states, neither row may have new tokens yet.
         """
         is_new = len(source.tokens) == source.begin and len(row.tokens) == row.begin
         return source.prompt == row.prompt and (is_new or not self.pool.is_recurrent)
 
-    # Prompts.
+    # Methods that compute prompts.
 
     def _prefill(self) -> None:
-        """Compute the missing prompts of all running rows, or wait if they are few and more rows are queued."""
+        """Compute the missing prompts of all running rows, or wait if these are few and more rows are queued."""
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]
         tokens = sum(len(row.tokens) - 1 - row.cached for row in new if row.source is None)
@@ -193,9 +194,9 @@ class Scheduler:
             self._copy_prompts()
 
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """Return the rows of the next forward, each with the end of its tokens.
+        """Return the rows of the next forward, each with the index after the last token to run.
 
-        The result has several rows with whole prompts, or one row with a chunk of its prompt.
+        The result contains either several rows with whole prompts, or one row with a chunk of its prompt.
         """
         chunk: list[tuple[Row, int]] = []
         room = self.chunk_size
@@ -212,7 +213,7 @@ class Scheduler:
         return chunk
 
     def _fill(self, chunk: list[tuple[Row, int]]) -> None:
-        """Run a forward of the tokens of these rows, from each row's first uncached token to the given end."""
+        """Run a forward of these rows' tokens, from each row's first uncached token up to the given end."""
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}
         if len(chunk) > 1:  # packed documents
@@ -226,7 +227,7 @@ class Scheduler:
         else:
             out = self._fill_block(packed, [row.tokens[row.cached + 1 : end + 1] for row, end in chunk], **options)
 
-        # A row that was put back into the queue has kept its recorded experts, so only those of later tokens are added.
+        # A row that was put back into the queue has kept its recorded experts, so add only the experts of later tokens.
         if self.record_routing:
             chosen = self.model.choose_experts(out.router_logits).cpu().split([len(tokens) for tokens in ids])
             for (row, _), experts in zip(chunk, chosen, strict=True):
@@ -235,7 +236,7 @@ class Scheduler:
             row.cached = end
 
     def _fill_block(self, packed: Tensor, ahead: list[list[int]], **options: Any) -> CausalLMOutput:
-        """Run the model and the block that drafts on tokens [1, T], whose next tokens are ``ahead``."""
+        """Run the model and the drafting block on tokens [1, T]. ``ahead`` are the tokens that follow each of them."""
         model, pool, draft = self.model, self.pool, self.draft
         assert draft is not None
         bounds, cached = options.pop("cu_seqlens", None), pool.length
@@ -248,12 +249,12 @@ class Scheduler:
         return out
 
     def _recorded(self, row: Row, end: int) -> Tensor:
-        """Return the recorded experts of a row's tokens from ``cached`` to ``end``, with −1 for tokens without any."""
+        """Return the recorded experts of a row's tokens from ``cached`` to ``end``, with −1 if a token has none."""
         missing = self.no_experts.expand(max(end - row.num_recorded, 0), -1, -1)
         return torch.cat([*row.experts, missing])[row.cached : end]
 
     def _copy_prompts(self) -> None:
-        """Give rows the cached prompt of their source by sharing its full pages and copying its last page."""
+        """Give rows the cached prompt of their source row: share its full pages, and copy its last page."""
         pages, rows = [], []
         for row in self.running:
             if row.source is None or row.source.cached < row.begin - 1:
@@ -267,7 +268,7 @@ class Scheduler:
             row.cached, row.source = row.begin - 1, None
         self.pool.copy(pages, rows)
 
-    # Steps.
+    # Methods that run steps.
 
     def _with_room(self) -> list[Row]:
         """Return the rows that run the next steps, after giving them pages.
@@ -276,10 +277,10 @@ class Scheduler:
         """
         rows = [row for row in self.running if row.is_ready]
         for row in rows:
-            # With drafts, a round also writes keys of drafts that it does not accept.
+            # A round with drafts also writes the keys of drafts that it does not accept.
             length = min(row.cached + (self.steps_per_read + 1) * self.width - 1, row.end - 1)
 
-            # The last row may be this row, which then waits again.
+            # The row that started last may be this row itself, which then waits again.
             while row.slot >= 0 and (count := self._pages_for(length) - len(row.pages)) > self.pool.num_free:
                 last = self.running[-1]
                 self._remove(last)
@@ -298,7 +299,7 @@ class Scheduler:
         tokens, log_probs, counts = self._read(steps)
         experts = self.new_experts[:steps].cpu()
 
-        # The model has run on all tokens of a row except the last, so these tokens are cached and have experts.
+        # The model has run on all tokens of a row except the last, so all except the last are cached and have experts.
         for row in rows:
             slot, of_steps = row.slot, counts[row.slot]
             self._extend(row, _first(tokens[slot], of_steps), _first(log_probs[slot], of_steps))
@@ -313,9 +314,9 @@ class Scheduler:
 
     def _run_steps(self, rows: list[Row], steps: int) -> None:
         """Launch steps without waiting for the device."""
-        # All numbers of the rows are uploaded at once as [slots, 5 + stops]. The columns are: last token, cached
-        # length, remaining tokens, new tokens, seed, stop tokens. Empty slots have zeros, and −1 fills up the stop
-        # tokens.
+        # All numbers that describe the rows are uploaded at once, [slots, 5 + stops]. The columns are: last token,
+        # cached length, remaining tokens, new tokens, seed, stop tokens. Empty slots have zeros. Stop tokens are
+        # padded with −1.
         numbers = [[0] * (5 + self.most_stops) for _ in range(self.pool.rows)]
         for row in rows:
             stops = row.stops + [-1] * (self.most_stops - len(row.stops))
@@ -359,7 +360,7 @@ class Scheduler:
                 self.new_experts[step] = result.experts
 
     def _read(self, steps: int) -> list[list[list[Any]]]:
-        """Return tokens, log-probabilities and counts of the last steps, as lists per slot: [slots, steps(, width)].
+        """Return tokens, log-probabilities and counts of the last steps as nested lists [slots, steps(, width)].
 
         Synchronizes with the device.
         """
@@ -408,5 +409,5 @@ class Scheduler:
 
 
 def _first(values: list[list[Any]], counts: list[int]) -> list[Any]:
-    """Return the first ``counts[i]`` values of each list, in one list."""
+    """Concatenate the first ``counts[i]`` values of each list ``values[i]``."""
     return [value for step, count in zip(values, counts, strict=True) for value in step[:count]]

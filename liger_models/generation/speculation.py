@@ -1,8 +1,8 @@
 """Speculative decoding: a draft proposes the next tokens, and one forward of the model verifies all of them.
 
-As without a draft, the model itself chooses every token. Each proposal that equals the model's choice saves a forward.
-After the first wrong proposal in any row, all rows discard their remaining proposals. Draws from seeds depend only on
-the logits of a row, so sampled tokens are also the same as without a draft.
+As without a draft, the model itself chooses every token. Each proposal that equals the model's choice saves a
+forward. After the first wrong proposal in any row, all rows discard their remaining proposals. Random draws with
+seeds depend only on the logits of a row, so sampled tokens are also the same as without a draft.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -30,12 +30,12 @@ class Draft(Protocol):
     """Proposes the next tokens."""
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:
-        """Return the logits [B, V] of proposal ``index``, which follows the first ``end`` columns of ids [B, S]."""
+        """Return the logits [B, V] for proposal ``index``, the token after the first ``end`` columns of ids [B, S]."""
 
     def keep(self, length: int, hidden: Tensor | None) -> None:
         """Discard the columns from ``length`` on.
 
-        ``hidden`` [B, C] holds the hidden states from which the model chose the tokens in the last remaining column.
+        ``hidden`` [B, C] holds the hidden states from which the model chose the tokens in the last column that remains.
         """
 
 
@@ -57,14 +57,14 @@ class Columns:
         self.model, self.inputs, self.modules = model, inputs, list(model.modules())
         self.positions = model.prompt_positions(prompts, mask, new, inputs)
 
-        # Rotary frequencies may change at a column (LongRoPE), or with the length (dynamic scaling).
+        # Rotary frequencies may change at a certain column (LongRoPE), or with the length (dynamic scaling).
         furthest = self.positions.flatten(0, -2).amax(0)
         rotary: list[Any] = [*layers_of(model.rotary)]
         self.switches = switch_columns(rotary, self.positions)
         dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
         self.alike_up_to = min((int((furthest < length).sum()) for length in dynamic), default=len(furthest))
 
-        # Repeat each prompt for its rows, and add columns for the new tokens.
+        # Repeat each prompt for all of its rows, and add columns for the new tokens.
         if self.positions.shape[-2] > 1:
             self.positions = self.positions.repeat_interleave(self.repeats, -2)
         self.mask = mask
@@ -75,17 +75,17 @@ class Columns:
         self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
-        """Return how many further columns, at most ``count``, can run in one forward with the columns up to ``end``.
+        """Return how many columns after ``end``, at most ``count``, can run in the same forward as the columns before.
 
-        The forward of the prompts has no further columns. All columns of a forward have the rotary frequencies of its
-        last column, so a forward must not cross a column at which the frequencies change (LongRoPE), or from which on
-        the frequencies depend on the length (dynamic scaling).
+        The forward of the prompts runs no further columns. All columns of a forward use the rotary frequencies of its
+        last column. Therefore, a forward must not cross a column at which the frequencies change (LongRoPE) or start
+        to depend on the length (dynamic scaling).
         """
         limits = [switch - end for switch in self.switches if switch >= end]
         return max(0, min(count if self.started else 0, self.alike_up_to - end, *limits))
 
     def run(self, ids: Tensor, end: int, **options: Any) -> Tensor:
-        """Return the logits of the columns of ids [B, S] before ``end`` that are not cached.
+        """Return the logits of the uncached columns before ``end`` of ids [B, S].
 
         With ``return_logits=False``, return the hidden states of these columns instead.
         """
@@ -103,7 +103,7 @@ class Columns:
                 **(self.inputs if new.start == 0 else {}),
             )
 
-        # A recurrent state summarizes all tokens, so wrong proposals could not be removed from it.
+        # A recurrent state summarizes all tokens, so wrong proposals can't be removed from it.
         self.started = True
         if cache.is_recurrent:
             raise ValueError(
@@ -138,7 +138,7 @@ class DraftModel:
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:
         """See `Draft`."""
-        # The model may have chosen a token for which the draft has no embedding.
+        # The model may have chosen a token that has no embedding in the draft model.
         return self.columns.run(ids.clamp(max=self.vocab_size - 1), end, logits_to_keep=1)[:, -1]
 
     def keep(self, length: int, hidden: Tensor | None) -> None:
@@ -177,7 +177,7 @@ def speculate(
     *,
     logprobs: bool = False,
 ) -> Iterator[Step]:
-    """Yield the new tokens of each step, until every row has ended.
+    """Yield the new tokens of each step until every row has ended.
 
     Args:
         model: the model.
@@ -191,7 +191,7 @@ def speculate(
     S = T + settings.max_new_tokens
     target = Columns(model, prompts, mask, settings, inputs)
 
-    # The draft is another model, which gets the inputs that it accepts, or heads on the hidden states of the model.
+    # The draft is either another model, which gets the inputs that it accepts, or heads on the model's hidden states.
     source = settings.draft_model
     heads = not isinstance(source, Decoder)
     columns = None
@@ -208,7 +208,7 @@ def speculate(
     draft: Draft = DraftHeads(source) if columns is None else DraftModel(columns, rows.ids, T)
 
     while rows.length < S:
-        # Let the draft propose `count` tokens, and write them into the columns from `end` on.
+        # Let the draft propose `count` tokens, and write them to the columns from `end` on.
         end = rows.length
         count = target.most(end, min(settings.num_draft_tokens, S - end - 1))
         for index in range(count):
@@ -220,10 +220,10 @@ def speculate(
         proposed = rows.ids[:, end : end + count].clone()
         checked, hidden = _check(target, rows.ids, end, count, heads)
 
-        # Accept the model's tokens as long as they equal the proposals in all rows, and one more token after these.
+        # Accept the model's tokens as long as they equal the proposals in all rows, plus the next token of the model.
         for index in range(count + 1):
             step = rows.step(checked[:, index])
-            # Rows that have ended accept every proposal. The host waits once for both results.
+            # Rows that have ended accept every proposal. Both results are read together, so the host waits only once.
             agree = step.ended if index == count else (step.tokens == proposed[:, index]) | step.ended
             answers = torch.stack([agree.all(), step.ended.all()])
             yield step
@@ -239,7 +239,7 @@ def speculate(
 
 
 def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the model's logits [B, count + 1, V] for the columns from ``end`` on, and hidden states for heads."""
+    """Return the logits [B, count + 1, V] for the columns from ``end`` on and, for heads, the hidden states."""
     if not heads:
         return target.run(ids, end + count, logits_to_keep=count + 1), None
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]

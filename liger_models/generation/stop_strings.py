@@ -4,25 +4,25 @@ from collections.abc import Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""The replacement character, which decoders write for an incomplete character.
+"""The replacement character, which decoders write in place of an incomplete character.
 
-Some decoders also write it for all bytes after an incomplete character.
+Some decoders also write it in place of all bytes after an incomplete character.
 """
 MOST_BYTES = 4
-"""Maximum number of bytes of a character in UTF-8."""
+"""Maximum number of bytes that a character has in UTF-8."""
 
 
 class StopStrings:
-    """Finds out whether the last token of a row completes one of the strings.
+    """Detects whether the last token of a row completes one of the strings.
 
     Args:
-        strings: the strings, none of which is empty.
+        strings: the strings. They must not be empty.
         tokenizer: a tokenizer with a method ``decode(ids, skip_special_tokens=False)``.
 
     Attributes:
-        window: number of tokens at the end of a row that are decoded. Since each token has at least one byte, a string
-            of n bytes has at most n tokens. A few more tokens are decoded, because decoders strip a leading space and
-            because the first token may begin inside a character.
+        window: number of tokens at the end of a row that are decoded. Since each token has at least one byte, a
+            string of n bytes has at most n tokens. The window has a few more tokens, because decoders strip a leading
+            space and because the first token may begin inside a character.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -47,8 +47,8 @@ class StopStrings:
         tokens = [token for token in row if token >= 0]
         text = self._decode(tokens)
 
-        # If the text begins inside a character, drop tokens from the start until as few characters as possible are
-        # broken.
+        # If the text begins inside a character, drop the number of leading tokens with which the fewest characters
+        # are broken.
         if text.startswith(BROKEN):
             # At most three bytes of the first character are missing.
             spare = max(len(tokens) - self.window + MOST_BYTES - 1, 0)
