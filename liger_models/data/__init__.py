@@ -1,6 +1,7 @@
-"""Training data: texts, chats and token ids into packed batches, tokenized once, resumable after every batch.
+"""Training data: texts, chats and token ids, tokenized once and packed into batches. A run can resume after any
+batch.
 
-At each stage of processing, an example has another name::
+At each stage of processing, an example has another name. The last column names the modules::
 
     record      a line of a file, or a row of a table: a dict by column, or a text      sources
     example     a record with messages, a text or token ids                             formats

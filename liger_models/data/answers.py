@@ -1,4 +1,4 @@
-"""Answers for preference training: pairs of a chosen and a rejected answer, or single answers labeled good or bad."""
+"""Answers for preference training: pairs of a chosen and a rejected answer, or answers labeled as good or bad."""
 
 import warnings
 from array import array
@@ -21,20 +21,20 @@ from liger_models.data.sources import Record
 from liger_models.data.tokens import TokenFile, tokenize
 
 MULTIPLE = 64
-"""Rows are padded to a multiple of this number of tokens, so that few shapes occur."""
+"""Rows are padded to a multiple of this number of tokens, so that there are only a few different shapes."""
 
 
 class AnswerEncoder(Encoder):
-    """Encodes each record as two documents: the chosen and the rejected answer, or an answer and its label as a number.
+    """Encodes each record as two documents: a chosen and a rejected answer, or an answer and its label as a number.
 
-    The document of an answer consists of the prompt, without labels, and the answer. The first document of a pair has
-    the prompt's images.
+    The document of an answer consists of the prompt, without labels, and the answer. In a pair, only the first
+    document has the prompt's images.
     """
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
         """Yield two documents for each record; see `Encoder.encode`."""
         for where, record in self._limited(records):
-            # A label must be a truth value: other numbers may be scores.
+            # A label must be a truth value, because other numbers may be scores.
             has_label = self.formats.name(where, record) == "kto"
             record = self.formats.convert(where, record, self.tokenizer)
             label: Any = record.get("label")
@@ -54,7 +54,7 @@ class AnswerEncoder(Encoder):
                 continue
             except ValueError as error:
                 raise ValueError(f"{where}: {str(error).removeprefix(where).lstrip(',: ')}") from error
-            # Both answers have the same images, which are stored once, with the first.
+            # Both answers have the same images, so these are stored only with the first answer.
             for number, (prompt, answer, media) in enumerate(answers):
                 yield Document(array("i", [*(~token for token in prompt), *answer]), () if number else media)
             if has_label:
@@ -62,11 +62,11 @@ class AnswerEncoder(Encoder):
 
 
 class AnswerRows(PackedRows):
-    """The examples of an epoch by their index. `AnswerDataset` creates this sequence.
+    """The sequence of an epoch's examples. `AnswerDataset` creates it.
 
-    An example has two documents, ``first`` and ``second``, [n] int32 each, and pixels under the names of the forward's
-    arguments. With ``broken_media="skip"``, an example whose images cannot be decoded is replaced by the next example
-    of the source.
+    An example is a dict with two documents ``first`` and ``second``, [n] int32 each, and pixels under the names of
+    the forward's arguments. With ``broken_media="skip"``, an example whose images cannot be decoded is replaced with
+    the next example of the source.
     """
 
     def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:
@@ -75,7 +75,7 @@ class AnswerRows(PackedRows):
         self.kept = self._with_answers()
 
     def _with_answers(self) -> list[int]:
-        """Return the indices of the examples whose answers begin within ``length`` tokens."""
+        """Return the indices of the examples whose answers begin within the first ``length`` tokens."""
         sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2)  # [examples, 2]
         is_long = (sizes > self.length).any(1).tolist()
         return [
@@ -89,19 +89,20 @@ class AnswerRows(PackedRows):
         return bool(self.kept)
 
     def plan(self, epoch: int) -> None:
-        """Select ``epoch``: indexing then returns the examples of this epoch."""
+        """Select ``epoch``. From then on, indexing returns the examples of this epoch."""
         self._order = self._order if epoch == self.epoch else None
         self.epoch = epoch
 
     def number(self, index: int) -> int:
-        """Return the index of an example in the source, given its index in the epoch."""
+        """Convert the index of an example in the epoch to its index in the source."""
         return self.kept[self._place(index)]
 
     def _place(self, index: int) -> int:
-        """Return the index of an example among those that are kept, given its index in the epoch."""
+        """Convert the index of an example in the epoch to its index among the kept examples."""
         if not 0 <= index < len(self):
             raise IndexError(f"{type(self).__name__}: index must be 0 to {len(self) - 1}, got {index}.")
-        # The order of an epoch depends on its number alone, so that any process can resume it.
+        # The order of an epoch depends only on the seed and the epoch's number, so that any process can resume the
+        # epoch.
         if self.shuffle and self._order is None:
             self._order = torch.randperm(len(self), generator=seeded_generator(self.seed, self.epoch))
         return index if self._order is None else int(self._order[index])
@@ -110,24 +111,24 @@ class AnswerRows(PackedRows):
         return len(self.kept)
 
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
-        """Return the documents of an example, cut at ``length`` or before an image that does not fit, and images."""
+        """Return an example's two documents, cut at ``length`` or before an image that does not fit, and its images."""
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
         middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
-        # Both documents begin with the same prompt, so the first one decides where its images end.
+        # Both documents begin with the same prompt, so the images in the first document determine where both are cut.
         media = self.tokens.media_in(start, middle)
         length = keep_whole([(medium.first, medium.end) for medium in media], self.length)
         first, second = self.tokens.ids[start:middle], self.tokens.ids[middle:end]
         return first[:length], second[:length], [medium for medium in media if medium.end <= length]
 
     def count_equal(self) -> int:
-        """Return the number of pairs whose answers are equal, perhaps because they were cut."""
+        """Return the number of pairs whose two answers are equal, for example because both were cut."""
         sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2).clamp(max=self.length)
         alike = (sizes[:, 0] == sizes[:, 1]).tolist()
         pairs = (self._documents(number)[:2] for number in self.kept if alike[number])
         return sum(torch.equal(first, second) for first, second in pairs)
 
     def __getitem__(self, index: int) -> Any:
-        # The next example replaces a broken one, so that every epoch has the same number of batches.
+        # Replace a broken example with the next example, so that every epoch has the same number of batches.
         first = self._place(index)
         for step in range(len(self)):
             try:
@@ -144,30 +145,30 @@ class AnswerRows(PackedRows):
 class AnswerDataset(PackedDataset):
     """Batches of answers for preference training: this rank's share of the examples, epoch after epoch.
 
-    An example is a pair (``chosen``, ``rejected`` and ``prompt``, or both with the prompt) or a labeled answer
-    (``prompt``, ``completion``, ``label``), each as texts or messages, as TRL's trainers take them. With the model's
-    processor, the messages of a prompt may have images, in the forms that `PackedDataset` accepts. A batch holds the
-    arguments of a forward. Its rows are all chosen sequences, followed by all rejected sequences, padded on the right.
-    Only answers have labels, and both sequences of a pair have the pixels of their prompt. A batch of labeled answers
-    also has ``preference_labels`` [rows] bool. Keys with the prefix ``kl_`` hold the same prompts, each with the answer
-    to the next prompt, from which KTO estimates its KL divergence; these rows have the same pixels as the answers.
-    Sequences are cut at ``length``, or before an image that does not fit. Examples whose prompt leaves no room for an
-    answer are left out, and a warning reports their number.
+    An example is either a pair (``prompt``, ``chosen`` and ``rejected``, or no ``prompt`` if both answers begin with
+    it) or a labeled answer (``prompt``, ``completion``, ``label``). The values are texts or messages, as in TRL's
+    trainers. If the model's processor is passed, the messages of a prompt may have images, in the forms that
+    `PackedDataset` accepts. A batch holds the arguments of a forward. Its rows are all chosen sequences, followed by
+    all rejected sequences, padded on the right. Only answers have labels, and both sequences of a pair have the
+    pixels of their prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool. Keys with the
+    prefix ``kl_`` hold the same prompts with the same pixels, but each prompt has the answer to the next prompt. From
+    these rows, KTO estimates its KL divergence. Sequences are cut at ``length``, or before an image that does not
+    fit. Examples whose prompt leaves no room for an answer are left out, and a warning reports their number.
 
-    Order, distribution over ranks, position and cache are as in `PackedDataset`, with examples instead of rows. The
-    last step of an epoch is completed with the first examples of the epoch, unless ``complete`` is False.
+    Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. The
+    last step of an epoch is filled up with the first examples of the epoch, unless ``complete`` is False.
 
     Args:
-        source: files or another source with a length, as for `PackedDataset`.
+        source: files or another source with a length; see `PackedDataset`.
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
-        length: largest number of tokens of a sequence.
+        length: maximum number of tokens in a sequence.
         formats: the formats that examples may have: ("preference",) or ("kto",).
-        complete: False for an evaluation, which must see each example once: the last batches have fewer examples, and
-            a rank without examples gets one without labels.
-        options: as for `PackedDataset`; ``batch_size`` is the number of examples in a batch.
+        complete: whether to fill up the last step. Use False for an evaluation, which must see each example once. The
+            last batches then have fewer examples, and a rank without examples gets an example without labels.
+        options: see `PackedDataset`. ``batch_size`` is the number of examples in a batch.
 
     Raises:
-        ValueError: as for `PackedDataset`, or the source is a stream.
+        ValueError: the source is a stream; see also `PackedDataset`.
     """
 
     per_example: ClassVar[int] = 2
@@ -188,7 +189,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _notes(self) -> list[str]:
-        """Return the numbers of examples that are left out, of sequences that are cut, and of pairs that are equal."""
+        """Return notes about how many examples are left out, sequences are cut, and pairs have equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
@@ -229,13 +230,13 @@ class AnswerDataset(PackedDataset):
         return f"chosen:\n{shown}\nrejected:\n{mark_learned(self.encoder.tokenizer, documents[1])}"
 
     def _batch(self, rows: list[Batch]) -> Batch:
-        # A rank without examples gets one without labels, so that all ranks have the same number of batches.
+        # A rank without examples gets an example without labels, so that all ranks have the same number of batches.
         rows = self._completed(rows) if self.complete else rows or [self._without_labels(self.rows[0])]
         first, second = ([row.pop(name) for row in rows] for name in ("first", "second"))
         if self.formats != ("kto",):
             return self._padded(first + second, rows * 2)
 
-        # KTO estimates its divergence from each prompt with the answer to the next one.
+        # KTO estimates its KL divergence from pairs of a prompt and the answer to the next prompt.
         prompts = [document[: int((document < 0).sum())] for document in first]
         answers = [document[int((document < 0).sum()) :] for document in first]
         unrelated = [torch.cat(pair) for pair in zip(prompts, answers[1:] + answers[:1], strict=True)]
@@ -256,14 +257,14 @@ def padded(documents: Sequence[Tensor], length: int, filler: int, pixels: Sequen
     """Return a batch with one row per document, cut at ``length`` and padded to a multiple of `MULTIPLE` tokens.
 
     Args:
-        documents: the token ids of each document, [n]; ``~id`` instead of ``id`` for a token without a label.
-        length: the largest number of tokens of a row.
+        documents: the token ids of each document, [n], with ``~id`` instead of ``id`` for a token without a label.
+        length: the maximum number of tokens in a row.
         filler: the token id of padding.
-        pixels: the inputs of each row besides text, if any row has some.
+        pixels: the inputs of each row in addition to text, if any row has such inputs.
     """
     documents = [document[:length] for document in documents]
     longest = max(map(len, documents))
-    # No row is longer than length, and none is shorter than two tokens, because one token has no target.
+    # A row has at most `length` tokens, and at least two, because a single token has no target.
     rounded = max(min(-(-longest // MULTIPLE) * MULTIPLE, length), 2)
     rows = [make_row([document.int()], rounded, filler) for document in documents]
     return collate([row | images for row, images in zip(rows, pixels or [{}] * len(rows), strict=True)])

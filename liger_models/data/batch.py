@@ -1,4 +1,4 @@
-"""Construction of batches: rows of packed documents as the tensors that a model's forward takes."""
+"""Construction of batches: converts rows of packed documents to the tensors that a model's forward takes."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from torch import Tensor
 from liger_models.base.images import join
 
 Batch = dict[str, Tensor]
-"""Inputs of a model: ``input_ids`` [B, T] int64, ``labels`` [B, T] int64, ``cu_seqlens`` [n + 1] int32, and pixels."""
+"""A model's inputs: ``input_ids`` [B, T] int64, ``labels`` [B, T] int64, ``cu_seqlens`` [n + 1] int32, and pixels."""
 
 
 def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
-    """Return a batch of one row: pieces of documents, padded to ``length``.
+    """Return a batch with a single row: pieces of documents, padded to ``length``.
 
     Args:
-        pieces: the token ids of each piece, [n] int32; ``~id`` instead of ``id`` for a token without a label.
+        pieces: the token ids of each piece, [n] int32, with ``~id`` instead of ``id`` for a token without a label.
         length: the number of tokens in the row.
         filler: the token id of padding.
     """
@@ -26,7 +26,7 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
     if len(padding):
         bounds.append(length)
     labels = tokens.masked_fill(tokens < 0, -100)
-    # No model predicts a document's first token, so its label is removed. Engines that count labels then count targets.
+    # No model predicts a document's first token, so its label is removed. Engines that count labels thus count targets.
     labels[:, bounds[:-1]] = -100
     return {
         "input_ids": torch.where(tokens < 0, ~tokens, tokens),
@@ -36,7 +36,7 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
 
 
 def collate(rows: Sequence[Batch]) -> Batch:
-    """Concatenate batches whose rows have the same length. This function can be the ``collate_fn`` of a DataLoader.
+    """Concatenate batches whose rows have the same length. This function can be a DataLoader's ``collate_fn``.
 
     Args:
         rows: at least one batch.
@@ -50,7 +50,7 @@ def collate(rows: Sequence[Batch]) -> Batch:
 
 
 def join_rows(rows: Sequence[Batch]) -> Batch:
-    """Concatenate the tokens or the pixels of rows. Tensors without elements are left out."""
+    """Concatenate tensors of tokens or of pixels from several rows. Tensors without elements are left out."""
     names = dict.fromkeys(name for row in rows for name in row)
     joined = {name: join([row[name] for row in rows if name in row]) for name in names}
     return {name: tensor for name, tensor in joined.items() if tensor.numel()}

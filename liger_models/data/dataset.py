@@ -1,4 +1,4 @@
-"""`PackedDataset`, which yields a rank's share of packed batches, epoch after epoch, and resumes after any batch."""
+"""`PackedDataset` yields a rank's share of packed batches, epoch after epoch, and can resume after any batch."""
 
 import itertools
 import warnings
@@ -32,78 +32,82 @@ _NO_TARGETS = (
 
 
 class PackedDataset(IterableDataset[Batch]):
-    """Packed batches of this rank's share of the rows, as arguments of a model's forward, epoch after epoch.
+    """This rank's share of packed rows, in batches of arguments for a model's forward, epoch after epoch.
 
-    A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of all
-    documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each step the
-    first ``batch_size`` rows go to rank 0, the next ``batch_size`` rows to rank 1, and so on. Every row is therefore
-    seen by exactly one rank, all ranks have the same number of batches, and a run may resume on another number of
-    ranks. The last step of an epoch is completed with rows of padding.
+    A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of
+    all documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each
+    step, the first ``batch_size`` rows go to rank 0, the next ``batch_size`` rows to rank 1, and so on. Therefore,
+    exactly one rank sees each row, all ranks have the same number of batches, and a run may resume with another
+    number of ranks. The last step of an epoch is filled up with rows of padding.
 
-    The constructor tokenizes a source with a length, such as files, into a cache that later runs reuse. Every rank must
-    then call the constructor; the first rank of each host does the work. An iterable without a length is a stream: each
-    rank (and each worker) reads the whole stream, tokenizes `WINDOW` examples ahead, and shuffles only these examples.
+    If the source has a length, like files, the constructor tokenizes the source into a cache that later runs reuse.
+    Every rank must then call the constructor, and the first rank of each host does the work. An iterable without a
+    length is a stream: each rank (and each worker) reads the whole stream, tokenizes `WINDOW` examples ahead, and
+    shuffles only these examples.
 
-    An iteration starts at the beginning of the epoch, or at the position that `load_state_dict` has set. When it ends,
-    the data set moves to the next epoch. An engine that knows the length may stop an iteration right after the last
-    batch; the next iteration then starts the next epoch.
+    An iteration starts at the beginning of the epoch, or at the position that `load_state_dict` has set. When the
+    iteration ends, the data set moves to the next epoch. An engine that knows the length may stop an iteration right
+    after the last batch. The next iteration then starts the next epoch, too.
 
     Args:
         source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
             per line; .csv or .tsv with the names of the columns in the first line; each of these also as .gz; .parquet;
             .arrow), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any other
             iterable.
-        tokenizer: the tokenizer of the model; or its processor (``model.processor``), which also takes images and, for
-            Qwen-VL, videos.
+        tokenizer: the tokenizer of the model, or the model's processor (``model.processor``), which also takes images
+            and, for Qwen-VL, videos.
         length: number of tokens in a row.
         batch_size: number of rows in a batch.
-        overflow: what happens to documents longer than ``length``. "split" splits them; each piece begins with the last
-            token of the piece before, so that no target is lost. "truncate" drops the tokens beyond ``length``.
-            Documents with images are truncated in either case, before an image that does not end in the row, and left
-            out if no target remains; a warning counts them.
-        format: the format of all examples. Default: the format is recognized by the columns of each file's first
-            example. "chat" (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca"
-            (``instruction``, ``input``, ``output``) and "question-answer" learn the answers only. "text" gets the
-            tokenizer's special tokens and the end token. "input_ids" are taken unchanged. If not all ids are to be
-            learned, the example also has ``labels`` or masks. If the ids are several documents, it also has
-            ``seq_lengths`` or ``position_ids``.
-        formats: the formats that examples may have. Other formats are errors.
-        field: the only field of an example to read. The type of its value (a text, messages or ids) decides how it is
-            read.
-        max_samples: the maximum number of examples to read, for a short trial, or of each source with ``shares``.
-            Default: all.
-        shares: for a list of sources, the share of an epoch's rows that each source provides. An epoch ends when one of
-            the sources is used up. The other sources continue in the next epoch. Default: all rows of all sources.
-        broken_media: what happens if an image is missing or cannot be read: "error" or "skip". Before training starts,
-            sizes are read from headers; "skip" leaves out an example with an unreadable header. If pixels cannot be
-            decoded later, "skip" makes the image black and removes the labels of its document. A warning names the
-            first such image.
-        multi_turn: how the answers of a chat become examples. "split" makes one example of all answers. But if the
-            template changes earlier answers, for example by removing their thoughts, each changed answer ends a
-            separate example, as it was generated. "all" makes one example, with all answers as the template renders the
-            whole chat. "last" makes one example of the last answer.
-        on_unrendered: what happens if the chat template leaves out the content, the calls, the thoughts or the tools
-            of a chat: "error", "warn", or "drop" to train on the text as it is.
-        shuffle: False keeps the documents in order, as far as packing allows.
-        seed: seed of the shuffling.
-        rank, ranks: this process's rank, and the number of ranks that share the data; default: rank and size of the
+        overflow: what happens to documents that are longer than ``length``. "split" splits them into pieces. Each
+            piece begins with the last token of the piece before, so that no target is lost. "truncate" drops the
+            tokens beyond ``length``. Documents with images are truncated in either case, before the first image that
+            does not end within the row. They are left out if no target remains. A warning reports how many documents
+            this concerns.
+        format: the format of all examples. By default, the columns of each file's first example determine the format.
+            With "chat" (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca"
+            (``instruction``, ``input``, ``output``) and "question-answer", only answers are learned. "text" gets the
+            tokenizer's special tokens and the end token. "input_ids" are taken unchanged. If only some ids should be
+            learned, the example must also have ``labels`` or masks. If the ids consist of several documents, it must
+            also have ``seq_lengths`` or ``position_ids``.
+        formats: the formats that examples may have. Any other format is an error.
+        field: the only field of an example to read. The type of its value (a text, messages or ids) determines how
+            the value is read.
+        max_samples: the maximum number of examples to read, for a short trial. With ``shares``, the maximum for each
+            source. Default: all examples.
+        shares: for a list of sources, the share of an epoch's rows that comes from each source. An epoch ends when
+            one of the sources is used up. In the next epoch, the other sources continue where they stopped. Default:
+            an epoch has all rows of all sources.
+        broken_media: what happens if an image is missing or cannot be read: "error" or "skip". Before training
+            starts, the sizes of images are read from their headers. "skip" leaves out an example with an unreadable
+            header. If pixels cannot be decoded later, "skip" makes the image black and removes the labels of its
+            document. A warning names the first such image.
+        multi_turn: how the answers of a chat become examples. "split" makes one example of all answers. However, if
+            the template changes earlier answers, for example by removing their reasoning, each changed answer becomes
+            the end of a separate example, in the form in which it was generated. "all" makes one example of all
+            answers, as the template renders them in the whole chat. "last" makes one example, in which only the last
+            answer is learned.
+        on_unrendered: what happens if the chat template leaves out the content, the tool calls, the reasoning or the
+            tools of a chat: "error", "warn", or "drop", which trains on the rendered text without them.
+        shuffle: whether to shuffle. False keeps the documents in order, as far as packing allows.
+        seed: seed for shuffling.
+        rank, ranks: this process's rank, and the number of ranks that share the data. Default: rank and size of the
             process group.
         cache_dir: folder for the tokens; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
         progress: show a progress bar while tokenizing, on rank 0.
 
     Attributes:
         epoch: the current epoch.
-        passed: rows that all ranks together have taken in all epochs, including the rows of padding.
+        passed: number of rows that all ranks together have taken in all epochs, including rows of padding.
 
     Raises:
-        ValueError: an example is malformed (the message names its file and line), the source is empty or has no target
-            (a stream: no target among the first `WINDOW` examples), or the cached tokens are damaged.
+        ValueError: an example is malformed (the message names its file and line); the source is empty or has no
+            target (for a stream: no target among the first `WINDOW` examples); or the cached tokens are damaged.
         FileNotFoundError: a file does not exist.
         ImportError: a file is a Parquet or Arrow file, and pyarrow is not installed.
     """
 
     per_example: ClassVar[int] = 1
-    """The number of documents in the token cache for each example."""
+    """The number of documents that each example has in the token cache."""
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ class PackedDataset(IterableDataset[Batch]):
 
         self.length, self.batch_size, self.overflow = length, batch_size, overflow
         self.shuffle, self.seed = shuffle, seed
-        # How records become documents, and documents rows.
+        # Define how records become documents, and how documents become rows.
         self.encoder = self._make_encoder(
             tokenizer, field, Formats(formats, format), max_samples, broken_media, multi_turn, on_unrendered
         )
@@ -173,14 +177,14 @@ class PackedDataset(IterableDataset[Batch]):
         if self._rows is None and (max_samples is not None or shares is not None):
             raise ValueError("PackedDataset: max_samples and shares must be None for a stream. Prepare the stream.")
 
-        # The position in the data, which `state_dict` saves.
+        # The position in the data. `state_dict` saves it.
         self.epoch = self.passed = 0
-        self._loaded = False  # whether the next iteration starts at a position that was loaded
+        self._loaded = False  # whether the next iteration starts at a loaded position
         self._rewind()
 
     @property
     def rows(self) -> PackedRows:
-        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` batches rows.
+        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` batches them.
 
         Raises:
             ValueError: the source is a stream.
@@ -191,18 +195,18 @@ class PackedDataset(IterableDataset[Batch]):
 
     @property
     def broken(self) -> int:
-        """The number of documents whose labels were removed so far, because their images could not be decoded."""
+        """The number of documents whose labels have been removed so far because their images could not be decoded."""
         return int(self._make_row.broken.sum())
 
     @property
     def has_images(self) -> bool:
-        """Whether any document has an image; for a stream, whether a document may have one."""
+        """Whether any document has an image; for a stream, whether documents may have images."""
         if self._rows is None:
             return self.encoder.processor is not None
         return any(len(tokens.media) for tokens in self._rows.sources)
 
     def __len__(self) -> int:
-        """Return the number of batches per rank in a whole epoch. A stream raises TypeError."""
+        """Return the number of batches per rank in a whole epoch. Raises TypeError for a stream."""
         if self._rows is None:
             raise TypeError("PackedDataset: a stream has no length. Give the number of steps, or save it as a file.")
         return -(-len(self._rows) // (self.ranks * self.batch_size))
@@ -215,7 +219,7 @@ class PackedDataset(IterableDataset[Batch]):
         stream = self._stream() if self._rows is None else None
         step_rows = self.ranks * self.batch_size
         for step in itertools.count((self._row - self._start) // step_rows):
-            # The rows of all ranks in this step: their numbers, or the pieces of a stream's rows.
+            # The rows of all ranks in this step. A row is given by its number or, for a stream, by its pieces.
             rows: Sequence[int | list[Piece]]
             if stream is not None:
                 rows = list(itertools.islice(stream, step_rows))
@@ -226,7 +230,8 @@ class PackedDataset(IterableDataset[Batch]):
             self._row += len(rows)
             self.passed += step_rows
 
-            # Workers take turns by steps. Each counts all rows, and makes those of this rank in its own steps.
+            # Workers take turns: each step has one worker. A worker counts all rows, but makes this rank's rows only
+            # in its own steps.
             if step % workers == number:
                 rank_rows = rows[self.rank * self.batch_size :][: self.batch_size]
                 yield self._batch(
@@ -244,7 +249,7 @@ class PackedDataset(IterableDataset[Batch]):
         """
         tokens = self.rows.tokens
         sources = [(path.name, (path,)) for path in self.source] if isinstance(self.source, tuple) else []
-        # The format of each file, by its first record.
+        # The format of each file, recognized by its first record.
         formats: dict[str, list[str]] = {}  # name of a format -> the files in it
         for name, source in sources or [(self._named(), self.source)]:
             first = next(iter(read_records(source, self.encoder.fields)), None)
@@ -263,7 +268,7 @@ class PackedDataset(IterableDataset[Batch]):
         return "\n".join([f"{self._count():,} examples, {listed}", shown, *self._notes()])
 
     def _notes(self) -> list[str]:
-        """Return what `describe` says of examples that are not used as they are."""
+        """Return `describe`'s notes about examples that are changed or left out."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         longer, total = sum(part.longer for part in parts), sum(int(part.tokens.documents) for part in parts)
         counts = [part.count_without_targets() for part in parts]
@@ -289,11 +294,11 @@ class PackedDataset(IterableDataset[Batch]):
         return documents // self.per_example
 
     def _first_size(self) -> int:
-        """Return the number of documents of the first example, for `describe`."""
+        """Return the number of documents that the first example has, for `describe`."""
         return self.per_example
 
     def set_epoch(self, epoch: int) -> None:
-        """Start ``epoch`` with the next iteration. A loaded position within this epoch is kept."""
+        """Let the next iteration start ``epoch``. A loaded position within this epoch is kept."""
         if epoch != self.epoch or self._is_finished():
             self.epoch, self._loaded = epoch, False
             self._rewind()
@@ -301,7 +306,7 @@ class PackedDataset(IterableDataset[Batch]):
                 self._rows.plan(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the position, which is counted over all ranks.
+        """Return the epoch and the position, counted over all ranks.
 
         After the same number of batches, every rank returns the same state.
         """
@@ -323,7 +328,8 @@ class PackedDataset(IterableDataset[Batch]):
             )
         self.set_epoch(state["epoch"])
         self._follow(state)
-        # Workers take turns by the number of steps since the start of the iteration, so a worker keeps this start.
+        # Whose turn it is depends on the number of steps since the start of the iteration, so a worker keeps this
+        # start.
         if get_worker_info() is None:
             self._start = self._row
         self._loaded = True
@@ -342,16 +348,16 @@ class PackedDataset(IterableDataset[Batch]):
         return mark_learned(self.encoder.tokenizer, documents[0])
 
     def _completed(self, rows: list[Any]) -> list[Any]:
-        """Return this rank's rows of a step. The last step of an epoch is completed with the epoch's first rows."""
+        """Return this rank's rows of a step. The last step of an epoch is filled up with the epoch's first rows."""
         first = self.rank * self.batch_size
         return rows + [self.rows[(first + i) % len(self.rows)] for i in range(len(rows), self.batch_size)]
 
     def _batch(self, rows: list[Batch]) -> Batch:
-        """Return this rank's rows of a step as a batch. The last step of an epoch is completed with rows of padding."""
+        """Return this rank's rows of a step as a batch. The last step of an epoch is filled up with rows of padding."""
         return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
-        """Return the options and the checksum that must be equal for a saved position to mean the same row."""
+        """Return the options and the checksum on which the meaning of a saved position depends."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
         return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 
@@ -361,22 +367,22 @@ class PackedDataset(IterableDataset[Batch]):
         return ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3) or f"the {type(self.source).__name__}"
 
     def _begin(self) -> None:
-        """Move to where an iteration starts: a loaded position, or the beginning of the current or the next epoch."""
+        """Move to the start of an iteration: a loaded position, or the beginning of the current or next epoch."""
         if self._is_finished():
             self.set_epoch(self.epoch + 1)
         elif not self._loaded:
             self._rewind()
         if self._rows is not None:
-            # Pack now, before workers start, because each of them would pack again.
+            # Pack now, before the workers start, because otherwise each worker would pack.
             len(self._rows)
 
     def _is_finished(self) -> bool:
-        """Return whether an iteration has taken the last batch of the epoch without asking for one more."""
+        """Return whether an iteration has taken the last batch of the epoch without asking for another batch."""
         return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
 
     def _rewind(self) -> None:
-        self._start = self._row = 0  # rows of all ranks: taken before this iteration, and taken until now
-        self._read = self._first = 0  # for a stream: records before the current window, and the window's first row
+        self._start = self._row = 0  # rows of all ranks, taken before this iteration and until now
+        self._read = self._first = 0  # for a stream: number of records before the window, and its first row
 
     def _position(self) -> dict[str, int]:
         position = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
@@ -402,7 +408,7 @@ class PackedDataset(IterableDataset[Batch]):
             )
 
     def _stream(self) -> Iterator[list[Piece]]:
-        """Yield the pieces of each row of a stream from the current position on, and advance `_read` and `_first`."""
+        """Yield the pieces of each row of a stream from the current position on, advancing `_read` and `_first`."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
         records = read_records(self.source, self.encoder.fields)
@@ -413,7 +419,7 @@ class PackedDataset(IterableDataset[Batch]):
             else:
                 records = read_records(skip(self._read), self.encoder.fields, self._read)
 
-        # Windows are packed one by one. Some rows of the first window may already have been taken.
+        # Windows are packed one at a time. Some rows of the first window may already have been taken.
         begun = self._row - self._first
         while window := list(itertools.islice(records, WINDOW)):
             documents = [document for document in self.encoder.encode(window) if document.ids]
@@ -427,7 +433,7 @@ class PackedDataset(IterableDataset[Batch]):
             if not self._first > 0 and pieces and not any(has_target(ids) for ids, _ in pieces):
                 raise ValueError(f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}")
 
-            # Rows of the window, from the position on.
+            # Yield the rows of the window, starting at the position.
             packed, ends = pack(torch.tensor([len(ids) for ids, _ in pieces], dtype=torch.int64), self.length)
             for row in packed.tensor_split(ends[:-1])[begun : len(ends)]:
                 yield [pieces[i] for i in row.tolist()]
@@ -445,7 +451,7 @@ class PackedDataset(IterableDataset[Batch]):
         """Return the pieces of a document of a stream."""
         ids = torch.tensor(document.ids, dtype=torch.int32)
         if document.media and len(ids) > self.length:
-            # A row has whole images, so the document is truncated before an image that does not fit.
+            # A row must contain whole images, so truncate the document before an image that does not fit.
             end = keep_whole([(medium.first, medium.end) for medium in document.media], self.length)
             self._warn(0, "", 1)
             media = [medium for medium in document.media if medium.end <= end]

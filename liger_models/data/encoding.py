@@ -1,4 +1,4 @@
-"""Encoding of examples as token ids. All tokens of texts and token ids get labels, but only the answers of chats."""
+"""Encoding of examples as token ids. All tokens of texts get labels. In chats, only the answers get labels."""
 
 import contextlib
 import itertools
@@ -19,26 +19,26 @@ from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
 READING = 7
-"""Part of the name of a token cache. This number increases whenever the reading of examples changes."""
+"""Part of the name of a token cache. This number increases whenever examples are read in a different way."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
-"""Examples are tokenized in groups, on all cores. A group is full at this number of examples or of characters."""
+"""Examples are tokenized in groups, on all cores. A group is full at this number of examples or characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
-"""Texts of more characters are tokenized in windows, which overlap: the library needs over 100 bytes a character."""
+"""Size and overlap, in characters, of windows for longer texts: the library needs over 100 bytes per character."""
 MEDIA = ("image", "video", "audio")
-"""Words in the names of special tokens, and in the types of message parts, that denote media and not text."""
+"""Words that mark special tokens and types of message parts as media instead of text."""
 
 ON_UNRENDERED = ("error", "warn", "drop")
-"""The choices for an example with a field that the chat template leaves out."""
+"""The choices for an example that has a field which the chat template leaves out."""
 
 WEIGHTS = ("weight", "loss", "train")
-"""Keys of a message that determine whether the message is learned."""
+"""Keys of a message that say whether the message is learned."""
 MASKS = ("completion_mask", "assistant_masks", "attention_mask")
 POSITIONS = "position_ids"
-"""Columns beside token ids with a value for each token. Masks are 1 on tokens that are learned, or are no padding."""
+"""Columns with one value per token id. Masks are 1 for learned tokens or, in ``attention_mask``, outside of padding."""
 
 SPEAKERS = ("system", "user", "assistant")
-"""Roles whose contents are texts or parts. The result of a tool may be anything that the template writes."""
+"""Roles whose content must be a text or parts. The result of a tool may be anything that the template can write."""
 
 
 class Document(NamedTuple):
@@ -60,7 +60,7 @@ class Text(NamedTuple):
         where: where the example is, for errors.
         text: the text, with the tokens of its images.
         spans: the parts of the text that get labels; None for the whole text.
-        special: whether the tokenizer adds its special tokens.
+        special: whether the tokenizer adds its special tokens to the text.
         media, counts: the images of the text, and the number of tokens of each image.
     """
 
@@ -74,12 +74,12 @@ class Text(NamedTuple):
 
 @dataclass
 class Skipped:
-    """The examples that were left out because of broken images or videos.
+    """Counts the examples that were left out because of broken images or videos.
 
     Attributes:
-        count: the number of these examples.
+        count: the number of examples that were left out.
         why: the first error.
-        files: maps the path of each broken file to the file's state; None if the file was missing.
+        files: maps the path of each broken file to the state of the file, or to None if the file was missing.
     """
 
     count: int = 0
@@ -94,17 +94,17 @@ class Skipped:
 
 
 class Encoder:
-    """Converts records to token ids: by its format, a record becomes an example, then a text, then a document.
+    """Converts records to token ids. Based on its format, a record becomes an example, then a text, then a document.
 
     Args:
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
         field: the only field of a record to read; None to read records by their format.
         formats: the formats that examples may have. Default: `DOCUMENTS`.
-        max_samples: the most examples to read; None for all.
-        broken_media: "error", or "skip" to leave out examples with an image or a video that is missing or has no
-            readable header.
+        max_samples: the maximum number of examples to read; None for all.
+        broken_media: "error", or "skip" to leave out an example if an image or a video is missing or has no readable
+            header.
         multi_turn: how the answers of a conversation become examples; see `Tokenizer.render_examples`.
-        on_unrendered: "error", "warn" or "drop": what happens if the chat template leaves out a field of a message.
+        on_unrendered: what happens if the chat template leaves out a field of a message: "error", "warn" or "drop".
 
     Attributes:
         skipped: the examples that were left out.
@@ -128,12 +128,12 @@ class Encoder:
 
         self.multi_turn, self.on_unrendered = multi_turn, on_unrendered
 
-        # What decides how records are read.
+        # Everything that determines how records are read.
         reads = (self.fields, self.formats.allowed, self.formats.format, multi_turn, on_unrendered)
         self.key: Any = [READING, type(self).__name__, *reads, max_samples]
 
         self._has_warned = False
-        # Not every name of a placeholder has one of these words: Mistral's is [IMG].
+        # Not every placeholder has one of these words in its name: Mistral's placeholder is [IMG].
         added = self.tokenizer.backend.get_added_tokens_decoder()
         own = () if self.processor is None else self.processor.media_tokens
         self._placeholders = {
@@ -146,12 +146,12 @@ class Encoder:
         """Yield the documents of the records, in order.
 
         Raises:
-            ValueError: a record is malformed. The message begins with where it is.
+            ValueError: a record is malformed. The message begins with the location of the record.
         """
         group: list[Text | Document] = []
         characters = 0
         for where, record in self._limited(records):
-            # A record becomes texts, or documents if it holds token ids.
+            # A record becomes texts or, if it holds token ids, documents.
             try:
                 texts = self._read(where, record)
             except BrokenMediaError as error:
@@ -165,7 +165,7 @@ class Encoder:
                     characters += len(text.text) + sum(medium.memory for medium in text.media)
             group += texts
 
-            # Full groups are tokenized, on all cores.
+            # Full groups are tokenized on all cores.
             if len(group) >= GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._tokenize(group)
                 group, characters = [], 0
@@ -174,10 +174,10 @@ class Encoder:
     def _limited(self, records: Iterable[Record]) -> Iterator[Record]:
         return itertools.islice(records, self.max_samples)
 
-    # A record to texts
+    # Methods that convert a record to texts
 
     def _read(self, where: str, record: Any) -> Sequence[Text | Document]:
-        """Return the texts of a record, with the spans of its answers; or its documents if it holds token ids."""
+        """Return the texts of a record with the spans of its answers or, if it holds token ids, its documents."""
         if isinstance(record, str):
             return [Text(where, self._check_text(where, record), None, True)]
 
@@ -188,10 +188,10 @@ class Encoder:
             raise ValueError(f"{where}: an example must have {field}, got {names}. Name another column by field=.")
         check_media_columns(where, example, self.media, "an example must be", f"a field {{}}. {self._advice}")
 
-        # The type of the value decides how it is read.
+        # The type of the value determines how it is read.
         columns = self.media.columns(example)
         value = example[field]
-        prompt = example.get("prompt") if self.field is None else None  # a field that is named stands alone
+        prompt = example.get("prompt") if self.field is None else None  # a field named by the user is read alone
         if isinstance(value, str):
             return [self._read_text(where, field, prompt, value, columns)]
         value = value if isinstance(value, list) else to_plain(value)
@@ -200,7 +200,7 @@ class Encoder:
         return self._read_ids(where, field, value, example, columns)
 
     def _read_text(self, where: str, field: str, prompt: Any, answer: str, columns: Columns) -> Text:
-        """Return a text, which may consist of a prompt and its answer."""
+        """Return a text: the answer, after its prompt if there is one."""
         if prompt is not None and not isinstance(prompt, str):
             raise ValueError(
                 f"{where}: prompt must be a text because {field} is a text, got messages. Convert one of the two."
@@ -213,7 +213,7 @@ class Encoder:
             whole = prompt is None
             framed = self.processor.framed(answer if prompt is None else prompt, is_prompt=not whole)
             prompt, answer = (None, framed) if whole else (framed, answer)
-        # Prompt and answer are tokenized as one text, so that a token may span both.
+        # Prompt and answer are tokenized as one text, so that a token may contain characters of both.
         text = (prompt or "") + answer
         spans = None if prompt is None else [(len(prompt), len(text))]
         return self._write(where, text, spans, True, self.media.sources_in_text(where, text, columns))
@@ -229,7 +229,7 @@ class Encoder:
             )
         prompt = prompt or ()
 
-        # The assistant's messages after the prompt are learned, unless their weight is 0.
+        # Of the messages after the prompt, the assistant's are learned, unless their weight is 0.
         messages, sources = self.media.place(where, [*prompt, *answer], columns)
         messages = read_messages(where, messages, self.media.kinds)
         answers = [number >= len(prompt) and message["role"] == "assistant" for number, message in enumerate(messages)]
@@ -263,7 +263,7 @@ class Encoder:
     def _read_ids(
         self, where: str, field: str, ids: Any, example: Mapping[str, Any], columns: Columns
     ) -> list[Document]:
-        """Return the documents of a record of token ids, unchanged. Packed ids have several documents."""
+        """Return the documents in a record of token ids, unchanged. Packed ids contain several documents."""
         if not isinstance(ids, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise ValueError(
                 f"{where}: {field} must be a text, messages, or token ids, got {str(ids)[:60]!r}. Correct it."
@@ -278,7 +278,7 @@ class Encoder:
             if not all(value in (0, 1) for value in mask):
                 raise ValueError(f"{where}: {name} must have values 0 and 1, got {str(mask)[:60]}. Correct it.")
 
-        # Labels are unshifted: the token's own id, or -100. A token is learned if no mask is 0 there.
+        # Labels are unshifted: a token's label is its own id or -100. A token is learned unless one of its masks is 0.
         labels = ids if lists["labels"] is None else lists["labels"]
         if not all(label in (token, -100) for token, label in zip(ids, labels, strict=True)):
             raise ValueError(f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.")
@@ -305,28 +305,29 @@ class Encoder:
     def _write(
         self, where: str, text: str, spans: list[Span] | None, special: bool, sources: Sequence[MediaSource]
     ) -> Text:
-        """Return a text in which the placeholders of images are replaced by the tokens of the images."""
+        """Return a text in which the placeholders of images are replaced with the tokens of the images."""
         if not sources:
             return Text(where, self._check_text(where, text), spans, special)
         media = self.media.open(where, sources)
         text, spans, counts = self.media.write(where, text, spans, media)
         return Text(where, text, spans, special, media, counts)
 
-    # A text to tokens
+    # Methods that convert a text to tokens
 
     def _tokenize(self, group: Sequence[Text | Document]) -> Iterator[Document]:
-        """Yield the documents of a group, in order. Items that are documents already are yielded unchanged."""
+        """Yield the documents of a group, in order. Items that already are documents are yielded unchanged."""
         backend, eos = self.tokenizer.backend, self.tokenizer.eos_token_id
         texts = {i: text for i, text in enumerate(group) if isinstance(text, Text)}
         encoded: dict[int, array[int]] = {}
 
-        # Very long texts are tokenized one by one, in windows.
+        # Very long texts are tokenized one at a time, in windows.
         for i, text in texts.items():
             ids = self._tokenize_long(text.text, text.spans) if len(text.text) > WINDOW_CHARACTERS else None
             if ids is not None:
                 encoded[i] = ids
 
-        # The other texts are tokenized together, on all cores. Offsets cost time, so only texts with spans have them.
+        # The other texts are tokenized together, on all cores. Offsets cost time, so they are computed only for texts
+        # with spans.
         plain = [i for i, text in texts.items() if text.spans is None and i not in encoded]
         masked = [i for i, text in texts.items() if text.spans is not None and i not in encoded]
         encodings: Any = backend.encode_batch_fast(
@@ -344,7 +345,7 @@ class Encoder:
             end = [token if token == eos else ~token for token in after]
             encoded[i] = array("i", [*(~token for token in before), *encoded[i], *end])
 
-        # The documents, in the order of the group.
+        # Yield the documents in the order of the group.
         for i, item in enumerate(group):
             if isinstance(item, Document):
                 yield item
@@ -355,17 +356,17 @@ class Encoder:
             yield self._with_media(ids, item) if item.media else Document(ids)
 
     def _with_media(self, ids: "array[int]", text: Text) -> Document:
-        """Return the document of a text, without labels on the tokens of its images."""
+        """Return the document of a text. The tokens of its images get no labels."""
         media = self.media.locate(text.where, ids, text.media, text.counts)
         return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 
     def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
-        """Return the token ids of a long text, in bounded memory; None if its windows cannot be joined exactly.
+        """Tokenize a long text with bounded memory. Returns None if the windows cannot be joined exactly.
 
-        A sequence of tokens is the BPE of its text if each pair of neighboring tokens is the BPE of its own text, and
-        pre-tokenizers read from left to right. Two windows may therefore be joined at a token of their overlap at which
-        both windows have the same tokens as the overlap tokenized alone. Only the tokens at the ends of the overlap may
-        differ, because they depend on the text outside.
+        A sequence of tokens is the BPE encoding of its text if each pair of neighboring tokens is the BPE encoding of
+        its own text, and pre-tokenizers read from left to right. Two windows may therefore be joined at a token in
+        their overlap where both windows have the same tokens as the overlap tokenized alone. Only the tokens at the
+        ends of the overlap may differ, because they depend on the text outside of the overlap.
         """
         backend = self.tokenizer.backend
         if type(backend.model).__name__ != "BPE" or backend.model.dropout:
@@ -373,10 +374,10 @@ class Encoder:
         encode: Any = backend.encode_batch_fast if spans is None else backend.encode_batch
         before, after = self._special_tokens() if spans is None else ([], [])
         joined = array("i", before)
-        ids: list[int] = []  # the ids of the last window that follow its joint with the window before
+        ids: list[int] = []  # the ids of the last window after the point where it was joined
         offsets: list[Span] = []
 
-        # Several windows are tokenized at once, on all cores, and then joined one after another.
+        # Several windows are tokenized at the same time, on all cores, and then joined one after another.
         starts = range(0, len(text) - OVERLAP_CHARACTERS, WINDOW_CHARACTERS - OVERLAP_CHARACTERS)
         windows_at_once = GROUP_CHARACTERS // WINDOW_CHARACTERS
         for first in range(0, len(starts), windows_at_once):
@@ -388,7 +389,8 @@ class Encoder:
                 previous, begin = ids, 0
                 ids = window.ids
                 if start:
-                    # The middle of the overlap must be the same in both windows and in the overlap alone.
+                    # The middle of the overlap must have the same tokens in both windows and in the overlap tokenized
+                    # alone.
                     n = len(seam.ids)
                     low, begin, high = n // 8, n // 2, n - n // 8
                     if n < 16 or previous[low - n :] != seam.ids[low:] or ids[:high] != seam.ids[:high]:
@@ -418,10 +420,10 @@ class Encoder:
         return self.processor is None or not self.processor.places_bos
 
     def _check_text(self, where: str, text: str) -> str:
-        """Return the text of an example without images unchanged, with a warning if it seems to need one.
+        """Return the text of an example without images unchanged. Warns if the text seems to need an image.
 
         Raises:
-            ValueError: the text has a placeholder of the model.
+            ValueError: the text contains one of the model's image placeholders.
         """
         placeholders = [name for name in self._placeholders if name in text]
         if placeholders:
@@ -447,18 +449,18 @@ _NO_MEDIA = (
 
 
 def open_reader(reader: Any) -> tuple[Tokenizer, MediaReader]:
-    """Return the tokenizer of a model and a reader of its images, from its tokenizer or its processor."""
+    """Return a model's tokenizer and a reader for its images, given the model's tokenizer or processor."""
     if isinstance(reader, Processor):
         return reader.tokenizer, MediaReader(reader)
     return reader, MediaReader(None)
 
 
 def drop_second_bos(tokenizer: Tokenizer, ids: Any) -> Any:
-    """Return the token ids of a text without the BOS that the tokenizer added, if the text itself begins with BOS.
+    """Remove the BOS that the tokenizer added to the ids of a text, if the text itself begins with BOS.
 
     Args:
         tokenizer: the tokenizer, which may add a BOS.
-        ids: the ids with the tokenizer's special tokens, a list or an array. ``~id`` is a token without a label.
+        ids: a list or an array of ids, including the tokenizer's special tokens. ``~id`` is a token without a label.
     """
     bos = tokenizer.bos_token_id
     is_repeated = bos is not None and [max(token, ~token) for token in ids[:2]] == [bos, bos]
@@ -473,13 +475,13 @@ def check_media_columns(
     advice: str,
     names: Sequence[str] = MEDIA_COLUMNS,
 ) -> None:
-    """Raise ValueError if an example has columns of images that the model does not accept.
+    """Raise ValueError if an example has image columns that the model does not accept.
 
     Args:
         where: where the example is.
         example: the columns.
-        media: reader of the model's images.
-        must: the beginning of the error message, before the kinds of media that the model takes.
+        media: reader for the model's images.
+        must: the beginning of the error message, which continues with the kinds of media that the model takes.
         advice: the end of the error message, with ``{}`` for the names of the fields.
         names: the fields.
     """
@@ -498,9 +500,9 @@ def render_examples(
     multi_turn: str = "all",
     on_unrendered: str = "error",
 ) -> list[Rendering]:
-    """Call `Tokenizer.render_examples` with the variables of an example. Error messages begin with ``where``."""
+    """Call `Tokenizer.render_examples` with an example's template variables. Error messages begin with ``where``."""
     try:
-        # A TypeError is raised for variables that the template does not read.
+        # The call raises a TypeError if there are variables that the template does not read.
         options = {**read_variables(example), "learned": learned, "multi_turn": multi_turn}
         examples = tokenizer.render_examples(messages, **options)
     except (TypeError, ValueError) as error:
@@ -510,11 +512,11 @@ def render_examples(
 
 
 def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> None:
-    """Raise ValueError, or warn, if the chat template leaves out fields of an example.
+    """Raise ValueError or warn if the chat template leaves out fields of an example.
 
     Args:
         where: where the example is.
-        fields: such as "message 2: tool_calls".
+        fields: the fields that are left out, such as "message 2: tool_calls".
         on_unrendered: one of `ON_UNRENDERED`.
     """
     if not fields or on_unrendered == "drop":
@@ -529,12 +531,12 @@ def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> Non
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a message from `read_messages` is learned, which is the case if none of its `WEIGHTS` is 0."""
+    """Return whether a message from `read_messages` is learned: none of its `WEIGHTS` is 0."""
     return all(message.get(name, True) for name in WEIGHTS)
 
 
 def _read_column(where: str, field: str, size: int, example: Mapping[str, Any], name: str) -> list[Any] | None:
-    """Return a column with a value for each token; None if the example has no such column."""
+    """Return a column with one value per token; None if the example has no such column."""
     values = example.get(name)
     if values is None:
         return None
@@ -553,10 +555,10 @@ def _document_bounds(
     positions: Sequence[Any] | None,
     seen: Sequence[int],
 ) -> list[Span]:
-    """Return the bounds of the documents in packed token ids, according to ``seq_lengths`` or ``position_ids``."""
+    """Return the bounds of the documents in packed token ids, given by ``seq_lengths`` or ``position_ids``."""
     bounds = [0, size]
 
-    # Lengths, which add up to the number of tokens.
+    # Lengths must add up to the number of tokens.
     lengths = example.get("seq_lengths")
     if lengths is not None:
         lengths = lengths if isinstance(lengths, list | tuple) else to_plain(lengths)
@@ -570,7 +572,7 @@ def _document_bounds(
             )
         bounds = [0, *itertools.accumulate(lengths)]
 
-    # Positions, which count from 0 in each document. Padding may have any.
+    # Positions must start at 0 in each document. Padding may have any positions.
     if positions is not None:
         shown = [i for i in range(size) if seen[i]]
         starts = [i for i in shown if positions[i] == 0]
@@ -594,16 +596,16 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         kinds: the kinds of parts that are allowed besides text, such as "image".
 
     Returns:
-        The messages. An assistant's message with calls or thoughts may lack content. Without ``kinds``, parts of text
-        are joined.
+        The messages. An assistant's message with tool calls or reasoning may lack content. Without ``kinds``, text
+        parts are joined.
 
     Raises:
-        ValueError: another message has no content, a message has no role, content is neither a text nor a list of
-            parts, a part is neither text nor of these kinds, or a weight is neither 0 nor 1.
+        ValueError: another message has no content; a message has no role; content is neither a text nor a list of
+            parts; a part is neither text nor of an allowed kind; or a weight is neither 0 nor 1.
     """
     checked = []
     for number, message in enumerate(messages, 1):
-        # A table gives every message the keys of all messages. Null and empty fields count as absent.
+        # In a table, every message has the keys of all messages. Null and empty fields therefore count as absent.
         present = {key: value for key, value in message.items() if value is not None}
         for key in ("tool_calls", "function_call", *THOUGHTS):
             if key in present and not present[key]:
@@ -616,7 +618,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         if isinstance(present.get("function_call"), Mapping):
             present["function_call"] = _with_arguments(present["function_call"])
 
-        # Content is a text or parts. An assistant's message may have calls or thoughts instead.
+        # Content is a text or parts. An assistant's message may have tool calls or reasoning instead.
         content = present.get("content")
         instead = [key for key in ("tool_calls", "function_call", *THOUGHTS) if role == "assistant" and key in present]
         if content is None and not instead:
@@ -650,9 +652,9 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
                     f"{', '.join(media)}. {_NO_MEDIA}"
                 )
         if not kinds and isinstance(content, list | tuple) and all(map(_is_text, content)):
-            content = "".join(part["text"] for part in content)  # templates of text models take no parts
+            content = "".join(part["text"] for part in content)  # chat templates of text models take no parts
 
-        # Weights, in the spellings of OpenAI, ms-swift and axolotl, say whether the message is learned.
+        # Weights say whether the message is learned. OpenAI, ms-swift and axolotl use different names for them.
         weights = {name: present[name] for name in WEIGHTS if name in present}
         for name, weight in weights.items():
             if weight not in (0, 1):
@@ -666,7 +668,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
 
 
 def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
-    """Return the tool calls of a message with arguments as objects. In OpenAI's format, arguments are JSON texts."""
+    """Return a message's tool calls with arguments as objects. In OpenAI's format, arguments are JSON texts."""
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
             calls = json.loads(calls)
@@ -684,7 +686,7 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, if they are the JSON text of an object or missing."""
+    """Return a tool call whose arguments are an object if they were missing or the JSON text of an object."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if arguments is None and "name" in function and "parameters" not in function:
@@ -703,7 +705,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _media_in(part: Mapping[str, Any]) -> list[str]:
-    """Return the type and the keys of a part of a message that name an image, a video or audio."""
+    """Return the type and the keys of a message part that refer to an image, a video or audio."""
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
 
@@ -714,7 +716,7 @@ def is_empty(value: Any) -> bool:
 
 
 def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] | None) -> "array[int]":
-    """Return token ids as a `TokenFile` stores them, with labels only in ``spans``; None for labels everywhere."""
+    """Return token ids in the form of a `TokenFile`. Only tokens in ``spans`` get labels; with None, all tokens do."""
     if spans is None:
         return array("i", ids)
     learned = answer_mask(offsets, spans)
@@ -722,12 +724,12 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
 
 
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an example's variables for the chat template: its tools, and its ``chat_template_kwargs``.
+    """Return an example's variables for the chat template: its tools and its ``chat_template_kwargs``.
 
-    Both columns may contain JSON texts, because a column cannot hold values of different types.
+    Both columns may contain JSON texts, because a column of a table cannot hold values of different types.
 
     Raises:
-        ValueError: such a text is not JSON, or ``chat_template_kwargs`` is not an object.
+        ValueError: a text in these columns is not JSON, or ``chat_template_kwargs`` is not an object.
     """
     variables = {}
     for name in ("tools", "chat_template_kwargs"):
@@ -736,7 +738,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
             variables[name] = json.loads(value.strip() or "null") if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
-    # No tools, an empty list of them and empty text are the same; null variables count as absent.
+    # A missing list of tools, an empty list and an empty text all mean no tools. Null variables count as absent.
     options = variables["chat_template_kwargs"] or {}
     if not isinstance(options, Mapping):
         raise ValueError(f"chat_template_kwargs must be an object, got {str(options)[:60]!r}. Correct it.")
@@ -744,7 +746,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_characters(where: str, text: str) -> None:
-    """Raise ValueError for a text with half of a surrogate pair, as a broken escape in JSON produces."""
+    """Raise ValueError for a text with half of a surrogate pair, which a broken escape in JSON produces."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

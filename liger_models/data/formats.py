@@ -20,29 +20,29 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "call"),
     "system": "system",
 }
-"""Maps speakers in ShareGPT data to roles of messages. "call" is an assistant's message that calls a tool."""
+"""Maps speakers in ShareGPT data to message roles. "call" means a message in which the assistant calls a tool."""
 _OF_TURN = ("tool_calls", "tool_call_id", "name", "weight", "loss", "train", "reasoning_content")
 ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 ALPACA_INPUT = ", paired with an input that provides further context"
 
 SHOWN = 4096
-"""The number of tokens that are read of a document to show it."""
+"""Number of tokens of a document that are read to show the document."""
 
 Columns = Mapping[str, Any]
-"""A record, or the example that it becomes: values by column."""
+"""A record, or the example that it becomes, as values by column."""
 Convert = Callable[[str, Columns, bool], Columns]
-"""Function from a record to an example. It takes where the record is, the record, and whether there is a template."""
+"""A function that converts a record to an example. Arguments: location, record, whether there is a chat template."""
 
 
 class Format(NamedTuple):
     """A format of records.
 
     Attributes:
-        columns: the columns that a record must have. If names are joined by "|", it must have one of these columns.
+        columns: the columns that a record must have. Of names joined by "|", it must have one.
         optional: other columns that are read if they exist.
-        convert: makes an example with ``messages``, or ``prompt`` and ``completion``. None if a record already has this
-            form.
-        todo: advice in the error for a record of this format when the format is not allowed.
+        convert: function that converts a record to an example with ``messages``, or with ``prompt`` and
+            ``completion``. None if a record already has this form.
+        todo: advice in the error message if a record has this format but the format is not allowed.
     """
 
     columns: tuple[str, ...]
@@ -71,7 +71,7 @@ def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
             f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it."
         )
 
-    # A turn becomes a message. A tool call is a separate turn, and becomes a message of the assistant.
+    # A turn becomes a message. A tool call is a separate turn and becomes a message by the assistant.
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, 1):
         speaker, content = (_first(turn, names) for names in ("from|role", "value|content"))
@@ -110,7 +110,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
             f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it."
         )
 
-    # With a chat template the record becomes a conversation.
+    # With a chat template, the record becomes a conversation.
     if chat:
         prompt = []
         for question, answer in history:
@@ -118,7 +118,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
         prompt.append({"role": "user", "content": f"{instruction}\n\n{context}" if context else instruction})
         return {"prompt": _with_system(where, record, prompt), "completion": [{"role": "assistant", "content": output}]}
 
-    # Without a chat template it becomes the text on which Alpaca was trained.
+    # Without a chat template, the record becomes a text in the form on which Alpaca was trained.
     unread = [name for name in ("system", "history") if record.get(name)]
     if unread:
         raise ValueError(f"{where}: {' and '.join(unread)} needs a chat template, and the tokenizer has none. Set one.")
@@ -128,7 +128,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
 
 
 def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
-    """Return a pair as TRL has it: ``prompt``, ``chosen`` and ``rejected`` are all texts or all messages."""
+    """Return a pair in TRL's form: ``prompt``, ``chosen`` and ``rejected`` are all texts or all messages."""
     pair = _only(record, "prompt", *ANSWERS, *_TEMPLATE)
     for name in ANSWERS:
         answer = pair[name]
@@ -139,7 +139,7 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
         pair[name] = answer
     have_texts = all(isinstance(pair[name], str) for name in ANSWERS)
 
-    # The prompt may have the columns of ShareGPT or Alpaca.
+    # The prompt may be given by the columns of ShareGPT or Alpaca.
     if "prompt" not in pair and _first(record, "conversations|conversation") is not None:
         pair["prompt"] = _from_sharegpt(where, record, chat)["messages"]
     elif "prompt" not in pair and have_texts and _first(record, "instruction|question") is not None:
@@ -148,7 +148,7 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
             pair |= {"prompt": example["prompt"], name: example["completion"]}
         return pair
 
-    # A prompt as a text, and answers as messages that may begin with this prompt.
+    # The prompt is a text, and the answers are messages that may begin with this prompt.
     prompt, answers = pair.get("prompt"), [pair[name] for name in ANSWERS]
     have_messages = all(isinstance(answer, list) and answer and isinstance(answer[0], Mapping) for answer in answers)
     if isinstance(prompt, str) and have_messages:
@@ -156,13 +156,13 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
             pair["prompt"] = [{"role": "user", "content": prompt}]
         elif any(message.get("content") == prompt for message in answers[0][: shared_prefix(*answers)]):
             del pair["prompt"]
-    # Messages as a prompt, and answers as texts, or as messages that begin with all of the prompt.
+    # The prompt consists of messages, and the answers are texts, or messages that begin with the complete prompt.
     elif isinstance(prompt, list) and have_texts:
         pair |= {name: [{"role": "assistant", "content": pair[name]}] for name in ANSWERS}
     elif isinstance(prompt, list) and have_messages and all(answer[: len(prompt)] == prompt for answer in answers):
         pair |= {name: pair[name][len(prompt) :] for name in ANSWERS}
 
-    # Without a prompt, the messages that both answers begin with are the prompt.
+    # Without a prompt, the messages with which both answers begin are the prompt.
     if "prompt" in pair:
         pair["prompt"] = _whole_prompt(where, record, pair["prompt"])
     elif have_messages:
@@ -182,17 +182,18 @@ def _from_prompt(where: str, record: Columns, chat: bool) -> Columns:
 
 
 def _are_turns(value: Any) -> bool:
-    """Return whether a value is a list of turns as in ShareGPT data, and not of messages."""
+    """Return whether a value is a list of turns, as in ShareGPT data, rather than a list of messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "from" in value[0]
 
 
 def _whole_prompt(where: str, record: Columns, prompt: Any) -> Any:
-    """Return a prompt with the text of the column ``system``.
+    """Return a prompt that includes the text of the column ``system``.
 
     Raises:
-        ValueError: the prompt cannot have this text, or it lacks the text of the column ``input`` or ``context``.
+        ValueError: the text cannot be added to the prompt, or the prompt lacks the text of column ``input`` or
+            ``context``.
     """
-    # Beside an instruction or a question, these columns belong to it, and the prompt was made from them.
+    # If there is an instruction or a question, `input` and `context` belong to it, and are already part of the prompt.
     given = {} if _first(record, "instruction|question") else _only(record, "input", "context")
     unread = [name for name, text in given.items() if isinstance(text, str) and text.strip() not in _text_of(prompt)]
     if unread:
@@ -207,7 +208,7 @@ def _with_system(where: str, record: Columns, prompt: Any) -> Any:
     """Return messages that begin with the text of the column ``system``, unless they have this text already."""
     system = record.get("system")
     if not system or not (isinstance(prompt, str) or is_messages(prompt)):
-        return prompt  # an error of the encoder names a prompt of another type
+        return prompt  # the encoder raises an error for a prompt of another type
     own = [prompt] if isinstance(prompt, str) else [message for message in prompt if message.get("role") == "system"]
     if own and str(system).strip() in _text_of(own):
         return prompt
@@ -226,7 +227,7 @@ def is_messages(value: Any) -> bool:
 
 
 def _text_of(prompt: Any) -> str:
-    """Return the text of a prompt, of messages, or of the parts of a message."""
+    """Return the text in a prompt, in messages, or in the parts of a message."""
     if isinstance(prompt, Mapping):
         return _text_of(_first(prompt, "content|text"))
     if isinstance(prompt, list | tuple):
@@ -239,7 +240,7 @@ def _first(columns: Columns, names: str) -> Any:
 
 
 def _first_text(where: str, columns: Columns, names: str) -> Any:
-    """Return the value of the first of several columns that has one; None if there is none."""
+    """Return the value of the first of several columns that has a value; None if no column has one."""
     name = next((name for name in names.split("|") if columns.get(name) is not None), names)
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
@@ -257,7 +258,7 @@ _OF_INSTRUCTION = ("input|context", "system", "history")
 _PAIRS = "Pairs train with objective dpo, orpo, cpo or simpo."
 _TEXTS = "Queries with documents train with objective embed or rerank."
 NEGATIVES = ("negative", "negatives", "neg", *(f"negative_{number}" for number in range(1, 65)))
-"""Columns of hard negatives of a query: one document, or a list of them."""
+"""Columns with hard negatives for a query: one document, or a list of documents."""
 FORMATS = {
     "chat": Format(("messages",), ("system", *_TEMPLATE), _from_messages),
     "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
@@ -289,16 +290,16 @@ FORMATS = {
 """The formats, in the order in which they are compared with a record."""
 _COLUMNS = {column for format in FORMATS.values() for column in format.names}
 DOCUMENTS = ("chat", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text", "input_ids")
-"""The formats of records that become documents."""
+"""The formats whose records become documents."""
 
 
 class Formats:
-    """Recognizes the format of records, and converts them.
+    """Recognizes the format of records, and converts records to examples.
 
     Args:
-        allowed: the names in `FORMATS` of the formats that can be used.
-        format: the format of all records. None recognizes it by the columns; then all records of a file must have the
-            format of the first one.
+        allowed: the names of the allowed formats, which are keys of `FORMATS`.
+        format: the format of all records. With None, it is recognized by the columns, and all records of a file must
+            have the same format as the first record.
 
     Attributes:
         of_file: maps the path of a file to the format of its first record.
@@ -318,19 +319,20 @@ class Formats:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read. Without ``format`` they include those by which other formats are recognized."""
+        """The columns to read. Without ``format``, they include the columns by which other formats are recognized."""
         return sorted(_COLUMNS if self.format is None else FORMATS[self.format].names)
 
     def name(self, where: str, record: Any) -> str:
         """Return the name of a record's format.
 
         Raises:
-            ValueError: the record has no allowed format, or another format than the first record of its file.
+            ValueError: the record does not have an allowed format, or has another format than the first record of its
+                file.
         """
         if isinstance(record, str):
             return "text"
         names = sorted(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-        # A column without a value does not count. The error says so.
+        # A column without a value does not count. The error message says so.
         nulls = [str(name) for name, value in record.items() if value is None] if isinstance(record, Mapping) else []
         without = f" without a value for {', '.join(nulls)}" if {*nulls} & _COLUMNS else ""
         if self.format is not None:
@@ -341,9 +343,9 @@ class Formats:
                 )
             return self.format
 
-        # The first format that fits and is allowed.
+        # Take the first format that fits the record and is allowed.
         fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
-        # An answer with a label may be a bad one, and must not be learned as a completion.
+        # An answer with a label may be labeled as bad, and must not be learned as a completion.
         is_labeled = "kto" in fitting and "kto" not in self.allowed
         usable = [name for name in fitting if name in self.allowed and not (is_labeled and name == "prompt-completion")]
         if not usable and fitting:
@@ -358,8 +360,8 @@ class Formats:
                 "its columns, or name the column of a text by field=."
             )
 
-        # All records of a file have the format of its first one.
-        # Data sets may hold records of several formats.
+        # All records of a file must have the format of its first record. Data sets may hold records of several
+        # formats.
         file = re.match(r"(.*), (?:line|row) \d+$", where)
         first = self.of_file.setdefault(file[1], usable[0]) if file else usable[0]
         if first != usable[0]:
@@ -370,10 +372,10 @@ class Formats:
         return first
 
     def convert(self, where: str, record: Any, tokenizer: Tokenizer) -> Columns:
-        """Return a record as an example with ``messages``, ``text``, ``input_ids``, or ``prompt`` and ``completion``.
+        """Convert a record to an example with ``messages``, ``text``, ``input_ids``, or ``prompt`` and ``completion``.
 
         Raises:
-            ValueError: as for `name`, or a column is malformed.
+            ValueError: a column is malformed; see also `name`.
         """
         format = FORMATS[self.name(where, record)]
         if format.convert is None:
@@ -386,12 +388,12 @@ class Formats:
 
 
 def recognized_format(source: Any) -> str | None:
-    """Return the name of the format that the first record of a source has; None if it has none, or cannot be read.
+    """Return the format name of a source's first record; None if it has no format or cannot be read.
 
-    A record that is both a document and something else is a document, except for an answer with a label.
+    If a record has the format of a document and another format, it counts as a document, except for a labeled answer.
 
     Args:
-        source: as `find_files` returns it.
+        source: a result of `find_files`.
     """
     try:
         _, record = next(read_records(source, sorted(_COLUMNS)))
@@ -407,8 +409,8 @@ def mark_learned(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> s
 
     Args:
         tokenizer: the tokenizer that decodes the ids.
-        ids: token ids, ``~id`` for a token without a label. The first `SHOWN` are read.
-        lines: the maximum number of lines that are shown of each part. Long lines are cut, too.
+        ids: token ids, with ``~id`` for a token without a label. Only the first `SHOWN` ids are read.
+        lines: the maximum number of lines to show for each part. Long lines are cut, too.
     """
     text = ""
     for learned, run in itertools.groupby(ids[:SHOWN], lambda token: token >= 0):

@@ -15,11 +15,10 @@ from liger_models.data.dataset import PackedDataset
 
 
 class PackedLoader(DataLoader[Batch]):
-    """A DataLoader whose state counts the batches taken from the loader, not those that workers have prepared ahead.
+    """A DataLoader whose state counts the batches taken from it, without the batches that workers prepare ahead.
 
     Args:
-        data: the data set. The loader starts from the data set's position, which advances with the batches that are
-            taken.
+        data: the data set. The loader starts at the data set's position. The position advances when a batch is taken.
         options: arguments of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory``.
 
     Raises:
@@ -33,18 +32,18 @@ class PackedLoader(DataLoader[Batch]):
                 "they start."
             )
         self.data = data
-        # Starting an epoch must not draw from the default generator, which decides dropout.
+        # Starting an epoch must not draw from the default generator, because dropout uses this generator.
         options = {"generator": torch.Generator(), "worker_init_fn": _begin_worker, **options}
         super().__init__(_WithPosition(data), batch_size=None, **options)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self.data._begin()
         epoch, opened = self.data.epoch, [super().__iter__()]
-        # Without its last reference the iterator ends its workers. At the end of a program PyTorch would end them by
-        # SIGTERM, which they ignore, and then wait for them forever.
+        # The iterator ends its workers when its last reference is dropped. Otherwise, at the end of the program,
+        # PyTorch would send SIGTERM to the workers, which ignore it, and would then wait for them forever.
         atexit.register(opened.clear)
-        # The workers have started with copies of the loaded position. Without workers, the data set itself still has to
-        # start from it.
+        # Workers have started with copies of the loaded position. Without workers, the data set itself still has to
+        # start from this position.
         if self.num_workers:
             self.data._loaded = False
         try:
@@ -71,9 +70,10 @@ class PackedLoader(DataLoader[Batch]):
 
 
 def _take(batches: Iterator[Any]) -> Any:
-    """Return the next batch, or None. An error in a worker is raised as the worker raised it.
+    """Return the next batch, or None. If a worker has failed, its error is raised with the worker's own message.
 
-    PyTorch puts the traceback of the worker into the message. Here, the error with this message is the cause.
+    PyTorch puts the traceback of the worker into the error message. This function raises the worker's error instead,
+    with PyTorch's error as its cause.
     """
     try:
         return next(batches, None)
@@ -86,10 +86,10 @@ def _take(batches: Iterator[Any]) -> Any:
 
 
 def _begin_worker(_: int) -> None:
-    """Ignore Ctrl-C and SIGTERM in a worker, so that the main process alone handles these signals.
+    """Ignore Ctrl-C and SIGTERM in a worker, so that only the main process handles these signals.
 
-    The terminal, the command timeout, SLURM and systemd send these signals to all processes. Workers end when the main
-    process ends. A worker that decodes images keeps their memory for later ones.
+    The terminal, the command ``timeout``, SLURM and systemd send these signals to all processes. Workers end when the
+    main process ends. A worker that decodes images keeps their memory for later images.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -99,7 +99,7 @@ def _begin_worker(_: int) -> None:
 
 
 class _WithPosition(IterableDataset[Any]):
-    """Iterates over the batches of a data set, each with the position after the batch."""
+    """Iterates over pairs of a batch of a data set and the position after this batch."""
 
     def __init__(self, data: PackedDataset) -> None:
         self.data = data

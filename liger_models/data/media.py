@@ -1,4 +1,4 @@
-"""Images and videos of examples: how examples refer to them, their sizes from headers, and their pixels."""
+"""Images and videos in examples: how examples refer to them, how headers give their sizes, and how they are decoded."""
 
 import io
 import os
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 Sampled = Callable[[int, float, float | None], list[int]]
-"""`Processor.sampled`."""
+"""The type of `Processor.sampled`."""
 Columns = Mapping[str, Sequence[Any]]
-"""Maps each kind to the images of an example in separate columns, such as ``images``."""
+"""Maps each kind of media to the images that an example has in separate columns, such as ``images``."""
 
 
 class BrokenMediaError(ValueError):
@@ -32,7 +32,7 @@ class BrokenMediaError(ValueError):
 
     Args:
         message: the error.
-        file: the file; None if the image is not in a file.
+        file: the file of the image; None if the image is not in a file.
     """
 
     def __init__(self, message: str, file: Path | None = None) -> None:
@@ -41,14 +41,14 @@ class BrokenMediaError(ValueError):
 
 
 SAMPLED = 1 << 16
-"""The checksum of a file covers only this many bytes at its beginning and at its end, because media are large."""
+"""A file's checksum covers only this many bytes at its beginning and its end, because media files are large."""
 
 
 class FileState(NamedTuple):
-    """The state of a file, by which a replacement of the file is detected.
+    """The state of a file, used to detect that the file was replaced.
 
     Attributes:
-        bytes, time: size of the file, and time of its last change in nanoseconds.
+        bytes, time: size of the file in bytes, and time of its last change in nanoseconds.
         checksum: checksum of the first and the last `SAMPLED` bytes of the file.
     """
 
@@ -69,7 +69,7 @@ class FileState(NamedTuple):
             return None
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a file is still in this state. If the time differs, as for a copy, checksums are compared."""
+        """Return whether a file is still in this state. If only the time differs, as for a copy, checksums decide."""
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
             return False
@@ -82,7 +82,7 @@ class MediaSource(NamedTuple):
     Attributes:
         kind: "image" or "video"; "" if the example refers to neither.
         source: any source that `locate_image` takes; None for the next image of a column.
-        settings: the ``min_pixels`` and ``max_pixels`` of an image, or the ``fps`` of a video, if the example has them.
+        settings: ``min_pixels`` and ``max_pixels`` of an image, or ``fps`` of a video, if the example sets them.
     """
 
     kind: str
@@ -92,12 +92,12 @@ class MediaSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Medium:
-    """An image or a video of a document.
+    """An image or a video in a document.
 
     Attributes:
-        where: where its example is, for errors.
-        source: the absolute path of the file, its content, or a PIL image in RGB.
-        size: its size, which determines its number of tokens.
+        where: location of its example, for errors.
+        source: the absolute path of the file, the content of the file, or a PIL image in RGB.
+        size: its size, which determines how many tokens it has.
         first, end: the index of its first token in the document, and the index after its last token.
     """
 
@@ -114,20 +114,20 @@ class Medium:
         """Read the header of an image or a video.
 
         Args:
-            where: where its example is. Relative paths start from its ``folder``, if it has one.
+            where: location of the example. If the location has a ``folder``, relative paths start from it.
             source: any source that `locate_image` takes.
             settings: the settings of this image or video.
             sampled: the function that chooses the frames of a video; None for an image.
 
         Raises:
-            ValueError: ``source`` is a URL of the web or has another type.
+            ValueError: ``source`` is a web URL or has an unsupported type.
             BrokenMediaError: there is no such file, or its header cannot be read.
         """
         try:
             file = locate_image(source)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
-        # Relative paths start from the folder of the file that names them.
+        # Relative paths start from the folder of the file that contains them.
         if isinstance(file, Path):
             file = Path(os.path.abspath(getattr(where, "folder", Path()) / file))
 
@@ -146,7 +146,7 @@ class Medium:
         """Return the image, or the sampled frames of the video, in RGB.
 
         Raises:
-            BrokenMediaError: the file cannot be read, or its image has another size than its header had.
+            BrokenMediaError: the file cannot be read, or the image does not have the size that was in its header.
         """
         noun = "an image" if self.size.numbers is None else "a video"
         try:
@@ -165,14 +165,14 @@ class Medium:
         return images
 
     def blank(self) -> "list[Image]":
-        """Return a black image of the same size, or as many black frames."""
+        """Return a black image of the same size or, for a video, the same number of black frames."""
         from PIL import Image
 
         return [Image.new("RGB", self.size[:2])] * (self.size.frames or 1)
 
     @property
     def content(self) -> bytes:
-        """The bytes to store: none for a file, and a PNG for a PIL image."""
+        """The bytes to store: empty for a file, and a PNG for a PIL image."""
         if isinstance(self.source, Path):
             return b""
         if isinstance(self.source, bytes):
@@ -183,7 +183,7 @@ class Medium:
 
     @property
     def checksum(self) -> int | None:
-        """The checksum of the content, or of the first and last bytes of the file; None if the file is missing."""
+        """The checksum of the content or, for a file, of its first and last bytes; None if the file is missing."""
         if isinstance(self.source, Path):
             state = FileState.of(self.source)
             return None if state is None else state.checksum
@@ -198,10 +198,10 @@ class Medium:
 
 
 def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> MediaSize:
-    """Return the size and the number of the frames that are sampled from a video, according to its header."""
+    """Return the size of a video's frames and which frames are sampled, according to the video's header."""
     if not isinstance(file, Path | bytes):
         raise ValueError("an image. Pass images as images.")
-    # The rate of the sampled frames, by which the model tells their times.
+    # The rate of the sampled frames, from which the model computes their times.
     width, height, frames, fps = read_header(file)
     numbers = sampled(frames, fps, settings.get("fps"))
     rate = len(numbers) / frames * fps
@@ -209,12 +209,12 @@ def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> Med
 
 
 class MediaReader:
-    """Finds the images and videos of examples, and inserts the tokens that represent them into texts.
+    """Finds the images and videos of examples, and inserts the tokens that represent media into texts.
 
-    In the methods "image" also means a video.
+    In the descriptions of the methods, "image" also means a video.
 
     Args:
-        processor: the processor of the model. None for a model of texts, whose examples have no images.
+        processor: the processor of the model. None for a text model, whose examples have no images.
 
     Attributes:
         kinds: the kinds of media that the model takes, such as "image".
@@ -227,8 +227,8 @@ class MediaReader:
         self.token_ids: set[int] = set() if processor is None else processor.media_ids
 
     def columns(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the images in separate columns, such as ``images``, by kind."""
-        # An example may have both names of a column. The singular comes first.
+        """Return, for each kind of media, the images that an example has in separate columns, such as ``images``."""
+        # An example may have both a singular and a plural column. The images of the singular column come first.
         columns: dict[str, list[Any]] = {kind: [] for kind in self.kinds}
         for kind, column in columns.items():
             for name in (kind, f"{kind}s"):
@@ -238,7 +238,7 @@ class MediaReader:
         return columns
 
     def sources_in_text(self, where: str, text: str, columns: Columns) -> list[MediaSource]:
-        """Return the images that the model's placeholders in a text represent, in order.
+        """Return the images that the model's placeholders in a text stand for, in order.
 
         Raises:
             ValueError: there are more placeholders than images, or fewer.
@@ -256,9 +256,9 @@ class MediaReader:
     ) -> tuple[list[dict[str, Any]], list[MediaSource]]:
         """Return messages in the form that a chat template reads, and the images of the messages.
 
-        A part of a message contains an image, or represents the next image of a column. In a message that is a text,
-        ``<image>`` represents the next image of the column. If nothing in the messages represents the images of a
-        column, the images come before the text of the user's first message.
+        A message part of type "image" either contains an image or stands for the next image of a column. In a message
+        that is a text, ``<image>`` stands for the next image of the column. If nothing in the messages stands for the
+        images of a column, these images come before the text of the user's first message.
 
         Args:
             where: where the example is, for errors.
@@ -266,16 +266,16 @@ class MediaReader:
             columns: maps each kind to the images in its column.
 
         Returns:
-            The messages with parts ``{"type": "image"}``, and the images in order.
+            The messages, whose images are now parts ``{"type": "image"}``, and the images in order.
 
         Raises:
-            ValueError: the numbers of places in the messages and of images in the columns differ, or a part has a size
-                that the model does not take.
+            ValueError: the messages do not have one place for each image in the columns, or a part has a size that
+                the model does not take.
         """
         placed: list[dict[str, Any]] = []
         sources: list[MediaSource] = []
 
-        # Parts of a message, and marks in a text, hold an image or stand for one of a column.
+        # Parts of a message and marks in a text contain an image or stand for an image of a column.
         for message in messages:
             content = message.get("content")
             if isinstance(content, str) and any(f"<{kind}>" in content for kind, column in columns.items() if column):
@@ -289,7 +289,7 @@ class MediaReader:
                 content = parts
             placed.append({**message, "content": content})
 
-        # The images of other columns come first in the user's first message.
+        # Images of the other columns come first in the user's first message.
         for kind, column in columns.items():
             users = [message for message in placed if message.get("role") == "user"]
             if column and users and not any(kind == source.kind for source in sources):
@@ -298,22 +298,22 @@ class MediaReader:
                 users[0]["content"] = [{"type": kind}] * len(column) + parts
                 sources = [MediaSource(kind)] * len(column) + sources
 
-        # Each place without an image of its own takes the next one of its column.
+        # Each place without its own image takes the next image of its column.
         images = iter(take(where, [source.kind for source in sources if source.source is None], columns))
         return placed, [source._replace(source=next(images)) if source.source is None else source for source in sources]
 
     def _read_part(self, where: str, part: Any, kinds: Columns) -> MediaSource:
-        """Return the image in a part of a message; a `MediaSource` of kind "" if the part has no image."""
+        """Return the image in a message part, or a `MediaSource` of kind "" if the part has no image."""
         if not isinstance(part, Mapping):
             return MediaSource("")
-        # The type is "image" or "image_url"; without a type, a key of this name decides.
+        # The type is "image" or "image_url". Without a type, a key with such a name determines the type.
         present = {key: value for key, value in part.items() if value is not None}
         part_type = str(present.get("type", next((key for key in present if key.removesuffix("_url") in kinds), "")))
         kind = part_type.removesuffix("_url")
         if kind not in kinds:
             return MediaSource("")
 
-        # A part may have settings of its own. A size that the model does not take is an error.
+        # A part may have its own settings. A size that the model does not take is an error.
         takes_bounds = self.processor is not None and self.processor.takes_bounds
         names = ("fps",) if kind == "video" else BOUNDS if takes_bounds else ()
         settings = {name: present[name] for name in names if name in present}
@@ -328,27 +328,27 @@ class MediaReader:
         return MediaSource(kind, spellings[0] if spellings else None, settings)
 
     def open(self, where: str, sources: Sequence[MediaSource]) -> list[Medium]:
-        """Return the images with the sizes in their headers; see `Medium.open`."""
+        """Open images and read their sizes from the headers; see `Medium.open`."""
         sampled = {} if self.processor is None else {"video": self.processor.sampled}
         return [Medium.open(where, source, settings, sampled.get(kind)) for kind, source, settings in sources]
 
     def write(
         self, where: str, text: str, spans: Sequence[Span] | None, media: Sequence[Medium]
     ) -> tuple[str, list[Span] | None, list[int]]:
-        """Return a text in which the placeholders of images are replaced by the tokens of the images.
+        """Return a text in which the placeholders of images are replaced with the tokens of the images.
 
         Args:
             where: where the example is, for errors.
             text: the text, as a chat template renders it.
-            spans: the spans of the answers in the text; None if it is no chat.
+            spans: the spans of the answers in the text; None if the text is not a chat.
             media: the images of the text, in order.
 
         Returns:
-            The text, the spans in it, and the number of tokens of each image.
+            The new text, the spans of the answers in it, and the number of tokens of each image.
 
         Raises:
             ValueError: the placeholders in the text do not match the images.
-            BrokenMediaError: the processor takes no image of such a size.
+            BrokenMediaError: an image has a size that the processor does not take.
         """
         if self.processor is None:
             return text, None if spans is None else [*spans], []
@@ -364,23 +364,23 @@ class MediaReader:
             written = [self.processor.written(medium.size) for medium in media]
         except ValueError as error:
             raise BrokenMediaError(f"{where}: {error}") from error
-        # Replace each placeholder by its tokens, and move the spans of the answers along.
+        # Replace each placeholder with its tokens, and adjust the spans of the answers.
         edits = [Edit(*place.span(), tokens) for place, (tokens, _) in zip(placeholders, written, strict=True)]
         text, moved = edited(text, edits, spans or ())
         return text, None if spans is None else moved, [count for _, count in written]
 
     def locate(self, where: str, ids: Sequence[int], media: Sequence[Medium], counts: Sequence[int]) -> list[Medium]:
-        """Return the images with the positions of their first and last tokens in a document.
+        """Set, for each image, the positions of its first and last tokens in a document.
 
         Args:
             where: where the example is, for errors.
-            ids: the token ids of the document; ``~id`` for a token without a label.
-            media, counts: the images of the document, and the number of tokens of each.
+            ids: the token ids of the document, with ``~id`` for a token without a label.
+            media, counts: the images of the document, and the number of tokens of each image.
 
         Raises:
             ValueError: the number of image tokens in the document differs from the sum of ``counts``.
         """
-        # Tokens with and without a label.
+        # Image tokens with and without a label.
         tokens = self.token_ids | {~token for token in self.token_ids}
         positions = [position for position, token in enumerate(ids) if token in tokens]
         ends = [0, *accumulate(counts)]  # the first position of each image, as an index into `positions`
@@ -396,7 +396,7 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """Return the next image of the right column for each place of an image in an example.
+    """Return, for each place for an image in an example, the next image of the column for its kind.
 
     Args:
         where: where the example is, for errors.
@@ -419,11 +419,11 @@ def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
 
 
 def _split_marks(text: str, columns: Columns) -> list[dict[str, Any]]:
-    """Split a text into parts. ``<image>`` becomes a part of type "image" if the column has images."""
+    """Split a text into parts. ``<image>`` becomes a part of type "image" if there is a column with images."""
     kinds = [kind for kind, column in columns.items() if column]
     parts: list[dict[str, Any]] = []
     for position, piece in enumerate(re.split(f"<({'|'.join(kinds)})>", text)):
-        if position % 2:  # the group of the pattern
+        if position % 2:  # the matched mark
             parts.append({"type": piece})
         elif piece:
             parts.append({"type": "text", "text": piece})
@@ -431,7 +431,7 @@ def _split_marks(text: str, columns: Columns) -> list[dict[str, Any]]:
 
 
 def keep_whole(media: Sequence[tuple[int, int]], length: int) -> int:
-    """Return the position at which to cut a document: ``length``, or the start of an image that would be cut there.
+    """Return where to cut a document: at ``length``, or before an image that a cut at ``length`` would split.
 
     Args:
         media: for each image, the index of its first token and the index after its last token.

@@ -1,4 +1,4 @@
-"""Mixtures of data sets in given shares: the rows that each data set provides in an epoch, and their order."""
+"""Mixtures of data sets with given shares: which rows each data set provides in an epoch, and in which order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +11,19 @@ from liger_models.data.tokens import TokenFile
 
 
 class MixedRows(PackedRows):
-    """The rows of several data sets. Each data set provides its share of the rows of an epoch.
+    """The rows of several data sets. In each epoch, a data set provides a given share of the rows.
 
-    An epoch ends when one of the data sets, the smallest relative to its share, has been used up. In the next epoch the
-    other data sets continue with rows that were not used yet. A data set whose rows were all used begins again, in
-    another order.
+    An epoch ends when the data set that is smallest relative to its share has been used up. In the next epoch, the
+    other data sets continue with rows that have not been used yet. When all rows of a data set have been used, it
+    begins again, in another order.
 
     Args:
-        parts: the rows of each data set. Their own epochs are not used.
+        parts: the rows of each data set. The epochs of the parts themselves are not used.
         shares: the share of each data set, a positive number. Shares need not add up to 1.
-        shuffle, seed: as for `PackedDataset`.
+        shuffle, seed: see `PackedDataset`.
 
     Raises:
-        ValueError: the shares do not fit the parts.
+        ValueError: the shares do not match the parts.
     """
 
     def __init__(self, parts: Sequence[PackedRows], shares: Sequence[float], shuffle: bool, seed: int) -> None:
@@ -33,7 +33,7 @@ class MixedRows(PackedRows):
             )
         self.parts, self.shares, self.shuffle, self.seed, self.epoch = list(parts), list(shares), shuffle, seed, 0
         self.tokens = parts[0].tokens
-        # The data set that is the smallest relative to its share determines the number of rows of an epoch.
+        # The data set that is smallest relative to its share determines the number of rows in an epoch.
         sizes = [len(part) for part in parts]
         rows = min(size / share for size, share in zip(sizes, shares, strict=True))
         self.counts = [max(round(rows * share), 1) for share in shares]
@@ -41,19 +41,19 @@ class MixedRows(PackedRows):
 
     @property
     def sources(self) -> list[TokenFile]:
-        """The tokens of each data set, in the order of the parts."""
+        """The `TokenFile` objects of each data set, in the order of the parts."""
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:
-        """Return the sizes, checksums and shares that must be equal for an index to mean the same row."""
+        """Return the sizes, checksums and shares on which the meaning of an index depends."""
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:
-        """Return whether any piece of a document has a target, which is a token with a label after the first token."""
+        """Return whether any piece of a document has a target: a token with a label after its first token."""
         return any(part.has_targets() for part in self.parts)
 
     def plan(self, epoch: int) -> None:
-        """Select ``epoch``: indexing then returns the rows of this epoch."""
+        """Select ``epoch``. From then on, indexing returns the rows of this epoch."""
         self._chosen = self._chosen if epoch == self.epoch else None
         self.epoch = epoch
 
@@ -69,16 +69,16 @@ class MixedRows(PackedRows):
         return self.parts[int(parts[index])][int(rows[index])]
 
     def _choose(self) -> tuple[Tensor, Tensor]:
-        """Return, for each row of the epoch, its part, and its index in this part: two tensors [rows] int64."""
+        """Return two tensors [rows] int64: for each row of the epoch, its part and its index in this part."""
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
-            # The rows that the part has provided since the first epoch, counted through all its cycles.
+            # Rows that the part has provided since the first epoch are counted through all cycles of the part.
             size, first, last = len(part), self.epoch * count, (self.epoch + 1) * count
             cycles = [self._order(size, number, cycle) for cycle in range(first // size, -(-last // size))]
-            skipped = first // size * size  # rows before the first of these cycles
+            skipped = first // size * size  # rows of the cycles before
             parts.append(torch.full((count,), number))
             rows.append(torch.cat(cycles)[first - skipped : last - skipped])
-        # The parts are shuffled among each other.
+        # Shuffle the rows of all parts together.
         order = self._order(len(self), len(self.parts), self.epoch)
         return torch.cat(parts)[order], torch.cat(rows)[order]
 

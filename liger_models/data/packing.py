@@ -1,4 +1,4 @@
-"""Packing of pieces of documents into rows, and the rows of an epoch."""
+"""Packing of pieces of documents into rows, and the sequence of an epoch's rows."""
 
 import hashlib
 import itertools
@@ -17,20 +17,20 @@ from liger_models.data.pixels import RowMaker
 from liger_models.data.tokens import TokenFile
 
 WINDOW = 4096
-"""The number of documents that are packed together, and of examples that a stream reads ahead."""
+"""The number of documents that are packed together, and the number of examples that a stream reads ahead."""
 
 
 def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Split documents, which are stored consecutively, into pieces. Returns each piece's first token and size.
+    """Split consecutively stored documents into pieces. Returns the first token and the size of each piece.
 
     Args:
         sizes: [n] int64, the number of tokens of each document, at least 1.
-        length: the largest number of tokens of a piece.
-        overflow: what happens to longer documents, "split" or "truncate"; see `PackedDataset`.
-        kept: [n] int64, the number of tokens that are used of each document. A document with 0 has no piece.
+        length: the maximum number of tokens in a piece.
+        overflow: what happens to longer documents: "split" or "truncate"; see `PackedDataset`.
+        kept: [n] int64, how many tokens of each document are used. A document with 0 has no piece.
 
     Returns:
-        Two tensors [pieces] int64. Tokens are counted from the first token of the first document.
+        Two tensors [pieces] int64. The index of a first token counts from the first document's first token.
     """
     starts = sizes.cumsum(0) - sizes
     if kept is not None:
@@ -46,22 +46,24 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
 
 
 def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Pack pieces into rows by best-fit decreasing: longest piece first, each into the fullest row with room for it.
+    """Pack pieces into rows by best-fit decreasing: longest piece first, each into the fullest row that has room.
 
     Args:
         sizes: [n] int32 or int64, the number of tokens of each piece, at most ``capacity``.
-        capacity: the number of tokens of a row.
+        capacity: the number of tokens in a row.
 
     Returns:
-        The indices of the pieces, row after row, [n] int64, and the position after each row's last index, [rows] int64.
-        Within a row the indices ascend. Rows are ordered by the index of their longest piece.
+        The indices of the pieces, row after row, [n] int64, and for each row the position after its last index,
+        [rows] int64. Within a row, the indices are ascending. Rows are ordered by the index of their longest piece.
     """
-    # Ties keep the order of the indices, in which the packing of a saved run was made. (`index_select` and `scatter`
-    # run in one thread. Indexing starts several, which for a window of pieces takes a hundred times as long.)
+    # Pieces of equal size must stay in the order of their indices, because a saved run was packed in this order.
+    # `index_select` and `scatter` run in one thread. Indexing would start several threads, which takes a hundred
+    # times as long for a window of pieces.
     descending = sizes.argsort(descending=True, stable=True)
     row_of, first_of = _best_fit(sizes.index_select(0, descending).tolist(), capacity)
 
-    # Rows are numbered in the order in which they were opened. Renumber them by their first and longest pieces.
+    # Rows are numbered in the order in which they were opened. Renumber them by the index of their first piece, which
+    # is their longest.
     by_longest = descending.index_select(0, torch.tensor(first_of, dtype=torch.int64)).argsort()
     number_of = torch.empty_like(by_longest).scatter_(0, by_longest, torch.arange(len(by_longest)))
     row_numbers = number_of.index_select(0, torch.tensor(row_of, dtype=torch.int64))
@@ -70,9 +72,9 @@ def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
-    """Return the row of each piece, and the first piece of each row, for pieces in descending order of size.
+    """Return the row of each piece and the first piece of each row. ``sizes`` must be descending.
 
-    Among rows with equal room, the row that reached this room last is used.
+    Of several rows with equal room, the row that reached this room last is used.
     """
     smallest = min(sizes, default=0)  # a row with less room is full
     row_of: list[int] = []
@@ -80,7 +82,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
     rooms: list[int] = []  # the distinct numbers of free tokens in rows, ascending
     rows_with: dict[int, list[int]] = {}  # number of free tokens -> rows
     for piece, size in enumerate(sizes):
-        # The fullest row with enough room, or a new one.
+        # Take the fullest row with enough room, or a new row.
         fullest = bisect_left(rooms, size)
         if fullest == len(rooms):
             row, room = len(first_of), capacity - size
@@ -92,7 +94,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
             if not rows:
                 del rows_with[room], rooms[fullest]
             room -= size
-        # The row moves to those with the room that is now left. A full row takes no more pieces.
+        # Put the row among the rows with the room that it has left now. A full row takes no more pieces.
         row_of.append(row)
         if room >= smallest:
             if room in rows_with:
@@ -107,7 +109,7 @@ def has_target(piece: Tensor) -> bool:
     """Return whether a piece of a document has a target: a token with a label after its first token.
 
     Args:
-        piece: [n] int32, as in a `TokenFile`.
+        piece: [n] int32, token ids in the form of a `TokenFile`.
     """
     return bool((piece[1:] >= 0).any())
 
@@ -119,21 +121,21 @@ def seeded_generator(*seeds: int) -> torch.Generator:
 
 
 def _index_dtype(count: int) -> torch.dtype:
-    """Return the smallest dtype for numbers up to ``count``, because a rank holds one such number per document."""
+    """Return the smallest dtype for numbers up to ``count``, because a rank holds one number for each document."""
     return torch.int32 if count < 2**31 else torch.int64
 
 
 class PackedRows(Dataset[Batch]):
-    """The rows of an epoch by their index, each as a batch of one row. `PackedDataset` creates this sequence.
+    """The sequence of an epoch's rows, each as a batch with one row. `PackedDataset` creates it.
 
     Args:
         tokens: the documents.
-        make_row: function that makes a row from pieces of documents.
-        overflow, shuffle, seed: as for `PackedDataset`.
+        make_row: function that creates a row from pieces of documents.
+        overflow, shuffle, seed: see `PackedDataset`.
 
     Attributes:
         truncated: the number of documents with images that are longer than a row.
-        longer: the number of all documents that are longer than a row.
+        longer: the number of documents, with or without images, that are longer than a row.
     """
 
     def __init__(
@@ -151,18 +153,18 @@ class PackedRows(Dataset[Batch]):
 
     @property
     def sources(self) -> list[TokenFile]:
-        """The tokens of all documents."""
+        """The `TokenFile` of all documents, in a list."""
         return [self.tokens]
 
     def identity(self) -> Any:
-        """Return the sizes and the checksums that must be equal for an index to mean the same row."""
+        """Return the sizes and checksums on which the meaning of an index depends."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 
     def _keep_whole(self, sizes: Tensor) -> Tensor:
         """Return how many tokens of each document are used, [documents] int64.
 
-        A document with images is cut at the end of a row, or before an image that does not fit. It is left out if no
+        A document with images is cut at the end of a row or before an image that does not fit. It is left out if no
         target remains.
         """
         kept, ends = sizes.clone(), self.tokens.ends
@@ -177,19 +179,19 @@ class PackedRows(Dataset[Batch]):
         return kept
 
     def has_targets(self) -> bool:
-        """Return whether any token that has a label is preceded by another token of its piece.
+        """Return whether any piece has a target: a token with a label after the first token of the piece.
 
-        The first token of a piece cannot be predicted.
+        The first token of a piece cannot be predicted, so it is not a target.
         """
-        return any(self._have_targets())  # nearly always the first piece has one
+        return any(self._have_targets())  # nearly always, already the first piece has a target
 
     def count_without_targets(self) -> tuple[int, int]:
-        """Return how many of the first `WINDOW` pieces have no target, and the number of these pieces."""
+        """Return how many of the first `WINDOW` pieces have no target, and how many pieces were checked."""
         have = list(itertools.islice(self._have_targets(), WINDOW))
         return have.count(False), len(have)
 
     def _have_targets(self) -> Iterator[bool]:
-        """Yield for each piece whether it has a target. Pieces are read block by block."""
+        """Yield, for each piece, whether it has a target. Pieces are read block by block."""
         blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)
         for starts, sizes in blocks:
             for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
@@ -198,15 +200,15 @@ class PackedRows(Dataset[Batch]):
     def plan(self, epoch: int) -> None:
         """Select ``epoch``: indexing then returns the rows of this epoch.
 
-        The method is not called ``set_epoch``, because Accelerate would call a method of this name at the start of each
-        epoch, except for an epoch that is resumed.
+        The method is not named ``set_epoch``, because Accelerate would call a method with this name at the start of
+        each epoch, but not at the start of a resumed epoch.
         """
         if epoch != self.epoch and self.shuffle:
             self._packed = None
         self.epoch = epoch
 
     def _pack(self) -> tuple[Tensor, Tensor]:
-        """Return the pieces in the order of the rows, and the end of each row among them; computed once per epoch."""
+        """Return the pieces in the order of the rows, and where each row ends among them. Cached for the epoch."""
         if self._packed is None:
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)

@@ -1,4 +1,4 @@
-"""Queries with documents, for embeddings and rerankers: pairs and triplets, or pairs of texts with scores."""
+"""Queries with documents, for embedding models and rerankers: pairs and triplets, or pairs of texts with scores."""
 
 import hashlib
 import itertools
@@ -28,9 +28,9 @@ GROUP = 256
 QUERY = ("query", "anchor", "question", "sentence1")
 DOCUMENT = ("positive", "pos", "document", "passage", "answer", "sentence2")
 SCORE = ("score", "label", "similarity_score")
-"""Columns of an example's query, of its document, and of the score of both."""
+"""Possible column names for the query of an example, for its document, and for the score of both."""
 HEAD = 4
-"""Number of integers at the beginning of an example's first document, which describes the example."""
+"""Number of integers at the beginning of an example's first document. This document describes the example."""
 
 
 class Pair(NamedTuple):
@@ -38,8 +38,8 @@ class Pair(NamedTuple):
 
     Attributes:
         query: the query, or the first of two texts.
-        documents: the positive document, followed by negative ones; with a score, only one document.
-        score: the score of query and document; None if the documents are a positive and negative ones.
+        documents: the positive document, followed by negative documents. With a score, there is only one document.
+        score: the score of query and document; None if the documents are positive and negative documents.
     """
 
     query: str
@@ -48,10 +48,11 @@ class Pair(NamedTuple):
 
 
 class TextMaker(Protocol):
-    """Makes the texts of examples, as token ids. An object with equal fields makes equal texts."""
+    """Creates the texts of examples, as token ids. Objects with equal fields create equal texts."""
 
     by_document: bool
-    """Whether there is a text for each document, with a score, and not one for the query and one for each document."""
+    """Whether an example has one text per document, with a score. Otherwise, the query and each document have a text.
+    """
 
     def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[list[Tensor]]:
         """Return the token ids of the texts of each example, [n] int32 each."""
@@ -81,7 +82,7 @@ def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
             raise ValueError(f"{where}: the score must be a finite number, got {score!r}. Correct it.")
         return Pair(query, [text(name for name in DOCUMENT if name not in ("positive", "pos", "answer"))], float(score))
 
-    # Negative documents have a column each, or are a list.
+    # Negative documents have one column each, or are in a list.
     unread = sorted(name for name in record if re.fullmatch(r"negative_\d+", name) and name not in NEGATIVES)
     if unread:
         raise ValueError(
@@ -97,7 +98,7 @@ def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
             check_characters(where, negative)
             documents.append(negative)
 
-    # The score of a single document may say that the document is not a positive one.
+    # The score of a single document may mean that the document is negative.
     score = next((name for name in SCORE if isinstance(record.get(name), int | float)), None)
     if score is not None and len(documents) == 1:
         raise ValueError(
@@ -109,15 +110,15 @@ def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
 
 
 def key_of(content: bytes) -> int:
-    """Return a 64-bit checksum, by which equal texts are recognized."""
+    """Return a 64-bit checksum that is used to recognize equal texts."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 class PairEncoder(Encoder):
-    """Encodes each record as a document that describes it, and a document for each of its texts.
+    """Encodes each record as one document that describes the record, followed by a document for each of its texts.
 
-    The first document holds the number of texts, whether the texts have scores, the 64-bit checksum of the query as two
-    integers, and the bits of the scores.
+    The first document contains the number of texts, whether the texts have scores, the 64-bit checksum of the query
+    as two integers, and the bits of the scores.
     """
 
     texts: TextMaker
@@ -147,10 +148,10 @@ class PairEncoder(Encoder):
 
 
 class PairRows(AnswerRows):
-    """The examples of an epoch by their index, each with its ``texts``, its ``scores`` and the ``key`` of its query."""
+    """The sequence of an epoch's examples. Each has ``texts``, ``scores`` and the ``key`` of its query."""
 
     def _with_answers(self) -> list[int]:
-        """Return the indices of all examples, after finding where each begins."""
+        """Find where each example begins, and return the indices of all examples."""
         self.firsts, ends, ids = list[int](), self.tokens.ends.tolist(), self.tokens.ids
         first = 0
         while first < len(ends):
@@ -171,12 +172,12 @@ class PairRows(AnswerRows):
         }
 
     def scores(self, number: int) -> Tensor:
-        """Return the scores of an example in the source, [n] fp32."""
+        """Return the scores of an example, given its index in the source, [n] fp32."""
         return self._document(self.firsts[number])[HEAD:].clone().view(torch.float32)
 
     @property
     def are_scored(self) -> set[bool]:
-        """Whether examples have scores: {True}, {False} or both."""
+        """Whether the examples have scores: {True}, {False}, or both if only some examples have scores."""
         ends = self.tokens.ends
         return {bool(self.tokens.ids[(int(ends[first - 1]) if first else 0) + 1]) for first in self.firsts}
 
@@ -184,22 +185,22 @@ class PairRows(AnswerRows):
 class PairDataset(PackedDataset):
     """Batches of queries with documents: this rank's share of the examples, epoch after epoch.
 
-    A batch has the packed texts of `pack_texts`, and these tensors:
+    A batch has packed texts (see `pack_texts`) and these tensors:
 
-    - ``counted`` [examples] bool: False for an example that fills the batch of a rank that has none.
+    - ``counted`` [examples] bool: False for an example that only fills the batch of a rank without examples.
     - ``query_keys`` [examples] int64: a checksum of each query.
     - ``keys`` [texts] int64: a checksum of each text.
-    - ``scores`` fp32, if there are scores: [texts] for a reranker, and otherwise [examples].
-    - ``example`` [texts] int64: the example of each text.
+    - ``scores`` fp32, if there are scores: [texts] for a reranker, otherwise [examples].
+    - ``example`` [texts] int64: the index of the example to which each text belongs.
 
-    The texts of embeddings are all queries, followed by the document of each query, followed by all negative documents.
-    The texts of a reranker are prompts, one for each document.
+    For embedding models, the texts are all queries, followed by the document of each query, followed by all negative
+    documents. For rerankers, the texts are prompts, one for each document.
 
-    Order, distribution over ranks, position and cache are as in `PackedDataset`, with examples instead of rows. The
-    last step of an epoch is completed with the first examples of the epoch, unless ``complete`` is False.
+    Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. The
+    last step of an epoch is filled up with the first examples of the epoch, unless ``complete`` is False.
 
     Args:
-        source: files or another source with a length, as for `PackedDataset`, with examples of these formats:
+        source: files or another source with a length; see `PackedDataset`. The examples have one of these formats:
 
             - "contrastive": a query (``query``, ``anchor``, ``question`` or ``sentence1``), its document (``positive``,
               ``pos``, ``document``, ``passage``, ``answer`` or ``sentence2``), and optionally hard negatives:
@@ -208,12 +209,12 @@ class PairDataset(PackedDataset):
               or ``passage``) and a number ``score``, ``label`` or ``similarity_score``.
         tokenizer: the tokenizer of the model.
         length: number of tokens to which texts are cut.
-        texts: makes the texts of the examples, such as `EmbedderTexts` or `RerankerTexts`.
-        complete: False for an evaluation, which must see each example once.
-        options: as for `PackedDataset`; ``batch_size`` is the number of examples in a batch.
+        texts: creates the texts of the examples, such as `EmbedderTexts` or `RerankerTexts`.
+        complete: whether to fill up the last step. Use False for an evaluation, which must see each example once.
+        options: see `PackedDataset`. ``batch_size`` is the number of examples in a batch.
 
     Raises:
-        ValueError: as for `PackedDataset`, the source is a stream, or some examples have scores and others do not.
+        ValueError: the source is a stream, or only some of the examples have scores; see also `PackedDataset`.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class PairDataset(PackedDataset):
         return PairRows(tokens, self._make_row, self.shuffle, self.seed)
 
     def score_outside(self, low: float, high: float) -> float | None:
-        """Return a score that is below ``low`` or above ``high``; None if there is none."""
+        """Return a score that is below ``low`` or above ``high``; None if there is no such score."""
         for part in self._parts:
             for number in range(len(part.firsts)) if self.is_scored else ():
                 wrong = [score for score in part.scores(number).tolist() if not low <= score <= high]
@@ -282,7 +283,8 @@ class PairDataset(PackedDataset):
             counted = [True] * len(rows)
         elif not rows:
             rows, counted = [self.rows[0]], [False]  # so that all ranks have the same number of batches
-        # Order the texts: by example for a reranker; otherwise queries first, then documents, then negative documents.
+        # Order the texts. For a reranker, by example. Otherwise, queries first, then documents, then negative
+        # documents.
         numbered = [(number, text) for number, row in enumerate(rows) for text in row["texts"]]
         if not self.texts.by_document:
             parts = [[(number, row["texts"][place]) for number, row in enumerate(rows)] for place in (0, 1)]

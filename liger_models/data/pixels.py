@@ -1,4 +1,4 @@
-"""Rows with the pixels of their images. The loader's workers decode the images when they make a row."""
+"""Rows that include the pixels of their images. The loader's workers decode the images when they create a row."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 BROKEN_MEDIA = ("error", "skip")
 WORKERS = 256
-"""The number of workers that count broken images and videos separately."""
+"""The number of counters for broken images and videos. Up to this number, each worker has its own counter."""
 
 Piece = tuple[Tensor, Sequence[Medium]]
-"""The token ids of a piece of a document, [n] int32 as in a `TokenFile`, and its images."""
+"""The token ids of a piece of a document, [n] int32 in the form of a `TokenFile`, and the images of the piece."""
 
 
 class RowMaker:
-    """Makes a row from pieces of documents.
+    """Creates a row from pieces of documents.
 
     Args:
         length: the number of tokens in a row.
         filler: the token id of padding.
-        processor: converts images to pixels; None if there are only texts.
-        broken_media: what happens to an image that cannot be decoded: "error", or "skip", which makes it black and
-            removes the labels of its document.
+        processor: the processor, which converts images to pixels; None if there are only texts.
+        broken_media: what happens to an image that cannot be decoded: "error", or "skip", which makes the image black
+            and removes the labels of its document.
 
     Attributes:
-        broken: documents whose labels were removed, or examples that were replaced, counted by each worker of this
-            process, [WORKERS] int64.
+        broken: [WORKERS] int64, the number of documents that lost their labels, or of examples that were replaced,
+            counted by each worker of this process.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RowMaker:
         self.broken = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
 
     def __call__(self, pieces: Sequence[Piece]) -> Batch:
-        """Return a batch of one row.
+        """Return a batch with one row.
 
         Raises:
             ValueError: an image cannot be decoded, and ``broken_media`` is "error".
@@ -58,7 +58,7 @@ class RowMaker:
                 decoded += [medium.decode() for medium in media]
             except BrokenMediaError as error:
                 self.count(error, "The labels of documents with broken images or videos are removed.")
-                # Black images keep the number of tokens. The smaller of id and ~id is the one without a label.
+                # Black images keep the number of tokens. The smaller of id and ~id is a token without a label.
                 decoded += [medium.blank() for medium in media]
                 ids = torch.minimum(ids, ~ids)
             documents.append(ids)
@@ -66,7 +66,7 @@ class RowMaker:
         return row | make_pixels([medium for _, media in pieces for medium in media], self.processor, decoded)
 
     def count(self, error: BrokenMediaError, done: str) -> None:
-        """Count a document with a broken image or video. The first one causes a warning, which ends with ``done``.
+        """Count a document with a broken image or video. The first one causes a warning that ends with ``done``.
 
         Raises:
             BrokenMediaError: ``broken_media`` is "error".
@@ -82,12 +82,12 @@ class RowMaker:
 def make_pixels(
     media: Sequence[Medium], processor: Processor | None, decoded: "Sequence[Sequence[Image]] | None" = None
 ) -> dict[str, Tensor]:
-    """Return the inputs of a model's forward for the images and videos of a row. Without a processor there are none.
+    """Return the inputs of a model's forward for the images and videos of a row; empty without a processor.
 
     Args:
         media: the images and videos.
         processor: the processor of the model.
-        decoded: the image or the frames of each medium. Default: this function decodes them.
+        decoded: the decoded image or frames of each medium. Default: this function decodes the media.
 
     Raises:
         BrokenMediaError: an image or a video cannot be decoded.
@@ -95,7 +95,7 @@ def make_pixels(
     if processor is None:
         return {}
     decoded = [medium.decode() for medium in media] if decoded is None else decoded
-    # The processor takes images and videos apart, each with the settings of its own.
+    # The processor takes images and videos separately, each with its own settings.
     pairs = [(frames, medium.size) for frames, medium in zip(decoded, media, strict=True)]
     images = [(image, size) for (image, *_), size in pairs if size.kind == "image"]
     videos = [(frames, size) for frames, size in pairs if size.kind == "video"]

@@ -1,4 +1,4 @@
-"""Batches of preference pairs. A pair holds texts, chats or token ids, or comes from one of TRL's collators."""
+"""Batches of preference pairs. Pairs are texts, chats, token ids, or the output of one of TRL's collators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,11 +27,11 @@ from liger_models.text.chat import answer_mask, shared_prefix
 from liger_models.text.tokenizer import Tokenizer
 
 IMAGE_INPUTS = frozenset(PromptInputs.__annotations__)
-"""The arguments of a model's forward besides text."""
+"""The arguments of a model's forward for inputs other than text."""
 
 
 class Answer(NamedTuple):
-    """A prompt and an answer to it, as tokens.
+    """A prompt and an answer to it, as token ids.
 
     Attributes:
         prompt, answer: token ids.
@@ -49,43 +49,45 @@ def preference_batch(
     *,
     processor: Processor | None = None,
 ) -> Batch:
-    """Return preference pairs as one batch, in which all chosen sequences are followed by all rejected sequences.
+    """Return preference pairs as one batch: all chosen sequences, followed by all rejected sequences.
 
-    The pairs may have any form that TRL's trainers take, before or after their collators. A row is a prompt and its
-    answer, without padding before or between them. Only the answer has labels.
+    The pairs may have any form that TRL's trainers take, before or after their collators. A row consists of a prompt
+    and its answer, without padding before or between the two. Only the answer has labels.
 
     Args:
         pairs: a list of examples, or columns by name, in one of these forms:
 
             - ``prompt``, ``chosen`` and ``rejected`` as texts. Prompt and answer are tokenized as one text, with the
-              tokenizer's special tokens and the end token; a token that spans both belongs to the answer.
-            - The same as lists of messages for the chat template, optionally with ``tools`` and
-              ``chat_template_kwargs``. Without ``prompt``, the prompt is the messages that both answers begin with. A
-              message of an answer cannot have ``weight`` 0.
+              tokenizer's special tokens and the end token. A token that spans both belongs to the answer.
+            - The same columns as lists of messages for the chat template, optionally with ``tools`` and
+              ``chat_template_kwargs``. Without ``prompt``, the messages with which both answers begin are the prompt.
+              A message of an answer cannot have ``weight`` 0.
             - Token ids ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
-            - Token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``, or with
-              ``chosen_labels`` and ``rejected_labels`` if they include the prompt. Ids that are padded, on either
+            - Token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``. If the ids include
+              the prompt, they need ``chosen_labels`` and ``rejected_labels`` instead. Ids that are padded, on either
               side, also need ``chosen_attention_mask`` and so on.
 
             Or a collated batch: tensors ``input_ids``, ``attention_mask`` and ``completion_mask`` (also of TRL's
             unpaired data). Pixels and other inputs of a vision-language model are passed on.
         tokenizer: the tokenizer of the model. Token ids need none.
-        processor: the processor of a vision-language model, instead of the tokenizer. The messages of a prompt may then
-            have images in their parts, or in a field ``images`` (or ``image``). Images of a field are inserted at the
-            prompt's parts ``{"type": "image"}`` or, if there are none, before the text of the user's first message. An
-            image is whatever `locate_image` takes. Videos (Qwen-VL) are files, under ``video`` and ``videos``.
+        processor: the processor of a vision-language model, instead of the tokenizer. The messages of a prompt may
+            then have images in their parts, or the pair may have a field ``images`` (or ``image``). Images of a field
+            are inserted at the prompt's parts ``{"type": "image"}`` or, if there are no such parts, before the text
+            of the user's first message. An image is anything that `locate_image` takes. Videos (Qwen-VL) are files,
+            in ``video`` and ``videos``.
 
     Returns:
-        ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for a
-        model's forward with ``return_log_probs``. Rows are padded on the right, with the tokenizer's padding id or 0.
-        With images, the batch also has the processor's outputs for all 2 · pairs rows, because both answers need them.
+        ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for
+        a model's forward with ``return_log_probs``. Rows are padded on the right, with the tokenizer's padding id or,
+        without a tokenizer, 0. With images, the batch also has the processor's outputs for all 2 · pairs rows,
+        because both answers of a pair need them.
 
     Raises:
-        ValueError: no pairs, a missing key, a tensor of token ids without its mask, an answer without tokens or with a
-            message of weight 0, images without a processor, an image that cannot be read, or more or fewer images than
-            places for them.
+        ValueError: there are no pairs; a key is missing; a tensor of token ids has no mask; an answer has no tokens,
+            or a message of weight 0; there are images but no processor; an image cannot be read; or the number of
+            images differs from the number of places for images.
     """
-    # Collated batches only change their names.
+    # In a collated batch, only the names change.
     if tokenizer is not None and processor is not None:
         raise ValueError(
             "preference_batch: tokenizer or processor must be given, got both. The processor has a tokenizer."
@@ -97,7 +99,7 @@ def preference_batch(
     if len(pairs) == 0:
         raise ValueError("preference_batch: pairs must hold at least one, got none.")
 
-    # Other pairs become tokens: all chosen sequences, then all rejected ones.
+    # Other pairs are converted to tokens: first all chosen sequences, then all rejected sequences.
     reader = tokenizer if processor is None else processor
     encoded = [encode_pair(f"preference_batch, pair {number}", pair, reader) for number, pair in enumerate(pairs, 1)]
     rows = [row for side in zip(*encoded, strict=True) for row in side]
@@ -130,7 +132,7 @@ def _from_collated(batch: Mapping[str, Any]) -> Batch:
 
 
 def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return a dict for each pair, given columns by name. ``fields`` are read in addition to the columns of pairs."""
+    """Convert columns by name to a dict for each pair. ``fields`` are read in addition to the columns of pairs."""
     prefixes = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
     columns = {name: column for name, column in pairs.items() if name.startswith(prefixes)}
     sizes = {name: len(column) for name, column in columns.items()}
@@ -140,7 +142,7 @@ def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[
             f"{sizes or sorted(pairs)}. A single pair goes into a list."
         )
 
-    # A tensor may be padded, and only its mask shows where.
+    # A tensor may have padding, which only its mask shows.
     for name, column in columns.items():
         mask = name.replace("input_ids", "attention_mask")
         if mask not in columns and isinstance(column, Tensor):
@@ -159,11 +161,11 @@ def encode_pair(
     answers: Sequence[str] = ANSWERS,
     on_unrendered: str = "error",
 ) -> list[Answer]:
-    """Return the chosen and the rejected answer to a prompt as tokens, or the answers called ``answers``.
+    """Return the chosen and the rejected answer to a prompt, or the given ``answers``, as tokens.
 
     Args:
         where: where the pair is, for errors.
-        pair: as for `preference_batch`.
+        pair: an example; see `preference_batch`.
         reader: the tokenizer of the model, or its processor.
         answers: the names of the answers.
         on_unrendered: what happens if the chat template leaves out a field; see `Encoder`.
@@ -203,7 +205,7 @@ def encode_pair(
 
 
 def _check_pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None, answers: Sequence[str]) -> None:
-    """Raise ValueError unless a pair has a prompt and its answers as texts, or as messages."""
+    """Raise ValueError unless the prompt and the answers of a pair are all texts, or all messages."""
     parts = {name: pair[name] for name in (*answers, "prompt") if pair.get(name) is not None}
     are_texts = [isinstance(value, str) for value in parts.values()]
     if not ({*answers} <= parts.keys() and ("prompt" in parts or not any(are_texts))):
@@ -225,9 +227,9 @@ def _check_pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None
 
 
 def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
-    """Return the answers of a pair of token ids; [] if it holds texts or messages."""
+    """Return the answers of a pair that holds token ids; [] if it holds texts or messages."""
 
-    # Each part may have several names, and a mask that is 0 on its padding.
+    # Each part may have one of several names, and a mask that is 0 for padding.
     def unpadded(part: str, *names: str) -> list[int] | None:
         tokens = next((pair[f"{part}_{name}"] for name in names if f"{part}_{name}" in pair), None)
         if tokens is None:
@@ -248,15 +250,15 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
 
 
 def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Answer]:
-    """Return the answers of a pair of texts. A token that spans prompt and answer belongs to the answer."""
+    """Return the answers of a pair that holds texts. A token that spans prompt and answer belongs to the answer."""
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
     sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in answers]
     sequences = [drop_second_bos(tokenizer, ids if ids[-1:] == end else ids + end) for ids in sequences]
     prompt = tokenizer.encode(pair["prompt"])
     prompt = drop_second_bos(tokenizer, prompt[:-1] if prompt[-1:] == end else prompt)
-    # Both answers must have the same prompt, which therefore ends at the first token in which one of the sequences
-    # differs from it.
+    # Both answers must have the same prompt tokens. The prompt therefore ends before the first token at which one of
+    # the sequences differs from the tokens of the prompt alone.
     first = min(shared_prefix(prompt, ids) for ids in sequences)
     return [Answer(ids[:first], ids[first:]) for ids in sequences]
 
@@ -270,14 +272,14 @@ def _encode_chats(
     answers: Sequence[str],
     on_unrendered: str,
 ) -> list[Answer]:
-    """Return the answers of a pair of lists of messages, each with its tokens and the prompt's tokens before it.
+    """Return the answers of a pair that holds messages, each with the tokens of the prompt and of the answer.
 
     Args:
-        media: reader of the prompt's images.
-        columns: maps each kind to the images of the prompt in its column.
-        where, pair, tokenizer, answers, on_unrendered: as in `encode_pair`.
+        media: reader for the prompt's images.
+        columns: maps each kind of media to the prompt's images in its column.
+        where, pair, tokenizer, answers, on_unrendered: see `encode_pair`.
     """
-    # Without a prompt, the messages that both answers begin with are the prompt.
+    # Without a prompt, the messages with which both answers begin are the prompt.
     has_prompt = pair.get("prompt") is not None
     shared = 0 if has_prompt else shared_prefix(*(pair[name] for name in answers))
     shortest = min(answers, key=lambda name: len(pair[name]))
@@ -315,7 +317,7 @@ def _encode_chats(
         mask = answer_mask(encoding.offsets, moved or [])
         if not any(mask):
             raise ValueError(f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
-        # The answer reaches from its first learned token to its last, results of tools between them included.
+        # The answer extends from its first to its last learned token, including tool results in between.
         first, last = mask.index(True), len(mask) - mask[::-1].index(True)
         ids = encoding.ids[:last]
         encoded.append(Answer(ids[:first], ids[first:], media.locate(where, ids, images, counts)))

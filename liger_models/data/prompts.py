@@ -1,4 +1,4 @@
-"""Prompts to which answers are sampled. A prompt keeps the other columns of its record, for a reward function."""
+"""Prompts for which answers are sampled. A prompt keeps the other columns of its record for a reward function."""
 
 import itertools
 import json
@@ -31,13 +31,13 @@ from liger_models.text.tokenizer import Tokenizer
 
 
 class PromptRows(AnswerRows):
-    """The prompts of an epoch by their index, in memory. Each prompt has its record, token ids and pixels."""
+    """The sequence of an epoch's prompts, kept in memory. Each prompt has its record, token ids and pixels."""
 
     records: list[Any]
     media: list[list[Medium]]
 
     def _with_answers(self) -> list[int]:
-        """Return the indices of all prompts, because their answers are sampled."""
+        """Return the indices of all prompts. None is left out, because answers are sampled later."""
         return [*range(len(self.tokens.ends))]
 
     def has_targets(self) -> bool:
@@ -54,18 +54,18 @@ class PromptRows(AnswerRows):
 class PromptDataset(PackedDataset):
     """Batches of prompts for sampling: this rank's share of the prompts, epoch after epoch.
 
-    A batch is a list of rows of `PromptRows`. Order, ranks and position are as in `PackedDataset`, with prompts instead
-    of rows. The last step of an epoch is completed with the first prompts of the epoch.
+    A batch is a list of rows from `PromptRows`. Order, ranks and position work as in `PackedDataset`, with prompts
+    instead of rows. The last step of an epoch is filled up with the first prompts of the epoch.
 
     Args:
-        source: files or another source with a length, as for `PackedDataset`. An example has ``prompt``, a text or
-            messages, and any other columns. Messages may have images, spelled as for `PackedDataset`.
+        source: files or another source with a length; see `PackedDataset`. An example has ``prompt`` (a text or
+            messages) and any other columns. Messages may have images, in the forms that `PackedDataset` accepts.
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
-        length: the largest number of tokens of a prompt, including its images.
-        options: as for `PackedDataset`.
+        length: the maximum number of tokens in a prompt, including the tokens of its images.
+        options: see `PackedDataset`.
 
     Raises:
-        ValueError: as for `PackedDataset`, the source is a stream, or a prompt is longer than ``length``.
+        ValueError: the source is a stream, or a prompt is longer than ``length``; see also `PackedDataset`.
     """
 
     def __init__(self, source: Any, tokenizer: Tokenizer | Processor, *, length: int, **options: Any) -> None:
@@ -74,7 +74,7 @@ class PromptDataset(PackedDataset):
             raise ValueError("PromptDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
-        # Prompts are few, and their records are needed as well, so they are tokenized in memory.
+        # There are few prompts, and their records are needed as well, so they are tokenized in memory.
         records, media = [], []
         tokens, ends, bounds = array("i"), array("q"), array("q")
         for where, record in itertools.islice(read_records(source, ()), self.encoder.max_samples):
@@ -87,12 +87,12 @@ class PromptDataset(PackedDataset):
                 continue
             records.append(record)
             media.append(images)
-            # Bounds of images count from the first token of all prompts.
+            # Bounds of images are indices into the tokens of all prompts.
             bounds.extend(len(tokens) + bound for image in images for bound in (image.first, image.end))
             tokens.extend(~token for token in ids)
             ends.append(len(tokens))
 
-        # The tokens look like a `TokenFile`. Prompts have no labels.
+        # Present the tokens like a `TokenFile`. Prompts have no labels.
         skipped = self.encoder.skipped
         if len(records) == 0:
             raise ValueError(f"PromptDataset: the source must hold prompts, got none. {skipped.why}".rstrip())
@@ -123,7 +123,7 @@ class PromptDataset(PackedDataset):
                 )
             check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
-            # The answer continues the prompt, so an end token after the prompt is removed.
+            # The answer continues the prompt, so remove an end token after the prompt.
             ids = drop_second_bos(tokenizer, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids)
         else:
             if not is_messages(prompt):
@@ -149,20 +149,20 @@ class PromptDataset(PackedDataset):
 def encode_prompt(
     where: str, example: Mapping[str, Any], reader: Tokenizer | Processor, on_unrendered: str = "error"
 ) -> tuple[list[int], list[Medium]]:
-    """Return the token ids of messages up to the beginning of the answer, and the images and videos in them.
+    """Return the token ids of messages up to the beginning of the answer, and the images and videos in the messages.
 
     Args:
         where: where the example is, for errors.
         example: an example with ``prompt``, a list of messages. It may have ``tools``, ``chat_template_kwargs`` and
-            columns of images.
+            image columns.
         reader: the tokenizer of the model, or its processor, which also takes images.
         on_unrendered: what happens if the chat template leaves out a field; see `Encoder`.
 
     Raises:
-        ValueError: the messages are malformed, or are not what the chat template takes.
+        ValueError: the messages are malformed, or the chat template does not accept them.
         BrokenMediaError: an image is missing, or its header cannot be read.
     """
-    # The messages keep placeholders for their images. Tokens replace these after the rendering.
+    # The messages keep placeholders for their images. After rendering, tokens replace the placeholders.
     tokenizer, media = open_reader(reader)
     messages, sources = media.place(where, example["prompt"], media.columns(example))
     messages = read_messages(where, messages, media.kinds)

@@ -1,4 +1,4 @@
-"""Sources of records: files of JSON, text or tables, data sets of `datasets` and PyTorch, and other iterables."""
+"""Sources of records: files with JSON, text or tables, data sets of `datasets` and PyTorch, and other iterables."""
 
 import csv
 import gzip
@@ -14,46 +14,46 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-"""The endings of files of text, which may be followed by `GZIP`."""
+"""The endings of text files, which may be followed by `GZIP`."""
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
 GZIP = ".gz"
 OTHERS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "requirements.txt")
-"""Files that have such an ending and hold no data."""
+"""Files that have one of these endings but contain no data."""
 NUMBERS = ("label", "score", "similarity_score")
-"""Columns whose texts in a CSV file are numbers or truth values."""
+"""Columns of a CSV file whose texts are read as numbers or truth values."""
 PARQUET_ROWS = 1024
-"""The number of rows of a Parquet file that are decoded at a time."""
+"""Number of rows of a Parquet file that are decoded at a time."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-"""Fields of a record with images, videos or sound."""
+"""Fields of a record that contain images, videos or audio."""
 TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "attention_mask", "position_ids", "seq_lengths")
-"""Fields that a record of token ids may have besides its token ids."""
+"""Fields that a record of token ids may have in addition to the ids."""
 
 Record = tuple[str, Any]
-"""Where a record is, such as "train.jsonl, line 7", and the record: a dict by column, or a text."""
+"""The location of a record, such as "train.jsonl, line 7", and the record: a dict by column, or a text."""
 
 
 class Location(str):
     """The location of a record in a file.
 
     Attributes:
-        folder: the folder of the file. Relative paths in the record start there.
+        folder: the folder of the file. Relative paths in the record start from it.
     """
 
     folder: Path
 
     @classmethod
     def of(cls, path: Path, position: str) -> "Location":
-        """Return the location of a position, such as "line 7", in a file."""
+        """Return the location for a position in a file, such as "line 7"."""
         location = cls(f"{path}, {position}")
         location.folder = path.parent
         return location
 
 
 def find_files(source: Any) -> Any:
-    """Return a tuple of absolute paths if ``source`` names files or folders; otherwise ``source`` unchanged.
+    """Return a tuple of absolute paths if ``source`` names files or folders. Otherwise, return ``source``.
 
     Raises:
-        FileNotFoundError: a path does not exist, or a folder holds no file with a known suffix.
+        FileNotFoundError: a path does not exist, or a folder contains no file with a known suffix.
         ValueError: a file has another suffix, or the source cannot be iterated.
     """
     if isinstance(source, Mapping):
@@ -64,7 +64,7 @@ def find_files(source: Any) -> Any:
     if not isinstance(source, PathLike) and not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise ValueError(f"PackedDataset: source must be files, a data set or other examples, got {source!r}.")
 
-    # Only paths are looked up. Any other source is read as it is.
+    # Only paths are resolved. Any other source is read as it is.
     if isinstance(source, str | PathLike):
         source = [source]
     if not (isinstance(source, list | tuple) and source and all(isinstance(path, str | PathLike) for path in source)):
@@ -74,7 +74,7 @@ def find_files(source: Any) -> Any:
     for path in map(Path, source):
         files_of_path = _files_in(path) if path.is_dir() else [path]
         if not path.exists() or not files_of_path:
-            # Data sets in folders have a folder for their files, or one for each split.
+            # Data sets in folders have a subfolder for their files, or a subfolder for each split.
             inner = [inner.name for inner in sorted(path.iterdir()) if inner.is_dir()] if path.is_dir() else []
             raise FileNotFoundError(
                 f"PackedDataset: {path} must be a file or a folder of files ({', '.join(SUFFIXES)}), got "
@@ -91,17 +91,17 @@ def find_files(source: Any) -> Any:
 
 
 def _kind(path: PurePath) -> str:
-    """Return the suffix of a file that tells how to read it, without the suffix of its compression."""
+    """Return the suffix that determines how to read a file, without the suffix of the compression."""
     return PurePath(path.name.lower().removesuffix(GZIP)).suffix
 
 
 def _is_data(path: PurePath) -> bool:
-    """Return whether a file can be read, by its name. Tables compress their content themselves."""
+    """Return whether a file's name shows that it can be read. Table formats have compression of their own."""
     return _kind(path) in (TEXT_SUFFIXES if path.name.lower().endswith(GZIP) else SUFFIXES)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the files of data in a folder, sorted by name, without what `datasets` writes beside its data."""
+    """Return the data files in a folder, sorted by name, without the other files that `datasets` writes."""
     return sorted(
         file
         for file in folder.iterdir()
@@ -113,10 +113,10 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
     """Yield the records of a source, in order.
 
     Args:
-        source: as `find_files` returns it.
-        fields: the columns to read from a Parquet or Arrow file, besides ``tools``, `TOKEN_COLUMNS` and
+        source: a result of `find_files`.
+        fields: the columns to read from a Parquet or Arrow file, in addition to ``tools``, `TOKEN_COLUMNS` and
             `MEDIA_COLUMNS`.
-        start: the number of records that were read before ``source`` begins, for error messages.
+        start: the number of records that come before ``source``, for error messages.
 
     Raises:
         ValueError: a line or a file cannot be parsed.
@@ -134,7 +134,7 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
                 raise ValueError(f"{path}: must be a whole gzip file, got: {error}. Compress it again.") from error
         return
 
-    # Data sets and other iterables hold records. A DataLoader yields collated batches, which are taken apart.
+    # Data sets and other iterables yield records. A DataLoader yields collated batches, which are split into records.
     records: Iterable[Any] = source
     if isinstance(source, DataLoader) and source.batch_size is not None:
         records = itertools.chain.from_iterable(map(_unbatch, source))
@@ -142,7 +142,7 @@ def read_records(source: Any, fields: Sequence[str], start: int = 0) -> Iterator
         records = (source[i] for i in range(len(source)))
     has_columns = hasattr(source, "features")  # a data set of `datasets`
     if has_columns and any(f"{kind}(" in repr(source.features) for kind in ("Image", "Video")) and not _format(source):
-        tables = source.with_format("arrow").iter(PARQUET_ROWS // 16)  # images are not decoded in Arrow
+        tables = source.with_format("arrow").iter(PARQUET_ROWS // 16)  # the Arrow format does not decode images
         records = itertools.chain.from_iterable(table.to_pylist() for table in tables)
     for number, record in enumerate(records, start + 1):
         yield f"{type(source).__name__}, example {number}", _drop_nulls(record) if has_columns else record
@@ -187,7 +187,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _read_array(path: Path) -> Iterator[Record]:
-    """Yield the objects of a JSON array, the form in which Alpaca and ShareGPT are published."""
+    """Yield the objects in a JSON array. Alpaca and ShareGPT are published in this form."""
     try:
         with _open(path) as file:
             records = json.loads(file.read().decode("utf-8-sig"))
@@ -201,12 +201,12 @@ def _read_array(path: Path) -> Iterator[Record]:
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
-    """Yield the rows of a table whose first line has the names of the columns, as spreadsheets and pandas write it."""
-    csv.field_size_limit(1 << 30)  # the default is 128 KiB, which is less than a long document
+    """Yield the rows of a table whose first line names the columns, as written by spreadsheets and pandas."""
+    csv.field_size_limit(1 << 30)  # the default of 128 KiB is less than a long document
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
         number = 0
         try:
-            # Spreadsheets of many countries write semicolons.
+            # In many countries, spreadsheets separate columns with semicolons.
             header = file.readline()
             delimiter = max(",;\t", key=header.count)
             names = next(csv.reader([header], delimiter=delimiter), [])
@@ -227,7 +227,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
 
 
 def _numbers(record: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the columns of a CSV file that hold numbers or truth values."""
+    """Convert the values in those columns of a CSV file that hold numbers or truth values."""
     values = {}
     for name in {*NUMBERS} & record.keys():
         try:
@@ -259,7 +259,7 @@ def _read_lines(path: Path) -> Iterator[Record]:
 
 
 def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of a Parquet file, or of an Arrow file as `datasets` saves it."""
+    """Yield the rows of a Parquet file, or of an Arrow file saved by `datasets`."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -270,7 +270,7 @@ def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         with (
             parquet.ParquetFile(path) if is_parquet else pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as file
         ):
-            # Only the columns that may be read are decoded.
+            # Decode only the columns that may be needed.
             names = (file.schema_arrow if is_parquet else file.schema).names
             # If the table has none of the fields, all columns are read, so that the error can name them.
             columns = {*fields, "tools", *TOKEN_COLUMNS, *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}
@@ -290,7 +290,7 @@ def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Remove keys whose value is None: a column gives each row the keys of all rows, and templates test for keys."""
+    """Remove keys whose value is None. In a column, each row has the keys of all rows, but templates test for keys."""
     if isinstance(value, Mapping):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     holds_mappings = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)

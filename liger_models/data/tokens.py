@@ -1,7 +1,7 @@
 """Token caches on disk: one rank of each host tokenizes a source once, and later runs reuse the tokens.
 
-Tokens are written in parts, each after about a minute of work. If a run is killed, the next run continues after the
-finished parts.
+Tokens are written in parts, each of which takes about a minute of work. If a run is killed, the next run continues
+after the finished parts.
 """
 
 import contextlib
@@ -32,39 +32,40 @@ from liger_models.data.sources import Record, read_records, to_plain
 from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank
 
 FORMAT = 8
-"""Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
+"""Version of the `TokenFile` format, including how it encodes examples. It is a part of each folder's name."""
 TEMPORARY, PARTS, LOCK = ".tmp", ".parts", ".lock"
-"""Suffixes of a folder that is being written, of a folder of parts, and of the file that is locked during writing."""
+"""Suffixes: of a folder that is being written, of a folder of parts, and of the file that is locked during writing."""
 PART = "part.json"
-"""File in the folder of a part: its number of records, and the formats of the files that they are from."""
+"""File in a part's folder with the part's number of records, and the formats of the files they come from."""
 PART_SECONDS = 60.0
-"""Time in seconds after which a part is finished."""
+"""Duration in seconds after which a part is finished."""
 KEPT_SECONDS = 7 * 24 * 3600.0
-"""Time in seconds for which parts that no run continues are kept."""
+"""Duration in seconds for which parts are kept if no run continues them."""
 SIZES, IDS, ENDS = "sizes.json", "ids.bin", "ends.bin"
 VERIFIED = "verified.json"
 """File with the times and sizes of the other files when they were last verified."""
 PLACES, HEADERS, CONTENTS = "media.bin", "media.jsonl", "media.contents"
-"""Files of the images. The first holds [4] int64 for each image: its first token, the one after its last, and the ends
-of its header and its content. The second holds headers as lines of JSON, the third contents that are in no file."""
+"""Files that describe the images. The first holds [4] int64 for each image: the index of its first token, the index
+after its last token, the end of its header in the second file, and the end of its content in the third file. The
+second file holds headers as lines of JSON. The third file holds the contents of images that are not in files."""
 
 
 class TokenFile:
     """Memory-mapped token ids of documents: ``id`` for a token with a label, ``~id`` for a token without a label.
 
     Args:
-        folder: a folder that `TokenFile.write` has written.
+        folder: a folder written by `TokenFile.write`.
 
     Attributes:
         documents: the number of documents.
         ids: [tokens] int32, the token ids of all documents.
         ends: [documents] int64, the index in ``ids`` at which each document ends.
-        media: [images, 2] int64, the index of the first token of each image, and the index after its last token.
-        checksum, media_checksum: checksums of the tokens, and of the images' positions, sizes and contents.
+        media: [images, 2] int64, the index of each image's first token, and the index after its last token.
+        checksum, media_checksum: checksum of the tokens, and checksum of the images' positions, sizes and contents.
         skipped: the number of examples with broken images or videos that were left out, and the first error.
 
     Raises:
-        ValueError: the folder lacks a file, or a file does not have the size with which it was written.
+        ValueError: a file is missing from the folder, or has another size than when it was written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +76,7 @@ class TokenFile:
             self.skipped: tuple[int, str] = sizes["skipped"], sizes["why"]
             self.media_checksum, self.checksum = sizes["media_checksum"], self._files[IDS][1]
             self._broken: dict[str, list[int] | None] = sizes["broken"]
-            # PyTorch maps bytes beyond the end of a file without an error, and reading them kills the process.
+            # PyTorch maps bytes beyond the end of a file without an error, but reading these bytes kills the process.
             for name, (size, _) in self._files.items():
                 actual = (folder / name).stat().st_size
                 if actual != size:
@@ -84,7 +85,7 @@ class TokenFile:
         except (KeyError, OSError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from error
 
-        # The files are mapped, not read.
+        # Map the files instead of reading them.
         self.ids = torch.from_file(str(folder / IDS), size=self._files[IDS][0] // 4, dtype=torch.int32)
         self.ends = torch.from_file(str(folder / ENDS), size=self.documents, dtype=torch.int64)
         images = self._files[PLACES][0] // 32
@@ -94,13 +95,13 @@ class TokenFile:
         self.media = self._places[:, :2]
 
     def verify(self) -> None:
-        """Read the files, except the contents of images, and compare their checksums.
+        """Read all files except the contents of images, and compare their checksums.
 
-        Files whose times and sizes are the same as when they were last verified are not read again, so hosts that share
-        the cache, and later runs, need not read the whole cache.
+        A file is not read again if its time and size are the same as at its last verification. Other hosts that share
+        the cache, and later runs, therefore need not read the whole cache.
 
         Raises:
-            ValueError: a file was changed after it was written.
+            ValueError: a file has changed since it was written.
         """
         stamp = json.dumps({name: self._stamp(name) for name in self._files})
         verified = self.folder / VERIFIED
@@ -116,7 +117,7 @@ class TokenFile:
         with (
             contextlib.suppress(OSError),
             replacing(verified) as new,
-        ):  # a cache that is only read is verified each time
+        ):  # a read-only cache is verified each time
             new.write_text(stamp)
 
     def _stamp(self, name: str) -> list[int]:
@@ -124,7 +125,7 @@ class TokenFile:
         return [status.st_size, status.st_mtime_ns, status.st_ino]
 
     def verify_images(self) -> None:
-        """Check that the files of the images have not changed since their headers were read.
+        """Check that the image files have not changed since their headers were read.
 
         Raises:
             ValueError: an image is missing, or was replaced by another image.
@@ -137,7 +138,7 @@ class TokenFile:
             )
 
     def _changed_images(self) -> Iterator[tuple[str, str]]:
-        """Yield the location of the example and the path of each image that was replaced or removed."""
+        """Yield, for each image that was replaced or removed, the location of its example and its path."""
         with (self.folder / HEADERS).open(encoding="utf-8") as lines:
             for header in map(json.loads, lines):
                 if header["path"] is not None and not FileState(*header["state"]).holds(header["path"]):
@@ -150,14 +151,14 @@ class TokenFile:
         return any(mended) or any(self._changed_images())
 
     def media_in(self, start: int, end: int) -> list[Medium]:
-        """Return the images whose first tokens are from ``start`` to ``end`` - 1."""
+        """Return the images whose first token is in the range ``start`` to ``end`` - 1."""
         if not len(self.media):
             return []
         first, last = torch.searchsorted(self.media[:, 0].contiguous(), torch.tensor([start, end])).tolist()
         if first == last:
             return []
 
-        # Headers and contents end where the table of images says, and begin where the previous image's end.
+        # The table of images says where headers and contents end. They begin where those of the previous image end.
         rows = self._places[max(first - 1, 0) : last].tolist()  # [images, 4]
         _, _, header_start, content_start = [0, 0, 0, 0] if first == 0 else rows.pop(0)
         media = []
@@ -180,17 +181,17 @@ class TokenFile:
         )
 
     def __reduce__(self) -> Any:
-        # A process that unpickles it maps the files again.
+        # A process that unpickles this object maps the files again.
         return TokenFile, (self.folder,)
 
     @staticmethod
     def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped) -> None:
-        """Write documents into an empty folder; documents without tokens are left out.
+        """Write documents to an empty folder. Documents without tokens are left out.
 
         Args:
             folder: the empty folder.
-            documents: the documents, which are read one by one.
-            skipped: the examples that are left out, which are counted while ``documents`` are read.
+            documents: the documents. They are read one at a time.
+            skipped: counts the examples that are left out while ``documents`` is being read.
         """
         total = media_checksum = 0
         with contextlib.ExitStack() as stack:
@@ -198,7 +199,7 @@ class TokenFile:
             for document in documents:
                 if not document.ids:
                     continue
-                # Headers and contents of images, and where both end.
+                # Write the header and content of each image, and where both end.
                 for medium in document.media:
                     content = medium.content
                     header: dict[str, Any] = {"where": medium.where, "path": None, "size": medium.size}
@@ -215,11 +216,11 @@ class TokenFile:
                     files[PLACES].write(array("q", (*bounds, files[HEADERS].size, files[CONTENTS].size)))
                     media_checksum = zlib.crc32(json.dumps([bounds, medium.size, checksum]).encode(), media_checksum)
 
-                # Documents follow each other without anything between them.
+                # Documents are stored without gaps between them.
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))
-        # Contents of images may be large. `verify` does not read them, because each is checked when it is decoded.
+        # Contents of images may be large. `verify` does not read them, because decoding an image checks its content.
         files[CONTENTS].checksum = 0
         sizes: dict[str, Any] = {"files": {name: [file.size, file.checksum] for name, file in files.items()}}
         sizes |= {"media_checksum": media_checksum, "skipped": skipped.count, "why": skipped.why}
@@ -228,7 +229,7 @@ class TokenFile:
 
 
 class _Counted:
-    """A file that is being written, with the size and the checksum of what has been written so far."""
+    """A file that is being written. Tracks the size and the checksum of the bytes written so far."""
 
     def __init__(self, stack: contextlib.ExitStack, path: Path) -> None:
         self.file = stack.enter_context(path.open("wb"))
@@ -246,29 +247,30 @@ def default_cache() -> Path:
 
 
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
-    """Return the tokens of a source from the cache. If they are missing, each host's first rank tokenizes the source.
+    """Return a source's tokens from the cache. If they are missing, each host's first rank tokenizes the source.
 
-    Every rank must call this function; an error on one rank is raised on all ranks. Ranks that have nothing to do wait
-    without a time limit for the ranks that tokenize. Hosts that share the cache, and other runs, wait for the host that
-    tokenizes. The tokenization of a killed run is continued after its last finished part. Tokens from the cache are
-    verified. If broken images are skipped and files of images have changed, the source is tokenized again, into a new
-    folder next to the old one, because a running process may be reading the old folder. Tokenization first deletes
-    unfinished files of killed processes.
+    Every rank must call this function. An error on one rank is raised on all ranks. Ranks that have nothing to do
+    wait without a time limit for the ranks that tokenize. Hosts that share the cache, and other runs, wait for the
+    host that tokenizes. If a run was killed, tokenization continues after the run's last finished part. Tokens from
+    the cache are verified. If broken images are skipped and image files have changed, the source is tokenized again.
+    The result is written to a new folder next to the old folder, because a running process may be reading the old
+    folder. Before tokenizing, unfinished files of killed processes are deleted.
 
     Args:
-        source: as `find_files` returns it; not a stream.
+        source: a result of `find_files`. It must not be a stream.
         encoder: converts examples to documents.
-        cache_dir: folder of the cache; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-        progress: show a progress bar, on rank 0.
+        cache_dir: folder of the cache. Default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        progress: whether to show a progress bar on rank 0.
 
     Raises:
-        ValueError: an example is malformed, the tokens in the cache are damaged, or its images have changed.
+        ValueError: an example is malformed, the tokens in the cache are damaged, or the source's images have changed.
     """
     cache = Path(cache_dir or default_cache()).absolute()
     with raise_on_all_ranks(), long_work("tokenize"):
         first = cache / _fingerprint(source, encoder)
         folder = _newest(first)
-        # The first rank of each host verifies or writes. The others wait for it at the end of this block.
+        # The first rank of each host verifies or writes the tokens. The other ranks wait for it at the end of this
+        # block.
         writes = not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
         if writes and folder.is_dir():
             TokenFile(folder).verify()
@@ -284,7 +286,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
 
 
 def _make_cache(cache: Path) -> None:
-    """Create the folder of the token cache. Raises OSError if no file can be written there."""
+    """Create the folder of the token cache. Raises OSError if no file can be written to it."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
@@ -297,7 +299,7 @@ def _make_cache(cache: Path) -> None:
 
 
 def _newest(first: Path) -> Path:
-    """Return the folder of the latest tokenization of a source, whose first tokenization is in ``first``."""
+    """Return the folder of a source's latest tokenization. ``first`` is the folder of its first tokenization."""
     newest = first
     while (following := _following(newest)).is_dir():
         newest = following
@@ -310,7 +312,7 @@ def _following(folder: Path) -> Path:
 
 
 def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
-    """Tokenize a source into ``folder``, unless another host or run does it first."""
+    """Tokenize a source into ``folder``, unless another host or run has done so first."""
     parts = folder.with_name(f".{folder.name}{PARTS}")
     lock = parts.with_suffix(LOCK)
     with WeakFileLock(lock):
@@ -323,7 +325,7 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
                 _join_parts(parts, folder, named)
         except ValueError as error:
             if not isinstance(error, BrokenMediaError):
-                shutil.rmtree(parts, ignore_errors=True)  # corrected data are another source
+                shutil.rmtree(parts, ignore_errors=True)  # corrected data count as another source
             raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -337,17 +339,17 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
 
 
 def _write_parts(parts: Path, source: Any, encoder: Encoder, progress: bool) -> None:
-    """Tokenize a source into the folder ``parts``, starting after the finished parts in this folder."""
+    """Tokenize a source into the folder ``parts``, continuing after the finished parts in this folder."""
     bar: Any = tqdm  # not typed
     records = itertools.islice(read_records(source, encoder.fields), encoder.max_samples)
-    # The bar ends with its line, so that an error begins on a line of its own.
+    # Close the bar, which ends its line, so that an error message begins on a new line.
     with bar(records, desc="Tokenizing", unit=" examples", disable=not (progress and rank() == 0)) as shown:
         _write_records(parts, iter(shown), encoder)
 
 
 def _write_records(parts: Path, records: Iterator[Record], encoder: Encoder) -> None:
-    # The records of finished parts are read but not tokenized. The first record of a file may determine the format of
-    # the file.
+    # Read the records of finished parts without tokenizing them, because the first record of a file may determine the
+    # format of the file.
     start = 0
     for part in _finished_parts(parts):
         finished = json.loads((part / PART).read_text())
@@ -355,7 +357,7 @@ def _write_records(parts: Path, records: Iterator[Record], encoder: Encoder) -> 
         start += finished["records"]
     records = itertools.islice(records, start, None)
 
-    # Each part becomes visible under its name when it is complete.
+    # A part gets its final name when it is complete.
     while (first := next(records, None)) is not None:
         temporary = parts / f"{start}{TEMPORARY}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -372,7 +374,7 @@ class _Timed:
     """Yields records until `PART_SECONDS` have passed.
 
     Attributes:
-        count: the number of records that were yielded so far.
+        count: the number of records yielded so far.
     """
 
     def __init__(self, records: Iterator[Record]) -> None:
@@ -388,7 +390,7 @@ class _Timed:
 
 
 def _finished_parts(parts: Path) -> list[Path]:
-    """Return the finished parts in order. The name of a part is the number of records before the part."""
+    """Return the finished parts in order. A part is named after the number of records before it."""
     finished, start = [], 0
     while (part := parts / str(start)).is_dir():
         finished.append(part)
@@ -397,17 +399,17 @@ def _finished_parts(parts: Path) -> list[Path]:
 
 
 def _join_parts(parts: Path, folder: Path, named: str) -> None:
-    """Join the finished parts to the `TokenFile` in ``folder``.
+    """Join the finished parts into one `TokenFile` in ``folder``.
 
     Args:
         parts: the folder of the parts.
-        folder: the folder to make.
-        named: name of the source of the documents, for error messages.
+        folder: the folder to create.
+        named: name of the source, for error messages.
 
     Raises:
-        ValueError: there are no documents, or a part was changed after it was written.
+        ValueError: there are no documents, or a part has changed since it was written.
     """
-    # Examples that were left out are counted over all parts.
+    # Add up the examples that were left out in all parts.
     finished = _finished_parts(parts)
     skipped = Skipped()
     for part in finished:
@@ -418,7 +420,7 @@ def _join_parts(parts: Path, folder: Path, named: str) -> None:
     if not full:
         raise ValueError(f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
 
-    # A single part already is such a folder. Several are copied, so that checksums do not depend on the parts.
+    # A single part already is such a folder. Several parts are copied, so that checksums do not depend on the parts.
     if len(finished) == 1:
         finished[0].rename(folder)
         (folder / PART).unlink()
@@ -442,9 +444,9 @@ def _documents(part: Path) -> Iterator[Document]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete unfinished folders of killed processes and old parts, if no process holds their lock."""
+    """Delete unfinished folders of killed processes, and old parts, unless a process holds their lock."""
     for lock in cache.glob(f".*{LOCK}"):
-        # A lock that another process holds raises TimeoutError, which is an OSError.
+        # If another process holds the lock, a TimeoutError is raised, which is an OSError.
         with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):
             shutil.rmtree(lock.with_suffix(TEMPORARY), ignore_errors=True)  # of version 0.1.0
             parts = lock.with_suffix(PARTS)
@@ -454,7 +456,7 @@ def _remove_leftovers(cache: Path) -> None:
 
 
 def _remove_unfinished(parts: Path, lock: Path) -> None:
-    """Delete unfinished parts. If no part is finished, delete the folder of the parts and its lock as well."""
+    """Delete unfinished parts. If no part is finished, delete the folder of the parts and the lock as well."""
     for temporary in parts.glob(f"*{TEMPORARY}"):
         shutil.rmtree(temporary, ignore_errors=True)
     if not (parts / "0").is_dir():
@@ -463,7 +465,7 @@ def _remove_unfinished(parts: Path, lock: Path) -> None:
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:
-    """Return a digest of the encoder, and of a source's content or, for files, their paths, sizes and times."""
+    """Return a digest of the encoder and the source: its content or, for files, their paths, sizes and times."""
     tokenizer = encoder.tokenizer
     made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     if encoder.processor is not None:
@@ -474,7 +476,7 @@ def _fingerprint(source: Any, encoder: Encoder) -> str:
         json.dumps(made_by, default=lambda value: getattr(value, "__dict__", None) or repr(value)).encode()
     )
 
-    # Files are told apart by their times and sizes. Other sources are read.
+    # Files are distinguished by their times and sizes. Other sources are read.
     if isinstance(source, tuple):
         for path in source:
             status = path.stat()
