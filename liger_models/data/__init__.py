@@ -1,5 +1,4 @@
-"""Training data: texts, chats and token ids, tokenized once and packed into batches. A run can resume after any
-batch.
+"""Training data: texts, chats and token ids are tokenized once and packed into batches. Runs can resume at any batch.
 
 At each stage of processing, an example has another name. The last column names the modules::
 

@@ -1,4 +1,4 @@
-"""Thin functions over PyTorch's FSDP2, DTensor and checkpoints, for training on several devices in your own loop."""
+"""Thin wrappers around PyTorch's FSDP2, DTensor and checkpoints, for training on several devices in your own loop."""
 
 from liger_models.common.lazy import lazy_exports
 

@@ -1,6 +1,6 @@
-"""Comparison of models and batches between the ranks, before the first forward and on demand.
+"""Checks that ranks have the same model and compatible batches, before the first forward and on demand.
 
-Ranks exchange digests of 8 bytes. Only if digests differ, ranks exchange more, so that the error can name the
+Ranks exchange digests of 8 bytes. Only if digests differ, ranks exchange more data, so that the error can name the
 difference.
 """
 
@@ -29,33 +29,33 @@ SAMPLED = 4096
 def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError on all ranks if the ranks' models differ, or if ranks that share a batch have different batches.
 
-    A model that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep` has distributed calls this function before its first
-    forward. Your own loop may call this function again, on all ranks. The function synchronizes with the device.
-    Without a process group it does nothing.
+    A model that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep` has distributed calls this function before its
+    first forward. Your own loop may call the function again, on all ranks. It synchronizes with the device. Without a
+    process group, it does nothing.
 
     Args:
         model: the model. Its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters
-            must be the same on all ranks. The weights must have been the same when `apply_fsdp`, `apply_tp`, `apply_cp`
-            or `apply_ep` was called. A sample of each weight is compared, except for weights that were loaded after
-            that call.
+            must be the same on all ranks. The weights must have been the same when `apply_fsdp`, `apply_tp`,
+            `apply_cp` or `apply_ep` was called. To check this, a sample of each weight is compared. Weights that were
+            loaded after this call are not compared.
         batch: keyword arguments of the model's forward. They must be the same on the ranks of a group of `apply_tp` or
             `apply_cp`. Integers are compared by value, and floating-point tensors by shape and dtype.
 
     Raises:
-        ValueError: something differs (the message names the difference and two ranks), or ``fully_shard`` has sharded
-            only some of the trained parameters, so that the gradients of the other parameters are not averaged.
+        ValueError: something differs (the message names the difference and two ranks); or ``fully_shard`` has sharded
+            only some of the trained parameters, so the gradients of the other parameters are not averaged.
     """
     if not is_distributed():
         return
     if not any(isinstance(hook, FirstForward) for hook in model._forward_pre_hooks.values()):
         _check_hand_written(model)
-    # The process groups that together connect all ranks of the model; without any, all ranks.
+    # The process groups that together connect all ranks of the model. If there are none, take all ranks.
     groups = model.groups
     experts = [layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None]
     over = [group.process_group for group in (groups.sharded, *experts[:1], *groups.data) if group is not None]
     over = over or [dist.group.WORLD]
 
-    # Gather digests first, and the facts themselves only if digests differ.
+    # First gather only digests. Gather the facts themselves only if digests differ.
     sharing = groups.sharded.members[0] if groups.sharded is not None else rank()
     facts = {"model": _facts_of_model(model), "batch": _facts_of_batch(batch or {})}
     digests = _gather((rank(), sharing, *map(_digest, facts.values())), over)
@@ -66,7 +66,7 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
             "Create the same model on every rank, from the same checkpoint or with the same seed.",
         )
 
-    # Batches are compared among the ranks that share a batch. The first of these ranks identifies them.
+    # Compare batches among the ranks that share a batch. The first of these ranks identifies the group.
     of_groups = {group: digest for _, group, _, digest in digests}
     if any(digest != of_groups[group] for _, group, _, digest in digests):
         batches = _gather((rank(), sharing, facts["batch"]), over)
@@ -91,18 +91,17 @@ def _refuse(groups: list[list[tuple[int, dict[str, str]]]], where: str, remedy: 
 
 
 class FirstForward:
-    """Forward pre-hook that checks a distributed model in its first forward and in its first training forward.
+    """Forward pre-hook that checks a distributed model before its first forward and before its first training forward.
 
     Args:
         averaged: whether the user has declared that gradients are averaged over the ranks.
-        replicas: the ranks that hold replicas of this rank's weights, so that gradients must be averaged over these
-            ranks.
-        samples: maps the name of each weight to its sample before the weight was sharded (`weight_samples`), and to the
-            version of the weight afterwards.
+        replicas: the ranks that hold replicas of this rank's weights. Gradients must be averaged over these ranks.
+        samples: maps the name of each weight to a pair: the sample from before the weight was sharded
+            (`weight_samples`), and the version of the weight after it was sharded.
     """
 
     only_checks = True
-    """The hook changes nothing; see `is_hooked`."""
+    """The hook does not change the forward; see `is_hooked`."""
 
     def __init__(
         self, averaged: bool, replicas: Collection[int], samples: Mapping[str, tuple[int, tuple[int, int]]]
@@ -117,7 +116,8 @@ class FirstForward:
             check_ranks(model, {**dict(zip(("input_ids",), args, strict=False)), **kwargs})
             self.agreed = True
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
-        # Without gradients there is nothing to average, so a model on a part of the mesh may run inference.
+        # Without gradients there is nothing to average, so inference is allowed even if the model covers only a part
+        # of the mesh.
         if not self.averaged and torch.is_grad_enabled() and is_trained:
             _check_averaged(model, self.replicas)
             self.averaged = True
@@ -126,12 +126,12 @@ class FirstForward:
 def check_first_forward(
     model: Decoder, samples: Mapping[str, int], *, averaged: bool = False, replicas: Collection[int] = ()
 ) -> None:
-    """Register a `FirstForward` hook on a model, and remove the hook that an earlier call has registered.
+    """Register a `FirstForward` hook on a model, after removing the hook that an earlier call has registered.
 
     Args:
         model: the model, which is already sharded.
-        samples: what `weight_samples` returned before the model was sharded.
-        averaged, replicas: as in `FirstForward`.
+        samples: the result of `weight_samples` from before the model was sharded.
+        averaged, replicas: see `FirstForward`.
     """
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, FirstForward):
@@ -140,10 +140,11 @@ def check_first_forward(
     # Writing to a weight changes its version. From then on, the sample of the weight no longer counts.
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     dated = {name: (sample, versions[name]) for name, sample in samples.items() if name in versions}
-    # The hook must run before those of FSDP, which exchange parameters and would hang if ranks differed.
+    # The hook must run before FSDP's hooks, because these exchange parameters and would hang if ranks differed.
     model.register_forward_pre_hook(FirstForward(averaged, replicas, dated), prepend=True, with_kwargs=True)
     if model.groups.context is None:
-        # DistributedDataParallel reads this attribute first, and would fail later, with an error about tensors.
+        # DistributedDataParallel reads this attribute first. Without the refusal, it would fail later, with an error
+        # about tensors.
         refusal: Any = _Refusal(type(model).__name__)
         model._ddp_params_and_buffers_to_ignore = refusal
 
@@ -163,10 +164,11 @@ class _Refusal:
 
 
 def weight_samples(model: Decoder) -> dict[str, int]:
-    """Map the name of each weight to its sample, the sum of the bits of its first `SAMPLED` elements before sharding.
+    """Map each weight's name to its sample: the sum of the bits of its first `SAMPLED` elements before sharding.
 
-    Samples differ if a rank has loaded another checkpoint or drawn weights from another seed. Weights on the meta
-    device and weights that were loaded after a first call of `apply_tp`, `apply_cp` or `apply_ep` have no sample.
+    Samples differ if a rank has loaded another checkpoint or initialized weights with another seed. Weights on the
+    meta device have no sample, and neither have weights that were loaded after a first call of `apply_tp`, `apply_cp`
+    or `apply_ep`.
     """
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, FirstForward):
@@ -178,23 +180,23 @@ def weight_samples(model: Decoder) -> dict[str, int]:
     }
     if world_size() == 1 or not parameters:
         return {}
-    # One transfer from the device for all sums.
+    # Transfer all sums from the device at once.
     sums = [sum_bits(weight.reshape(-1)[:SAMPLED]) for weight in parameters.values()]
     return dict(zip(parameters, torch.stack([each.to(sums[0].device) for each in sums]).tolist(), strict=True))
 
 
 def current_samples(model: Decoder, hook: FirstForward) -> dict[str, int]:
-    """Return the samples of those weights that have not been written to since the samples were taken."""
+    """Return the samples of all weights that have not been written to since the samples were taken."""
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     return {name: sample for name, (sample, version) in hook.samples.items() if versions.get(name) == version}
 
 
 def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
-    """Raise ValueError if ranks have replicas of a weight whose gradients are not averaged over these ranks.
+    """Raise ValueError if ranks hold replicas of a weight but do not average its gradients over these ranks.
 
     Args:
-        model: the model, in its first training forward.
-        replicas: as in `FirstForward`.
+        model: the model, before its first training forward.
+        replicas: see `FirstForward`.
     """
     groups = model.groups
     if groups.data and replicas:
@@ -212,15 +214,15 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
             "apply_fsdp(model, mesh) after apply_ep; fully_shard cannot replace it."
         )
 
-    # After `apply_tp` or `apply_cp` alone, look for PyTorch's own wrappers over all ranks with copies.
+    # After only `apply_tp` or `apply_cp`, look for PyTorch's own wrappers over all ranks that hold replicas.
     needed = {rank(), *replicas}
     if len(needed) == 1:
         return
     function = "apply_tp" if groups.context is None else "apply_cp"
     ddp = DistributedDataParallel._get_active_ddp_module()
     over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
-    # The meshes come from FSDP's states, not from parameters: FSDP's hook may already have gathered the parameters of
-    # the model's own group.
+    # The meshes come from FSDP's states instead of the parameters, because FSDP's hook may already have gathered the
+    # parameters of the model's own group.
     states = [module._get_fsdp_state() for module in fsdp_modules(model)]
     sharded: list[Any] = [state._fsdp_param_group for state in states if state._fsdp_param_group]
     over += [group.mesh_info.mesh.mesh.flatten().tolist() for group in sharded]
@@ -234,7 +236,7 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
 
 
 def _check_hand_written(model: Decoder) -> None:
-    """Raise ValueError if ``fully_shard`` has left out trained parameters, whose gradients are then not averaged."""
+    """Raise ValueError if ``fully_shard`` has left out trained parameters. Their gradients would not be averaged."""
     if fsdp_modules(model) and not _all_in_fsdp(model):
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         left_out = next((name for name in trained if not is_sharded(model.get_parameter(name))), "some")
@@ -252,7 +254,7 @@ def _all_in_fsdp(module: nn.Module) -> bool:
 
 
 def _facts_of_model(model: Decoder) -> dict[str, str]:
-    """Return what must be the same on all ranks, as a mapping from names of settings and parameters to descriptions."""
+    """Return what must be the same on all ranks: a mapping from names of settings and parameters to descriptions."""
     config = model.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     facts = {"the class": type(model).__name__, **{name: repr(value) for name, value in fields.items()}}
@@ -268,7 +270,7 @@ def _facts_of_model(model: Decoder) -> dict[str, str]:
 
 
 def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return what must be the same on ranks that share a batch, as a mapping from argument names to descriptions."""
+    """Return what must be the same on ranks that share a batch: a mapping from argument names to descriptions."""
     facts = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):
@@ -278,7 +280,7 @@ def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
             if value.numel() == 1:
                 facts[name] += f" {value.item()}"
             elif not value.dtype.is_floating_point:
-                # Factors that differ, so that the checksum of permuted tokens differs.
+                # Each position has another factor, so that the checksum changes if tokens are permuted.
                 flat = value.detach().flatten().long()
                 factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
                 facts[name] += f" of checksum {int((flat * factors).sum())}"
@@ -292,7 +294,7 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """Return the values of all ranks, ordered by rank. Each group gathers the results of the previous group."""
+    """Gather the values of all ranks, ordered by rank. Each group gathers the results of the group before it."""
     values = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()

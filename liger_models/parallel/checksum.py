@@ -1,4 +1,4 @@
-"""Checksums of sharded or unsharded weights. A resumed run uses them to recognize the base weights of its adapters."""
+"""Checksums of weights, sharded or not. A resumed run uses them to recognize the base weights under its adapters."""
 
 import hashlib
 from collections.abc import Iterable
@@ -11,28 +11,27 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from liger_models.layers.linear import is_sharded, local
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Maps the number of bytes of an element to the integer dtype as which its bits are summed."""
+"""Maps the number of bytes of an element to the integer dtype as which the bits of the element are summed."""
 _sums: Any = WeakTensorKeyDictionary()
-"""Maps a tensor to its version when its bits were summed, and to the sum over its shard on this rank."""
+"""Maps a tensor to a pair: its version when its bits were summed, and the sum over this rank's shard."""
 
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Compute a digest of the name of each tensor and the sum of its elements' bits, read as integers.
+    """Compute a digest of tensors. For each tensor, it covers the name and the sum of all elements' bits as integers.
 
     If a tensor is sharded, all ranks must call this function.
 
-    The digest does not depend on the number of ranks. Each rank reads only its own shards, and reads a shard again only
-    if the shard was written to. Ranks exchange one number per tensor.
+    The digest does not depend on the number of ranks. Each rank reads only its own shards, and reads a shard again
+    only after a write to the shard. Ranks exchange one number per tensor.
 
     Args:
-        tensors: pairs of a name and a tensor. All ranks pass the same tensors, each rank with its own shards.
+        tensors: pairs of a name and a tensor. All ranks must pass the same tensors, each rank with its own shards.
 
     Returns:
-        16 hexadecimal digits. If a tensor is not sharded, the digest describes the calling rank's replica of the
-        tensor.
+        16 hexadecimal digits. For an unsharded tensor, the digest covers the calling rank's replica.
     """
-    # Sum this rank's shards. Tensors with the same mesh and placements share one reduction below.
+    # Sum the elements of this rank's shards. Tensors with the same mesh and placements share one reduction below.
     groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors:
         sharded: Any = tensor
@@ -41,7 +40,7 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
         names.append(name)
         sums.append(_sum_of_shard(tensor))
 
-    # Add the sums over the ranks. A dimension of the mesh that holds copies of the shards must not be added up.
+    # Add up the sums of the ranks, except along dimensions of the mesh that hold replicas of the shards.
     totals: dict[str, int] = {}
     for key, (names, sums) in groups.items():
         total = torch.stack([value.to(sums[0].device) for value in sums])
@@ -56,9 +55,9 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def frozen_checksum(model: nn.Module) -> str:
-    """Return the `weight_checksum` of a model's frozen weights. It does not depend on how the model is sharded.
+    """Return the `weight_checksum` of a model's frozen weights, which does not depend on how the model is sharded.
 
-    The checksum of a quantized weight includes its codes and its scales, but not the factors of its scales, because
+    For a quantized weight, the checksum covers the codes and the scales, but not the factors of the scales, because
     `apply_tp` replicates these factors on each rank.
     """
     frozen = ((name, value) for name, value in model.named_parameters() if not value.requires_grad)
@@ -68,7 +67,7 @@ def frozen_checksum(model: nn.Module) -> str:
 
 
 def _sum_of_shard(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits of this rank's shard. `_sums` caches the sum until the tensor is written to."""
+    """Sum the bits of this rank's shard. `_sums` caches the sum until the tensor is written to."""
     version, total = _sums.get(tensor, (None, None))
     if version != version_of(tensor):
         version, total = _sums[tensor] = version_of(tensor), sum_bits(local(tensor))
@@ -76,10 +75,10 @@ def _sum_of_shard(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers that change when a tensor is written to, as a DTensor or through its shard on this rank."""
+    """Return two numbers that change when a tensor is written to, either as a DTensor or through this rank's shard."""
     return tensor._version, local(tensor)._version
 
 
 def sum_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of all elements, with their bits interpreted as integers: [] int64, which may overflow."""
+    """Interpret the bits of all elements as integers and return their sum, [] int64, which may overflow."""
     return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

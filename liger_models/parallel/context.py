@@ -16,28 +16,28 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model:
-    """Distribute the tokens of every sequence over the ranks of a mesh, in place: each rank has T / R tokens, in order.
+    """Distribute the tokens of every sequence over the R ranks of a mesh: each has T / R tokens, in order. In place.
 
-    All ranks must be given the same whole batch, and they return the same loss. Tokens of different ranks interact only
-    in attention. During attention each rank has all tokens for 1 / R of the heads, so packed documents, padding,
-    windows and softcaps work as on one rank. Vision towers run in full on every rank.
+    All ranks must be given the same complete batch, and all return the same loss. Tokens of different ranks interact
+    only in attention. During attention, each rank has all tokens for 1 / R of the heads, so packed documents,
+    padding, windows and softcaps work as they do on one rank. Vision towers run in full on every rank.
 
-    Weights are replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights over all ranks and
-    averages the gradients. DistributedDataParallel over all ranks averages the gradients, too. Without either of them,
-    the first training forward raises an error.
+    Weights are replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights over all ranks and
+    to average the gradients. DistributedDataParallel over all ranks averages the gradients, too. Without either of
+    them, the first training forward raises an error.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
-        mesh: the mesh of all ranks, with a dimension called "cp" of R ranks, or that dimension alone; preferably on one
-            host. T must be a multiple of R, so the model cannot generate.
+        mesh: the mesh of all ranks, which has a dimension "cp" with R ranks, or only this dimension. These R ranks
+            should be on one host. T must be a multiple of R, so the model cannot generate.
         averaged: whether your own code, or an engine such as DeepSpeed, averages the gradients over all ranks.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: the model is already sharded, the mesh has no dimension "cp", or R does not divide the number of KV
-            heads. Some layers may then have changed, so create the model again.
+        ValueError: the model is already sharded, the mesh has no dimension "cp", or R does not divide the number of
+            KV heads. After this error, some layers may have changed, so create the model again.
 
     Source: https://arxiv.org/abs/2309.14509.
     """
@@ -47,7 +47,8 @@ def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model
     group = group_of(own_dimension("apply_cp", mesh, "cp").get_group())
     if group.size == 1:
         return model
-    # Only the blocks: the model itself divides the tokens before them, and a vision tower needs all patches.
+    # Change only the blocks. The model itself divides the tokens before the blocks, and a vision tower needs all
+    # patches.
     for layer in layers_of(model.layers):
         layer.shard_tokens(group)
     model.groups = replace(model.groups, context=group, balance=group)

@@ -1,4 +1,4 @@
-"""FSDP2: parameters are sharded over the ranks, which gather each block only for its forward and its backward."""
+"""FSDP2: parameters are sharded over the ranks. A block's parameters are gathered only for its forward and backward."""
 
 import warnings
 from collections.abc import Callable, Collection
@@ -32,10 +32,11 @@ from liger_models.parallel.mesh import data_mesh, group_over, replicas
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 
 RECOMPILE_LIMIT = 64
-"""Number of times that `compile_blocks` lets a block's forward be compiled.
+"""Maximum number of times that a block's forward is compiled after `compile_blocks`.
 
-PyTorch's limit is 8. The forwards of the first block, of each kind of attention, with one length and with changing
-lengths, in training, evaluation and generation are compiled separately, which makes over 20 for a model with windows.
+PyTorch's limit is 8. Separate compilations are needed for the first block, for each kind of attention, for a fixed
+length and for changing lengths, and for training, evaluation and generation. A model with attention windows needs
+over 20 of them.
 """
 Model = TypeVar("Model", bound=Decoder)
 Sharded = TypeVar("Sharded", bound=Decoder | LigerMedusa)
@@ -55,49 +56,49 @@ def apply_fsdp(
 ) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks of
-    a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
-    which stays gathered from its first to its last use. Parameters that a layer computes and trains in fp32, such as
-    the decays of Mamba-2, form a group of their own, which is gathered and reduced in fp32. The final norm and a
-    tower's parameters outside its blocks form the group of the model itself. Experts that `apply_ep` has distributed
-    form one group per layer, which is sharded over the ranks that hold the same experts. If only one rank holds these
-    experts, and they have ``param_dtype`` already, they are not changed.
+    The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks
+    of a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one
+    group, which stays gathered from its first to its last use. Parameters that a layer computes with and trains in
+    fp32, such as the decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The final norm
+    and a tower's parameters outside its blocks form the group of the model itself. The experts of a layer that
+    `apply_ep` has distributed form a group, which is sharded over the ranks that hold the same experts. If only one
+    rank holds these experts, and they already have ``param_dtype``, they are not changed.
 
     Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
-    `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered as they are
-    stored.
+    `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered in their
+    quantized form.
 
     Routed experts are sharded so that each rank has some whole experts. If there are too few experts for all ranks,
-    each rank has a part of every expert instead: some of its rows or, if their number is not divisible by the number of
-    ranks, some of its columns. If neither number is divisible, or if ``reshard_after_forward`` is a number, some ranks
-    have no experts and send padding.
+    each rank has a part of every expert instead: some of its rows or, if the number of rows is not divisible by the
+    number of ranks, some of its columns. If neither number is divisible, or if ``reshard_after_forward`` is a number,
+    some ranks have no experts and send padding.
 
-    Create the optimizer after this call, because it must hold the sharded parameters.
+    Create the optimizer after this call, because the optimizer must hold the sharded parameters.
 
     Args:
-        model: the model, on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or
-            with the same weights on every rank. The model of a `LigerMedusa` may be sharded already; each of its heads
-            is a group.
+        model: the model, either on the meta device (`from_pretrained` with ``shard`` then reads only each rank's
+            shards), or with the same weights on every rank. It may be a `LigerMedusa`, whose own model may be sharded
+            already. Each of its heads is a group.
         mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
-            `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the dimension before
-            them. The mesh then has one dimension, or two named ones (HSDP): the first over replicas, the second over
-            the ranks that share one replica. After `apply_tp` you may also pass ``mesh["dp"]``. Default: all ranks, in
-            one dimension.
-        param_dtype: dtype of gathered parameters, and so of the computation. None: the dtype of the parameters.
-        reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host, fp32
-            gradients are sent in the narrower ``param_dtype`` in which the backward has computed them, unless several
-            backward passes were accumulated first (``set_requires_gradient_sync``).
-        cpu_offload: whether to keep parameters, gradients and optimizer state on the CPU, where the optimizer then
-            runs.
-        reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2). A number reshards them over
-            that many ranks between the forward and the backward.
-        prefetch: number of groups that are gathered before they are needed.
-        float8_gather: whether weights that have one float8 scale (`convert_to_float8`, recipe "tensorwise") are rounded
-            before they are gathered. Results are the same. If ``reshard_after_forward`` is a number, or with
-            ``cpu_offload``, weights are gathered in ``param_dtype``.
-        averaged: whether the dimensions of the mesh that were not passed hold other parameters (stages of a pipeline),
-            or your own code averages the gradients over them. Otherwise the first training forward raises an error,
-            because replicas of the weights would diverge.
+            `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the dimension
+            before them. The remaining mesh has one dimension, or two named dimensions for HSDP: the first counts
+            replicas, the second the ranks that share a replica. After `apply_tp`, you may also pass ``mesh["dp"]``.
+            Default: all ranks, in one dimension.
+        param_dtype: dtype of gathered parameters, and thus of the computation. None: the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host,
+            gradients that are averaged in fp32 are sent in the narrower ``param_dtype`` in which the backward has
+            computed them, unless several backward passes were accumulated first (``set_requires_gradient_sync``).
+        cpu_offload: whether to keep parameters, gradients and optimizer state on the CPU. The optimizer then runs on
+            the CPU.
+        reshard_after_forward: whether to reshard a block after its forward. False keeps blocks gathered until their
+            backward (ZeRO-2). A number reshards blocks over this many ranks between the forward and the backward.
+        prefetch: number of groups that are gathered ahead of their use.
+        float8_gather: whether weights with a single float8 scale (`convert_to_float8`, recipe "tensorwise") are
+            rounded before they are gathered. The results are the same. If ``reshard_after_forward`` is a number, or
+            with ``cpu_offload``, these weights are gathered in ``param_dtype``.
+        averaged: pass True if the dimensions of the mesh that were not passed hold other parameters (pipeline
+            stages), or if your own code averages the gradients over these dimensions. Otherwise, the first training
+            forward raises an error, because replicas of the weights would diverge.
 
     Returns:
         ``model``.
@@ -122,7 +123,7 @@ def apply_fsdp(
 
     _annotate_for_profilers_alone()
 
-    # Frozen weights in fewer bits become parameters of bytes, which are dequantized to the dtype of the computation.
+    # Frozen quantized weights become uint8 parameters, which are dequantized to the dtype of the computation.
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
             adapted.freeze_weight()
@@ -146,8 +147,8 @@ def apply_fsdp(
     if not prefetch >= 0:
         raise ValueError(f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
 
-    # The mesh to shard over, and the ranks with copies of this rank's weights that the mesh does not contain. Weights
-    # are sampled for the comparison of the ranks while every rank has all of them.
+    # Determine the mesh to shard over, and the ranks outside of this mesh that hold replicas of this rank's weights.
+    # Sample the weights for comparing the ranks while every rank has all weights.
     mesh = _all_ranks() if mesh is None else mesh
     samples, copies = weight_samples(model), replicas(mesh, model.groups.tensor)
     experts = next((layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None), None)
@@ -163,21 +164,21 @@ def apply_fsdp(
     ignored = _parameters_that_stay(model, param_dtype, alone=alone)
     dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
     passes, options = BackwardPasses(), _options(mesh, reshard_after_forward, ignored, **dtypes)
-    # A number in reshard_after_forward counts ranks of the whole mesh, not of the experts' mesh.
+    # A number in reshard_after_forward refers to ranks of the whole mesh, not of the experts' mesh.
     experts_options = None
     if experts_mesh is not None:
         experts_options = _options(experts_mesh, bool(reshard_after_forward), ignored, **dtypes)
 
     tied = model.lm_head.weight is model.embed_tokens.weight
     _shard_groups(model, passes, options, experts_options, ignored, tied=tied)
-    # The final norm belongs to the model's own group. It can't be a group, because the model calls its method `add`,
-    # and FSDP2's hooks run only for `forward`.
+    # The final norm belongs to the model's own group. It can't be a group itself, because the model calls the norm's
+    # method `add`, and FSDP2's hooks run only for `forward`.
     fully_shard(model, **{**options, "reshard_after_forward": False})
     if param_dtype is not None:
         model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
     if float8_gather and isinstance(reshard_after_forward, bool) and not cpu_offload:
         gather = Float8Gather(model, mesh, param_dtype)
-        # This hook must run before FSDP2's: after that, FSDP2's stream no longer waits for the maxima.
+        # This hook must run before FSDP2's hook. Otherwise, FSDP2's stream would not wait for the maxima.
         model.register_forward_pre_hook(gather, prepend=True)
     check_first_forward(model, samples, averaged=averaged, replicas=uncovered)
 
@@ -186,10 +187,10 @@ def apply_fsdp(
 
 
 def _parameters_that_stay(model: Decoder, param_dtype: torch.dtype | None, *, alone: bool) -> set[Any]:
-    """Return the parameters that FSDP2 must leave as they are.
+    """Return the parameters that FSDP2 must leave unchanged.
 
-    These are frozen experts in fewer bits that `apply_ep` or `apply_tp` has distributed. If each rank holds its experts
-    ``alone``, FSDP2 would only copy them, unless it has to cast them, so they stay, too.
+    These are frozen quantized experts that `apply_ep` or `apply_tp` has distributed. If no other rank holds the same
+    experts (``alone``), dense experts stay unchanged as well, unless FSDP2 has to cast them: it would only copy them.
     """
     ignored = {
         parameter
@@ -210,7 +211,7 @@ def _shard_groups(
     model: Decoder, passes: BackwardPasses, options: dict[str, Any], experts_options: dict[str, Any] | None,
     ignored: set[Any], *, tied: bool,
 ) -> None:  # fmt: skip
-    """Shard one group after the other, from the inside to the outside: a group has what no group inside it has."""
+    """Shard group by group, from the inside to the outside. A group gets all parameters that no group inside it has."""
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, **{**options, "reshard_after_forward": False})
     else:
@@ -218,7 +219,7 @@ def _shard_groups(
     for block in model.blocks:
         routed = [layer for layer in layers_of(block) if layer.groups.expert is not None]
         sharded = [layer for layer in routed if any(is_sharded(p) and p not in ignored for p in layer.parameters())]
-        # FSDP2 warns that in-place writes to a view would be lost. No layer writes in place.
+        # Suppress FSDP2's warning that in-place writes to a view would be lost, because no layer writes in place.
         names = f"FSDP({'|'.join({type(each).__name__ for each in [block, *sharded]})})"
         message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
         warnings.filterwarnings("ignore", message, UserWarning)
@@ -237,11 +238,11 @@ def _shard_groups(
 
 
 def _set_prefetch(model: Decoder, prefetch: int, *, tied: bool) -> None:
-    """Set what each group gathers ahead of its own use."""
+    """Set which groups each group gathers ahead of their use."""
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])
-        # Without a list for the backward, PyTorch gathers one group ahead, in the reverse order of the last forward.
+        # Without a list for the backward, PyTorch gathers one group ahead, in the reverse order of the forward.
         if prefetch > 1:
             module.set_modules_to_backward_prefetch(order[max(index - prefetch, 0) : index][::-1])
 
@@ -260,7 +261,7 @@ def _make_frozen_parameters() -> None:
 def _annotate_for_profilers_alone() -> None:
     """Make FSDP2 annotate its work only while a profiler runs.
 
-    On the host, the annotations take about a twentieth of the time of a block.
+    The annotations take about a twentieth of the host time of a block.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
@@ -272,7 +273,7 @@ def _annotation(name: str) -> AbstractContextManager[Any]:
 
 
 def _parameter(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """Return an ``nn.Parameter`` that requires no gradient if its values are integers."""
+    """Return an ``nn.Parameter``. If its values are integers, it requires no gradient."""
     return nn.Parameter(values, requires_grad and values.dtype.is_floating_point)
 
 
@@ -300,34 +301,34 @@ def _options(
         "shard_placement_fn": partial(
             _placement, ranks=mesh.size(-1), any_dimension=isinstance(reshard_after_forward, bool)
         ),
-        # Do not cast inputs: PyTorch would also cast the rotary tables in `BatchLayout`, and round them.
+        # Do not cast inputs, because PyTorch would also cast, and thus round, the rotary tables in `BatchLayout`.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if cpu_offload else OffloadPolicy(),
     }
 
 
 def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> Shard | None:
-    """Return the placement that shards a parameter along another dimension than the first; None for the first one.
+    """Return the placement that shards a parameter along a dimension other than the first; None for the first.
 
     Args:
-        parameter: plain, or a DTensor that `apply_tp` or `apply_ep` has sharded.
+        parameter: a plain parameter, or a DTensor that `apply_tp` or `apply_ep` has sharded.
         ranks: number of shards.
-        any_dimension: whether a dimension other than the first one may be chosen for experts. PyTorch can't gather a
-            parameter that is sharded along another dimension and resharded over fewer ranks between forward and
-            backward.
+        any_dimension: whether experts may be sharded along a dimension other than the first. PyTorch can't gather
+            such a parameter if it is resharded over fewer ranks between forward and backward.
     """
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     rows, *others = local(parameter).shape
 
-    # If `apply_tp` has sharded rows unevenly (a vocabulary's) and they are sharded again, PyTorch computes wrong
-    # offsets for checkpoints. Shard columns instead, where the ranks divide them. Bytes of blocks stay together.
+    # If `apply_tp` has sharded rows unevenly (rows of a vocabulary) and these rows are sharded again, PyTorch
+    # computes wrong offsets for checkpoints. Shard columns instead if their number is divisible by the number of
+    # ranks. Bytes that belong to a block of codes stay together.
     uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size() > 0
     if uneven and parameter.is_floating_point() and others and others[0] % ranks == 0:
         return Shard(1)
 
-    # There may be too few experts [X, O, C] for the ranks. The last ranks would then hold no experts and send padding.
-    # PyTorch does not shard any other dimension unevenly. Bytes in the last dimension stay together, because they may
-    # be parts of one number.
+    # If there are too few experts [X, O, C] for the ranks, the last ranks would hold no experts and send padding.
+    # PyTorch does not shard any other dimension unevenly. Bytes in the last dimension stay together, because several
+    # bytes may belong to the same value.
     if parameter.ndim == 3 and any_dimension and -(-rows // ranks) * (ranks - 1) >= rows:
         last = 2 if parameter.is_floating_point() else 1
         sharded = [placement.dim for placement in placements if isinstance(placement, Shard)]
@@ -338,14 +339,14 @@ def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> S
 
 
 def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **options: Any) -> None:
-    """Call ``fully_shard``, and let the group use `ReduceScatter` if all ranks are on one host.
+    """Call ``fully_shard``. If all ranks are on one host, make the group use `ReduceScatter`.
 
-    Within a host `ReduceScatter` copies faster than PyTorch's own reduce-scatter, and may send fewer bytes. Between
-    hosts PyTorch's own sends fewer bytes, because it first sums the gradients within each host.
+    Within a host, `ReduceScatter` copies faster than PyTorch's own reduce-scatter, and may send fewer bytes. Between
+    hosts, PyTorch's reduce-scatter sends fewer bytes, because it first sums the gradients within each host.
 
     Args:
         modules: the modules of one group.
-        passes: the counter of the model's backward passes.
+        passes: counts the backward passes of the model.
         options: arguments of ``fully_shard``.
     """
     fully_shard(modules, **options)
@@ -355,13 +356,13 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
     assert isinstance(group, FSDPModule)
     parameters: Any = group._get_fsdp_state()._fsdp_param_group
     for parameter in parameters.fsdp_params if parameters else ():
-        # Before PyTorch 2.13 FSDP would cast bytes to param_dtype.
+        # Before version 2.13, PyTorch's FSDP would cast uint8 parameters to param_dtype.
         if not parameter.sharded_param.dtype.is_floating_point:
             parameter.init_dtype_attrs = partial(_keep_dtype, parameter.init_dtype_attrs)
     ranks = mesh.get_group(mesh.ndim - 1)
     if passes.on_one_host(ranks):
-        # Send gradients in param_dtype if they are summed in fp32. Without param_dtype they may have several dtypes,
-        # and for other reductions FSDP2 divides before it sends.
+        # Send gradients in param_dtype if they are summed in fp32. Without param_dtype, gradients may have several
+        # dtypes. For sums in other dtypes, FSDP2 divides the gradients before it sends them.
         narrow = ranks.size() > 1 and dtype in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
         group.set_custom_reduce_scatter(ReduceScatter(passes, dtype if narrow else None))  # type: ignore[arg-type]  # no public name to inherit
         for module in each if narrow else ():
@@ -369,7 +370,7 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
 
 
 def _keep_dtype(init_dtype_attrs: Callable[[MixedPrecisionPolicy], None], _: MixedPrecisionPolicy) -> None:
-    """Make FSDP2 gather a parameter in the parameter's own dtype instead of the dtype in the policy of its group."""
+    """Make FSDP2 gather a parameter in the parameter's own dtype instead of the dtype in its group's policy."""
     init_dtype_attrs(MixedPrecisionPolicy())
 
 
@@ -377,7 +378,7 @@ def _shard_medusa(
     medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int,
     float8_gather: bool, averaged: bool, **dtypes: Any,
 ) -> None:  # fmt: skip
-    """Call `apply_fsdp` on the model of ``medusa`` unless it is sharded already, and shard each head as a group."""
+    """Call `apply_fsdp` on the model of ``medusa``, unless it is sharded already, and shard each head as a group."""
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
         apply_fsdp(
@@ -402,15 +403,15 @@ class _EmbedsCast:
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
-    """Compile the forward of each block, in place, before or after `apply_fsdp`. The hooks of FSDP2 are not compiled.
+    """Compile the forward of each block, in place, before or after `apply_fsdp`. FSDP2's hooks are not compiled.
 
     Blocks with the same structure share the compiled code. The names of modules and parameters do not change.
 
     Args:
         model: the model.
-        options: arguments of ``torch.compile``. By default, ``recompile_limit`` is `RECOMPILE_LIMIT`, and ``fullgraph``
-            is True, except for blocks that can't be one graph: those with layers that `apply_fsdp` gathers separately,
-            and with experts after `apply_ep`.
+        options: arguments of ``torch.compile``. By default, ``recompile_limit`` is `RECOMPILE_LIMIT`, and
+            ``fullgraph`` is True except for blocks that can't be a single graph: blocks with layers that `apply_fsdp`
+            gathers separately, and blocks with experts after `apply_ep`.
 
     Returns:
         ``model``.
@@ -421,7 +422,7 @@ def compile_blocks(model: Model, **options: Any) -> Model:
         splits = any(layer.wide or layer.groups.expert is not None for layer in layers_of(block))
         forward, options_of_block = block.forward, {"fullgraph": not splits, **options}
         if isinstance(forward, MethodType):
-            # The result is a method, too, so that a copy of the block runs the weights of the copy.
+            # The result is a method, too, so that a copy of the block uses the copy's weights.
             block.forward = MethodType(torch.compile(forward.__func__, **options_of_block), forward.__self__)
         else:  # a function that replaces the block's own forward
             block.forward = torch.compile(forward, **options_of_block)

@@ -1,4 +1,4 @@
-"""Parameters that FSDP has gathered: freeing them, ending an interrupted pass, and sampling with all of them."""
+"""Parameters that FSDP has gathered: freeing them, ending an interrupted pass, and sampling with all gathered."""
 
 import sys
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a model whose parameters FSDP shards as a group."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and imported by whoever has sharded a model
+    """Return the modules whose parameters FSDP shards as one group each."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, but already imported if a model is sharded
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
@@ -32,9 +32,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def end_pass(model: nn.Module) -> None:
-    """End a forward or backward that an exception has interrupted, without its gradients, on a single rank.
+    """Clean up after an exception has interrupted a forward or backward on a single rank. Gradients are dropped.
 
-    FSDP2 would otherwise take the next forward for a part of the interrupted pass.
+    Otherwise, FSDP2 would treat the next forward as a part of the interrupted pass.
     """
     states: list[Any] = [module._get_fsdp_state() for module in fsdp_modules(model)]
     for state in states:
@@ -45,7 +45,7 @@ def end_pass(model: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
         state._modules_to_run_forward.clear()
 
-    # What FSDP2 does at the end of a backward. Without gradients there is nothing to reduce.
+    # Do what FSDP2 does at the end of a backward. Without gradients, there is nothing to reduce.
     for state in states:
         if state._is_root:
             state._root_post_backward_final_callback()
@@ -53,19 +53,20 @@ def end_pass(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: Model) -> Iterator[Model]:
-    """Context manager with a model that has the gathered parameters of ``model`` and needs no communication.
+    """Context manager that yields a model with all parameters of ``model`` gathered, which needs no communication.
 
-    With it, sampling between two optimizer steps needs no collectives. Ranks may run different numbers of forwards,
-    decoding uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs memory for all parameters
-    in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context together.
+    Sampling with this model between two optimizer steps needs no collectives. Ranks may therefore run different
+    numbers of forwards, decoding uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs
+    memory for all parameters in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context
+    together.
 
     Args:
-        model: the model, sharded by `apply_fsdp` alone. A model that is not sharded is yielded itself.
+        model: the model, sharded only by `apply_fsdp`. An unsharded model is yielded itself.
 
     Returns:
-        A context manager that yields a model. The yielded model shares all other attributes with ``model``, is not
-        compiled and has no hooks. Do not train it, and do not use it after the context, because leaving the context
-        frees its parameters.
+        A context manager that yields a model. Except for its parameters, the yielded model shares all attributes with
+        ``model``. It is not compiled and has no hooks. Do not train it, and do not use it after the context, because
+        leaving the context frees its parameters.
 
     Raises:
         ValueError: the model is also sharded by `apply_tp`, `apply_cp` or `apply_ep`.
@@ -82,7 +83,7 @@ def unsharded(model: Model) -> Iterator[Model]:
         )
     from liger_models.parallel.float8_gather import Float8Gather  # slow to import
 
-    # Float8 weights are rounded when they are gathered, which needs their maxima.
+    # Compute the maxima of float8 weights, because these weights are rounded when they are gathered.
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, Float8Gather):
             hook.refresh()
@@ -98,16 +99,16 @@ def unsharded(model: Model) -> Iterator[Model]:
 
 
 def _without_hooks(module: Any, made: dict[nn.Module, Any]) -> Any:
-    """Copy a module and its submodules, with the same parameters, without hooks, and with the classes before FSDP2.
+    """Copy a module and its submodules, with the same parameters and the original classes, but without hooks.
 
     Args:
         module: the module.
-        made: maps modules that were copied already to their copies, so that a shared module is copied once.
+        made: maps modules that were copied already to their copies, so that a shared module is copied only once.
     """
     from torch.distributed.fsdp import FSDPModule
 
     if module not in made:
-        # FSDP2 derives a class from its own and the module's: take the module's, which comes next.
+        # FSDP2 derives a class from FSDPModule and the module's class. Take the latter, which comes next.
         kinds = type(module).__mro__
         kind: Any = kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else kinds[0]
         made[module] = copy = kind.__new__(kind)

@@ -1,8 +1,9 @@
-"""Computations on whole matrices of sharded parameters: one rank gathers a matrix and sends the result back.
+"""Computations on whole matrices of sharded parameters: one rank gathers a matrix and sends back shards of the
+result.
 
-The result of each matrix is computed once. The computation is divided by matrix among all ranks that hold shards,
-including the ranks of all HSDP replicas. If some rank holds a whole matrix, such as that of an expert, a rank that
-holds the whole matrix computes the result, and no shards are exchanged.
+The result for each matrix is computed only once. The matrices are divided among all ranks that hold shards, including
+the ranks of all HSDP replicas. If ranks hold a whole matrix, for example of an expert, one of these ranks computes
+the result, and no shards are exchanged.
 """
 
 import math
@@ -24,13 +25,13 @@ BUCKET = 2**26
 
 
 class Piece(NamedTuple):
-    """The part of a `Unit` that a rank holds.
+    """The part of a `Unit` that one rank holds.
 
     Attributes:
-        local: index of the piece's rows in the rank's shard, whose leading dimensions are flattened.
+        local: index of the piece's rows in the rank's shard, with flattened leading dimensions.
         rows: index of the piece's rows in the unit.
-        columns: the columns of the unit that are in the shard. The piece has all columns of the shard.
-        shape: numbers of rows and columns.
+        columns: which columns of the unit are in the shard. The piece has all columns of the shard.
+        shape: number of rows and number of columns.
     """
 
     local: slice | Tensor
@@ -45,14 +46,15 @@ class Piece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Matrices of one parameter that have the same shape and that one rank computes together.
+    """Matrices of one parameter that have the same shape and that one rank processes together.
 
     Attributes:
         parameter: index of the parameter.
-        shape: numbers of matrices, rows and columns.
+        shape: number of matrices, of rows and of columns.
         owner: the rank that computes the result.
         pieces: maps each rank that holds a piece to this piece.
-        senders: the ranks that send their pieces to the owner. Of several ranks with equal pieces, only one sends.
+        senders: the ranks that send their pieces to the owner. Of several ranks with equal pieces, only one sends its
+            piece.
     """
 
     parameter: int
@@ -63,12 +65,12 @@ class Unit(NamedTuple):
 
 
 class Exchange:
-    """The units of all parameters that are sharded over the same ranks, in buckets that are computed one by one.
+    """The units of all parameters that are sharded over the same ranks. Units are in buckets, processed one at a time.
 
     All ranks of the group must create the exchange together.
 
     Args:
-        group: the process group of these ranks; None for parameters that are not sharded.
+        group: the process group of these ranks; None for unsharded parameters.
         device: the device on which the ranks communicate and compute.
         parameters: for each parameter, its index, the parameter, and the rows of its matrices (`matrix_rows`).
     """
@@ -78,7 +80,7 @@ class Exchange:
     ) -> None:
         self.group, self.rank, self.ranks = group, 0, 1
 
-        # The part of each parameter that each rank holds.
+        # Find the part of each parameter that each rank holds.
         mine: list[Any] = [Part.of(parameter) for _, parameter, _ in parameters]
         parts = [mine]
         if group is not None:
@@ -86,7 +88,7 @@ class Exchange:
             parts = [[]] * self.ranks
             dist.all_gather_object(parts, mine, group)
 
-        # The candidates of each parameter. Equal layers have equal candidates, which are computed once.
+        # Compute the candidates of each parameter. Equal layers have equal candidates, which are computed only once.
         computed: list[tuple[Any, Sequence[Tensor], list[_Candidate]]] = []
         of_parameters: list[tuple[int, list[_Candidate]]] = []
         for (number, parameter, rows), held in zip(parameters, zip(*parts, strict=True), strict=True):
@@ -97,8 +99,9 @@ class Exchange:
                 computed.append((key, rows, candidates))
             of_parameters.append((number, candidates))
 
-        # Choose owners, for the most expensive units first: of the possible owners the one with the least to do so far.
-        # All ranks make the same choice. A unit's bucket is the number of buckets that its owner has filled before.
+        # Choose owners, starting with the most expensive units. Of the possible owners, take the rank with the least
+        # work so far. All ranks make the same choice. The index of a unit's bucket is the number of buckets that its
+        # owner has filled already.
         of_parameters.sort(key=lambda entry: -sum(candidate.cost for candidate in entry[1]))
         loads, filled = [0] * self.ranks, [0] * self.ranks
         buckets: dict[int, list[Unit]] = defaultdict(list)
@@ -120,7 +123,7 @@ class Exchange:
         write: Callable[[int, Tensor], None],
     ) -> None:
         """See `SharedMatrices.run`."""
-        # A shard is read for its first unit and written after its last one, which may be in a later bucket.
+        # A shard is read for its first unit and written after its last unit, which may be in a later bucket.
         buckets = [[unit for unit in bucket if unit.parameter in active] for bucket in self.buckets]
         left = Counter(unit.parameter for bucket in buckets for unit in bucket)
         shards: dict[int, Tensor] = {}
@@ -143,7 +146,7 @@ class Exchange:
         owned = [unit for unit in bucket if unit.owner == self.rank]
         received = self._send(sent, [(rank, unit.pieces[rank].size) for unit in owned for rank in unit.senders], shards)
 
-        # Pieces of a sender arrive in the order of the units.
+        # The pieces from a sender arrive in the order of the units.
         wholes = []
         for unit in owned:
             k, n, c = unit.shape
@@ -155,7 +158,7 @@ class Exchange:
         return wholes
 
     def _scatter(self, bucket: list[Unit], results: list[Tensor], shards: dict[int, Tensor]) -> None:
-        """Send the results of a bucket to all ranks that hold pieces, and write them into this rank's shards."""
+        """Send the results of a bucket to all ranks that hold pieces, and write this rank's pieces to its shards."""
         sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for unit, result in zip((unit for unit in bucket if unit.owner == self.rank), results, strict=True):
             for rank, piece in unit.pieces.items():
@@ -171,12 +174,12 @@ class Exchange:
         """Exchange tensors with all ranks.
 
         Args:
-            sent: for each rank the tensors that this rank sends to it.
+            sent: for each rank, the tensors that this rank sends to it.
             expected: a rank and a number of elements for each tensor that this rank receives, in the order of sending.
-            shards: tensors of the dtype and the device of the exchange.
+            shards: tensors with the dtype and the device of the exchange.
 
         Returns:
-            For each rank, the tensors that it has sent, flattened.
+            For each rank, the tensors that were received from it, flattened.
         """
         if self.group is None:
             return sent
@@ -193,20 +196,21 @@ class Exchange:
 
 
 class SharedMatrices:
-    """The matrices of a list of parameters. For each matrix, one rank is chosen to compute the result.
+    """The matrices of a list of parameters. Each matrix is assigned to one rank, which computes its result.
 
     All ranks must create this object together, with the same parameters.
 
     Args:
         parameters: plain tensors, or DTensors of any mesh and placement, [N, K] or [X, N, K].
-        rows: for each parameter the rows of its matrices (`matrix_rows`).
+        rows: for each parameter, the rows of its matrices (`matrix_rows`).
     """
 
     def __init__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
         groups: dict[Any, Any] = {}
         members: dict[Any, list[tuple[int, Tensor, Sequence[Tensor]]]] = defaultdict(list)
         for number, (parameter, indices) in enumerate(zip(parameters, rows, strict=True)):
-            # Parameters whose meshes have the same ranks share an exchange, whatever the shapes of the meshes are.
+            # Parameters share an exchange if their meshes have the same ranks, even if the meshes have different
+            # shapes.
             mesh: Any = parameter.device_mesh if is_sharded(parameter) else None  # type: ignore[attr-defined]
             ranks = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
             if ranks not in groups:
@@ -222,13 +226,13 @@ class SharedMatrices:
         compute: Callable[[list[Tensor]], list[Tensor]],
         write: Callable[[int, Tensor], None],
     ) -> None:
-        """Compute results from whole matrices, one bucket of matrices at a time. All ranks must call this method.
+        """Compute the results of whole matrices, one bucket of matrices at a time. All ranks must call this method.
 
         Args:
-            active: indices of the parameters to compute, the same on all ranks.
-            read: function that takes a parameter's index and returns this rank's shard of the input, [rows, c] with
+            active: indices of the parameters to process, the same on all ranks.
+            read: function that takes a parameter's index and returns this rank's shard of the input: [rows, c], with
                 flattened leading dimensions, in new memory on the device of the mesh.
-            compute: function that takes stacks [k, n, c] of whole matrices and returns results of the same shapes.
+            compute: function that takes stacks [k, n, c] of whole matrices and returns results with the same shapes.
             write: function that takes a parameter's index and this rank's shard of the result, and stores the result.
         """
         for exchange in self.exchanges:
@@ -236,7 +240,7 @@ class SharedMatrices:
 
 
 class _Candidate(NamedTuple):
-    """A unit without an owner. ``owners`` are the ranks that may become its owner."""
+    """A unit that has no owner yet. ``owners`` are the ranks that may become its owner."""
 
     shape: tuple[int, int, int]
     owners: tuple[int, ...]
@@ -244,14 +248,14 @@ class _Candidate(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Number of multiplications in a Newton-Schulz step: A = X Xᵀ, A A and (A A) X, where X is wide."""
+        """Number of multiplications in a Newton-Schulz step: A = X Xᵀ, A A and (A A) X, for a wide X."""
         k, *sizes = self.shape
         small, large = sorted(sizes)
         return k * small**2 * (2 * large + small)
 
 
 def _group(mesh: Any) -> Any:
-    """Return a process group of all ranks of a mesh."""
+    """Return a process group that contains all ranks of a mesh."""
     if mesh.ndim > 1 and mesh.size() == world_size():
         return dist.group.WORLD
     return group_over(mesh).process_group
@@ -260,15 +264,15 @@ def _group(mesh: Any) -> Any:
 def _candidates(
     shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
 ) -> list[_Candidate]:
-    """Divide a parameter into units: enough units to occupy all possible owners, and none larger than a bucket.
+    """Divide a parameter into units: enough to keep all possible owners busy, and none larger than a bucket.
 
     Args:
         shape: shape of the parameter.
         parts: the part of each rank.
-        rows: the rows of its matrices (`matrix_rows`).
+        rows: the rows of the parameter's matrices (`matrix_rows`).
         device: device of the indices in the pieces.
     """
-    # Number all rows of the parameter. `held` has the numbers of each rank's rows.
+    # Number all rows of the parameter. `held` contains, for each rank, the numbers of its rows.
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1])
     held = [
         numbers[
@@ -279,12 +283,14 @@ def _candidates(
     columns = shape[-1]
     candidates = []
     for indices in rows:  # [matrices, n]
-        # How many rows of each matrix each rank has, and how many of them with all columns [matrices, ranks].
+        # Count the rows of each matrix that each rank has, and the rows that it has with all columns,
+        # [matrices, ranks].
         shares = zip(held, parts, strict=True)
         some = torch.stack([torch.isin(indices, ids).sum(1) * min(part.shape[-1], 1) for ids, part in shares], 1)
         full = some * torch.tensor([part.shape[-1] == columns for part in parts])
 
-        # A rank that holds a whole matrix computes it. If there is none, one of the ranks that hold a part computes it.
+        # A matrix is processed by a rank that holds all of it or, if there is no such rank, by a rank that holds a
+        # part.
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for matrix, whole in enumerate(full == indices.shape[1]):
             owners = whole if whole.any() else some[matrix]
@@ -303,7 +309,7 @@ def _candidates(
 
 
 def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece | None:
-    """Return the piece of a unit that a shard holds, or None if it holds none.
+    """Return the piece of a unit that a shard holds, or None if the shard holds no piece.
 
     Args:
         rows: indices of the unit's rows in the parameter.
@@ -331,10 +337,10 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 
 
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
-    """Return the ranks that send their pieces. Of several ranks with equal pieces, which are replicas, one sends.
+    """Return the ranks that send their pieces. Of several ranks with equal pieces (replicas), only one sends.
 
-    The sender is the rank whose position among the ranks with its piece is the owner's position among the ranks with
-    the owner's piece. All pieces then come from the replica of the model to which the owner belongs.
+    Among the ranks with equal pieces, the sender has the same position that the owner has among the ranks with the
+    owner's piece. All pieces then come from the owner's replica of the model.
     """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():

@@ -1,4 +1,4 @@
-"""Functions that find the dimensions of a device mesh over which each kind of parallelism distributes the model."""
+"""Functions that find the dimension of a device mesh that belongs to each kind of parallelism."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +9,7 @@ from liger_models.distributed.ranks import world_size
 
 
 def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the dimension called ``name`` of a mesh, or the mesh itself if it has only one dimension.
+    """Return the dimension ``name`` of a mesh, or the mesh itself if it has only one dimension.
 
     Args:
         where: name of the calling function, for errors.
@@ -17,7 +17,7 @@ def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
         name: name of the dimension.
 
     Raises:
-        ValueError: the mesh has several dimensions, none of which has this name.
+        ValueError: the mesh has several dimensions, but none with this name.
     """
     if mesh.ndim == 1:
         return mesh
@@ -33,7 +33,8 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
     """Return the mesh over which `apply_fsdp` shards, and the mesh over which it shards experts after `apply_ep`.
 
     The dimension of `apply_tp` is left out, because its ranks hold different shards. The dimensions of `apply_cp` and
-    `apply_ep` are merged with the data-parallel one, because their ranks hold the same weights except for the experts.
+    `apply_ep` are merged with the data-parallel dimension, because their ranks hold the same weights except for the
+    experts.
 
     Args:
         mesh: the mesh of all ranks, with or without the dimension of `apply_tp`.
@@ -41,7 +42,8 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
         experts: the group over which the model's experts are sharded, or None.
 
     Returns:
-        A mesh of one dimension, or of two for HSDP; and the mesh of the ranks that hold the same experts, or None.
+        Two meshes: one with one dimension, or with two for HSDP, and the mesh of the ranks that hold the same
+        experts, or None.
 
     Raises:
         ValueError: the mesh does not have the dimensions that the model needs.
@@ -51,7 +53,7 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
             f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Name its dimensions by "
             "mesh_dim_names."
         )
-    # Ranks of tensor parallelism hold different shards of the same layers.
+    # Tensor-parallel ranks hold different shards of the same layers.
     mesh = _without(mesh, _dimension(mesh, "tp", groups.tensor))
     ranks = set(mesh.mesh.flatten().tolist())
     if groups.tensor is not None and len(ranks.intersection(groups.tensor.members)) != 1:
@@ -65,7 +67,7 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
             f"gradients are averaged over these ranks, too, got {mesh}. Pass the mesh of all ranks, or leave it out."
         )
 
-    # Ranks of context and expert parallelism hold the same weights except for the experts.
+    # Context-parallel and expert-parallel ranks hold the same weights except for the experts.
     cp, ep = _dimension(mesh, "cp", groups.context), _dimension(mesh, "ep", experts)
     if experts is not None and (mesh.ndim != 2 or ep is None):
         raise ValueError(
@@ -75,7 +77,7 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
         )
     experts_mesh = None if experts is None else _without(mesh, ep)
     if cp or ep:
-        # Only the last two dimensions can be merged: a dimension before them is for HSDP's copies.
+        # Only the last two dimensions can be merged. A dimension before them counts HSDP's replicas.
         dimensions = mesh.mesh_dim_names or ()
         if mesh.size() != world_size() or (cp or ep) not in dimensions[-2:]:
             raise ValueError(
@@ -92,16 +94,16 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
 
 
 def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
-    """Return the ranks that hold replicas of the calling rank's weights: one rank of each tensor-parallel group.
+    """Return the ranks that hold replicas of the calling rank's weights: one rank from each tensor-parallel group.
 
     Args:
         mesh: a mesh, or some dimensions of a larger mesh. The result covers all dimensions of the larger mesh.
-        tensor: the group of `apply_tp`, whose ranks hold different shards, or None.
+        tensor: the tensor-parallel group of `apply_tp`, whose ranks hold different shards; or None.
     """
     root = mesh._get_root_mesh()
     ranks, coordinate = root.mesh, root.get_coordinate()
     for dim in range(root.ndim):
-        # The dimension of tensor parallelism is the one along which this rank's row of the mesh is that group.
+        # The tensor-parallel dimension is the dimension along which the ranks of this rank's line form the group.
         if tensor is not None and coordinate is not None:
             along = root.mesh.movedim(dim, -1)[tuple(place for i, place in enumerate(coordinate) if i != dim)]
             if along.tolist() == tensor.members:
@@ -110,16 +112,16 @@ def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
 
 
 def group_over(mesh: DeviceMesh) -> Group:
-    """Return a group of all ranks of a mesh. All ranks of a mesh of several dimensions must call this function."""
+    """Return a group of all ranks in a mesh. If the mesh has several dimensions, all ranks in it must call this."""
     if mesh.ndim == 1:
         return group_of(mesh.get_group())
     return group_of(dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))
 
 
 def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
-    """Return the name of the dimension of a mesh whose ranks are those of ``group``; None if there is none.
+    """Return the name of the mesh dimension that has the ranks of ``group``; None if there is no such dimension.
 
-    Parallelism over a single rank has no group. Its dimension is then the dimension of size 1 that is called ``name``.
+    Parallelism over a single rank has no group. Its dimension is then the dimension of size 1 with the name ``name``.
     """
     for index, dimension in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
         ranks = dist.get_process_group_ranks(mesh.get_group(index))
@@ -129,6 +131,6 @@ def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
 
 
 def _without(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
-    """Return a mesh without its dimension called ``name``."""
+    """Return a mesh without its dimension ``name``."""
     rest = tuple(dimension for dimension in mesh.mesh_dim_names or () if dimension != name)
     return mesh if name is None else mesh[rest]

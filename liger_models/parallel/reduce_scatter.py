@@ -1,4 +1,4 @@
-"""A reduce-scatter for FSDP2 that sends gradients in the dtype in which the backward computes them."""
+"""A reduce-scatter for FSDP2 that sends gradients in the dtype in which the backward has computed them."""
 
 import socket
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from liger_models.kernels.add_parts import add_parts
 class BackwardPasses:
     """Counts the backward passes of a model.
 
-    The count is the same on all ranks, even if one rank's loss does not depend on all groups of parameters. All ranks
-    can therefore use the count to choose the same dtype for sending.
+    The count is the same on all ranks, even if some rank's loss does not depend on all groups of parameters. Ranks
+    can therefore use the count to all choose the same dtype for sending.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class BackwardPasses:
         self.hosts: dict[Any, list[Any]] = {}
 
     def on_one_host(self, group: dist.ProcessGroup) -> bool:
-        """Return whether all ranks of a group are on one host. All ranks of the group must call this method."""
+        """Return whether all ranks in a group are on one host. All ranks in the group must call this method."""
         if group not in self.hosts:
             self.hosts[group] = [None] * group.size()
             dist.all_gather_object(self.hosts[group], socket.gethostname(), group=group)
@@ -34,23 +34,23 @@ class BackwardPasses:
 
     @uncompiled
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook that counts the backward passes which reach an input or an output of a module.
+        """Forward hook that counts the backward passes that reach an input or an output of a module.
 
-        The inputs count as well, because the output may be an object in which no tensors are found.
+        Inputs are watched as well, because the output may be an object in which no tensors are found.
         """
         for leaf in tree_leaves((args, output)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._reach)
 
     def _reach(self, _: Tensor) -> None:
-        # Each backward pass has its own number, for which PyTorch has no public function.
+        # Each backward pass has its own number. PyTorch has no public function that returns this number.
         number = torch._C._current_graph_task_id()
         self.count += number != self.last
         self.last = number
 
 
 class _Buffer(Tensor):
-    """The buffer of a reduce-scatter. When FSDP2 calls ``fsdp.chunk_cat`` on it, `_concatenate` fills the buffer."""
+    """The buffer of a reduce-scatter. When FSDP2 calls ``fsdp.chunk_cat`` on the buffer, `_concatenate` fills it."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,15 +62,15 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """Write the chunks that all tensors have for a rank next to each other, into the rank's row of ``out``.
+    """Write the chunks of all tensors that belong to a rank next to each other, into this rank's row of ``out``.
 
     PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
-    build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer, and four
-    times as long for a layer with many experts.
+    build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer. For a
+    layer with many experts, it takes four times as long.
 
     Args:
-        tensors: tensors, each of which is split along its first dimension and padded to ``num_chunks`` equal chunks.
-        dim: always 0 in the calls of FSDP2.
+        tensors: tensors. Each is split along its first dimension and padded to ``num_chunks`` equal chunks.
+        dim: always 0 when FSDP2 calls this function.
         num_chunks: number of ranks.
         out: [ranks, size].
     """
@@ -84,26 +84,27 @@ def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tenso
 
 
 class ReduceScatter:
-    """A reduce-scatter for FSDP2 that sends gradients in their own dtype and sums them in the dtype of the result.
+    """A reduce-scatter for FSDP2 that sends gradients in their own dtype, but sums them in the dtype of the result.
 
-    PyTorch's own reduce-scatter computes the same sum, but sends and stores every gradient in the dtype of the result.
-    For bf16 gradients and fp32 sums this takes twice as many bytes. Gradients that were accumulated over several
-    backward passes are in the dtype of the result, and are sent in that dtype.
+    PyTorch's own reduce-scatter computes the same sum, but sends and stores every gradient in the dtype of the
+    result. For bf16 gradients and fp32 sums, this takes twice as many bytes. Gradients that were accumulated over
+    several backward passes have the dtype of the result, and are sent in this dtype.
 
     Args:
         passes: the counter of the model's backward passes.
-        dtype: dtype in which autograd produces the group's gradients. None: always send the dtype of the result.
+        dtype: dtype in which autograd produces the group's gradients. None: always send gradients in the dtype of the
+            result.
     """
 
     def __init__(self, passes: BackwardPasses, dtype: torch.dtype | None) -> None:
         self.passes, self.dtype = passes, dtype
         self.done = 0
-        """The number of backward passes that were counted at the last reduce-scatter."""
+        """The number of backward passes that had been counted at the last reduce-scatter."""
         self.sends = True
-        """Whether the next buffer is for sending. After a failure this is False, so the next buffer is not narrow."""
+        """Whether the next buffer is for sending. After a failure, this is False, so the next buffer is not narrow."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer. FSDP2 first allocates the buffer to send, and then the buffer to receive."""
+        """Allocate a buffer. FSDP2 first allocates the buffer for sending, then the buffer for receiving."""
         dtype = self.dtype if self.dtype and self.sends and self.passes.count - self.done <= 1 else dtype
         memory = torch.empty(size, dtype=dtype, device=device)
         self.sends = False
@@ -117,15 +118,16 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce and scatter [ranks · size] to [size] on this rank. FSDP2 determines the signature."""
+        """Reduce-scatter [ranks · size] to [size] on this rank. FSDP2 determines the signature."""
         self.sends, self.done = True, self.passes.count
         output_tensor, input_tensor = output_tensor.as_subclass(Tensor), input_tensor.as_subclass(Tensor)
-        # AVG divides the sum here. With SUM, FSDP2 divides before and after. Other ops are left to PyTorch.
+        # With AVG, this function divides the sum. With SUM, FSDP2 divides before and after. Other ops are left to
+        # PyTorch.
         divisor = {dist.ReduceOp.AVG: group.size(), dist.ReduceOp.SUM: 1}.get(op)
         if input_tensor.dtype == output_tensor.dtype or divisor is None:
             input_tensor = input_tensor.to(output_tensor.dtype)
             return reduce_into(output_tensor, input_tensor, op, group, async_op)  # type: ignore[no-any-return]
-        # Exchange in the narrow dtype, [ranks, size], and sum on this rank in the dtype of the result.
+        # Exchange gradients in the narrow dtype, [ranks, size], and sum them on this rank in the dtype of the result.
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         add_parts(parts.view(group.size(), -1), output_tensor, divisor)

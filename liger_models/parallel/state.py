@@ -1,7 +1,7 @@
-"""Checkpoints from which a training run resumes, exactly on the same number of ranks, or on another number.
+"""Checkpoints from which a training run resumes: exactly on the same number of ranks, or on another number of ranks.
 
-- ``step-00000200/`` holds the model and the optimizer as torch.distributed.checkpoint writes them, the state of each
-  rank, and for each rank the checksums of the files that this rank has written.
+- ``step-00000200/`` holds the model and the optimizer in the format of torch.distributed.checkpoint, the state of
+  each rank, and for each rank the checksums of the files that this rank has written.
 - ``latest`` holds the name of the newest complete checkpoint.
 """
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 SHARED = "shared.pt"
-"""Name of the file with the state that all ranks share: step, number of ranks, scheduler, loss scale, description."""
+"""Name of the file with the state that ranks share: step, number of ranks, scheduler, gradient scaler, description."""
 
 _in_flight: set[Path] = set()
-"""The folders in which a save in the background is in progress."""
+"""The run folders in which a background save is in progress."""
 _groups: dict[Any, Any] = {}
-"""Maps the default process group to the group for saving and loading, so that the latter is created once."""
+"""Maps the default process group to the group for saving and loading, so that the latter is created only once."""
 
 
 class Stateful(Protocol):
@@ -72,33 +72,36 @@ def save_state(
     """Save the state of a training run as ``folder/step-...``. Every rank must call this function.
 
     The checkpoint is written under a temporary name, renamed when it is complete, and then recorded in
-    ``folder/latest``. Whenever the run is killed, the previous checkpoint therefore remains. The states of the random
-    number generators of torch, the accelerator and Python are saved for each rank.
+    ``folder/latest``. The previous checkpoint therefore remains valid, no matter when the run is killed. For each
+    rank, the states of the random number generators of torch, the accelerator and Python are saved, too.
 
     Args:
         folder: folder of the run, on storage that all ranks share.
-        step: number of the step. A checkpoint of the same step is replaced.
-        model: the model, sharded or not. Its parameters and buffers are saved, tied parameters once. If the model has
-            adapters, only trained parameters are saved; all other parameters are in the checkpoint that the model was
-            loaded from.
-        optimizer: the optimizer. Its state is saved under the names of the parameters.
-        scheduler: the scheduler, saved once for all ranks.
-        data: the data, saved for each rank. The states of ``data`` and ``scheduler`` may hold plain values and tensors
-            only.
-        scaler: the loss scale of a run in float16 (``torch.amp.GradScaler``), saved once for all ranks.
-        background: whether to copy the state to host memory and return. Training may continue while it is written.
+        step: number of the step. An existing checkpoint of the same step is replaced.
+        model: the model, sharded or not. Its parameters and buffers are saved; tied parameters are saved only once.
+            If the model has adapters, only trained parameters are saved, because all other parameters are in the
+            checkpoint from which the model was loaded.
+        optimizer: the optimizer. Its state is saved by parameter name.
+        scheduler: the scheduler. Its state is saved once for all ranks.
+        data: the data loader or data set. Its state is saved for each rank. The states of ``data`` and ``scheduler``
+            may contain only plain values and tensors.
+        scaler: the gradient scaler of a run in float16 (``torch.amp.GradScaler``). Its state is saved once for all
+            ranks.
+        background: whether to return as soon as the state has been copied to host memory. Training may continue while
+            the state is being written.
         keep: number of newest checkpoints to keep; older checkpoints are deleted. None keeps all.
-        settings: maps names to values of all other settings that must be the same when the run resumes, such as the
+        settings: names and values of other settings that must be the same when the run resumes, such as the
             objective.
 
     Returns:
-        A future, which is done unless ``background`` is set. With ``background`` call its ``result()`` before the next
-        save and at the end of the run: ``result()`` waits for the save, and raises its error if it has failed.
+        A future, which is already done unless ``background`` is set. With ``background``, call ``result()`` of the
+        future before the next save and at the end of the run. It waits for the save, and raises an error if the save
+        has failed.
 
     Raises:
         ValueError: ``keep`` is below 1, or the previous save is not finished.
-        TimeoutError: a rank has not called this function within the process group's timeout. After 30 seconds a warning
-            names this rank.
+        TimeoutError: a rank has not called this function within the process group's timeout. Already after 30
+            seconds, a warning names this rank.
         OSError: the folder cannot be written.
     """
     if keep is not None and keep < 1:
@@ -109,14 +112,15 @@ def save_state(
             f"save_state: the previous save in {folder} must be finished, got one in progress. Call its result() first."
         )
 
-    # A rank that is missing would make the collectives below hang.
+    # A missing rank would make the collectives below hang.
     wait_for_ranks(f"save_state {folder} {step}")
     checkpoint, temporary = _checkpoint(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
     reshard(model)
     described = describe(model)
 
-    # What torch.save writes: rank 0 creates the folder and writes the shared state, then each rank writes its own.
+    # Write the files of torch.save: rank 0 creates the folder and writes the shared state, then each rank writes its
+    # own state.
     with raise_on_all_ranks(group):
         shared = {
             "step": step,
@@ -140,7 +144,7 @@ def save_state(
         torch.save(of_rank, temporary / f"rank-{rank()}.pt")
         add_checksums(temporary, f"rank-{rank()}.pt")
 
-    # What torch.distributed.checkpoint writes.
+    # Write the files of torch.distributed.checkpoint.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # slow to import
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -148,7 +152,7 @@ def save_state(
     if optimizer is not None:
         fresh = not optimizer.state
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
-        # PyTorch has created the state by a step with zero gradients, which would count as a step.
+        # PyTorch has created the optimizer state with a step on zero gradients, which would count as a step.
         if fresh:
             optimizer.state.clear()
             tensors["optimizer"]["state"] = {}
@@ -166,7 +170,7 @@ def save_state(
 
 
 def _writer(folder: Path) -> Any:
-    """Return a writer of the files of torch.distributed.checkpoint, and of their checksums in separate files."""
+    """Return a writer for torch.distributed.checkpoint that also writes files with checksums of its files."""
     from torch.distributed.checkpoint.filesystem import _FileSystemWriter  # slow to import
 
     class Writer(_FileSystemWriter):
@@ -183,9 +187,9 @@ def _writer(folder: Path) -> Any:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Create the folder of a run, or remove unfinished and replaced checkpoints that a killed run has left in it."""
+    """Create the folder of a run, or remove unfinished and replaced checkpoints that a killed run has left behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    # An old checkpoint is replaced only if the new one has its name.
+    # An old checkpoint counts as replaced only if the new checkpoint already has its name.
     replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
     for stale in [*folder.glob(".step-*.tmp"), *replaced]:
         shutil.rmtree(stale)
@@ -194,7 +198,7 @@ def _remove_stale(folder: Path) -> None:
 def _save_in_background(
     tensors: dict[str, Any], temporary: Path, checkpoint: Path, keep: int | None, group: Any, finished: "Future[None]"
 ) -> None:
-    """Copy the tensors to host memory and return. A thread then writes and publishes them, and sets ``finished``."""
+    """Copy the tensors to host memory and return. A thread then publishes the checkpoint and sets ``finished``."""
     from torch.distributed.checkpoint.state_dict_saver import async_save  # slow to import
 
     folder = checkpoint.parent
@@ -207,8 +211,8 @@ def _save_in_background(
             _publish(temporary, checkpoint, keep)
         except BaseException as error:
             failure = error
-        # Another save may start only now, because it removes temporary folders. It must be allowed before `finished` is
-        # set, because its waiter may save at once.
+        # Another save may start only from now on, because a save removes temporary folders. Allow it before setting
+        # `finished`, because whoever waits for `finished` may save at once.
         _in_flight.discard(folder)
         if failure is None:
             finished.set_result(None)
@@ -226,11 +230,11 @@ def _save_in_background(
 
 
 def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
-    """On rank 0, rename a complete checkpoint to its final name, and delete outdated checkpoints.
+    """On rank 0, give a complete checkpoint its final name, and delete outdated checkpoints.
 
-    At each moment there is a complete checkpoint under the name in ``latest`` or under that name with ``.old``. First,
-    an old checkpoint of this step is renamed, the new checkpoint takes its name, and ``latest`` is replaced. After
-    that, outdated checkpoints are deleted.
+    At every moment, there is a complete checkpoint under the name in ``latest``, or under this name plus ``.old``.
+    First, an old checkpoint of this step is renamed, the new checkpoint takes its name, and ``latest`` is replaced.
+    After that, outdated checkpoints are deleted.
     """
     if rank() != 0:
         return
@@ -259,33 +263,34 @@ def load_state(
     step: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Load the state that `save_state` has saved, in place. Every rank must call this function.
+    """Load a state that `save_state` has saved, in place. Every rank must call this function.
 
     On the same number of ranks, training continues as if it had not stopped. On another number of ranks, model,
-    optimizer and scheduler are restored in full, and random number generators are restored on the ranks that existed
-    before. The saved state of ``data`` must then be the same for all ranks.
+    optimizer and scheduler are completely restored, but random number generators are restored only on the ranks that
+    existed before. The saved state of ``data`` must then be the same for all ranks.
 
     Args:
         folder: folder of the run.
         model, optimizer, scheduler, data: created as for a new run. An argument that is None is not restored. The
             optimizer's parameters may be in other groups than before. The saved options of a group, such as ``lr``,
-            go to the group of the same number; a group without saved options keeps its own.
-        scaler: created as for a new run. It does not change if the checkpoint has no loss scale because the run was not
-            in float16.
-        step: step of the checkpoint. Default: the checkpoint that ``latest`` names, or the newest one if ``latest`` or
-            that checkpoint was deleted.
-        settings: as in `save_state`. The settings in the checkpoint must have the same values.
+            are assigned to the group with the same number. A group without saved options keeps its own options.
+        scaler: the gradient scaler, created as for a new run. If the checkpoint has no scaler state because the run
+            was not in float16, the scaler does not change.
+        step: step of the checkpoint. Default: the checkpoint that ``latest`` names, or the newest checkpoint if
+            ``latest`` or the checkpoint that it names was deleted.
+        settings: see `save_state`. The settings in the checkpoint must have the same values.
 
     Returns:
-        The step of the checkpoint; None, with nothing changed, if there is no checkpoint yet.
+        The step of the checkpoint. If there is no checkpoint yet, the result is None, and nothing changes.
 
     Raises:
         FileNotFoundError: there is no checkpoint of ``step``.
-        ValueError: something is not as in the checkpoint: the model's configuration, its adapters, the weights under
-            them, its tied weights, the names or shapes of its tensors, the optimizer's state, or ``settings``. Or a
-            part was not saved, or the number of ranks has changed and the saved states of ``data`` differ.
-        TimeoutError: as in `save_state`.
-        OSError: the checkpoint is damaged. The message names the file and the checkpoint before it.
+        ValueError: something differs from the checkpoint: the model's configuration, its adapters, the weights under
+            the adapters, its tied weights, the names or shapes of its tensors, the optimizer's state, or
+            ``settings``. Or an argument's state was not saved. Or the number of ranks has changed and the saved
+            states of ``data`` differ between ranks.
+        TimeoutError: see `save_state`.
+        OSError: the checkpoint is damaged. The message names the damaged file and the previous checkpoint.
     """
     # Rank 0 chooses the checkpoint, because other ranks may not see the same files yet.
     folder = Path(folder).absolute()
@@ -299,12 +304,12 @@ def load_state(
     if checkpoint is None:
         return None
 
-    # Everything is checked before anything is loaded.
+    # All checks run before anything is loaded.
     reshard(model)
     described = describe(model)
     with raise_on_all_ranks(group):
         shared = _load(checkpoint / SHARED)
-        # Rank 0 has saved its own description.
+        # The checkpoint has only rank 0's description, so only rank 0 compares it.
         if rank() == 0:
             check_model(checkpoint, described, shared.get("model"))
             check_settings(checkpoint, settings or {}, shared.get("settings", {}))
@@ -335,7 +340,8 @@ def load_state(
             check_optimizer(checkpoint, tensors["optimizer"]["state"], metadata)
     groups = tensors.get("optimizer", {}).get("param_groups", [])
     parameters = [options["params"] for options in groups]
-    # The saved options of a group go to the group of the same number. A group that was not saved keeps its own.
+    # The saved options of a group are assigned to the group with the same number. A group without saved options keeps
+    # its own.
     saved = {path[2] for path in paths if path[:2] == ("optimizer", "param_groups")}
     if saved and groups:
         tensors["optimizer"]["param_groups"] = [options for number, options in enumerate(groups) if number in saved]
@@ -344,11 +350,11 @@ def load_state(
     if optimizer is not None:
         tensors["optimizer"]["param_groups"] = groups
         for options, names in zip(groups, parameters, strict=True):
-            # Loading has replaced the names by the saved ones. Some of the saved parameters may be frozen now.
+            # Loading has replaced the names with the saved names. Some of the saved parameters may be frozen now.
             options["params"] = names
         optimizer.load_state_dict(tensors["optimizer"])
 
-    # The rest. Random numbers come last, because other parts may draw some.
+    # Restore everything else. Random states come last, because restoring other parts may draw random numbers.
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if data is not None:
@@ -361,7 +367,7 @@ def load_state(
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:
-    """Return the tensors to save: all tensors of the model, or only trained ones if the model has adapters."""
+    """Return the tensors to save: all tensors of the model or, if it has adapters, only the trained tensors."""
     tensors: dict[int, tuple[str, Tensor]] = {}  # tied tensors once
     adapted = adapter_config(model) is not None
     for name, value in model.state_dict(keep_vars=True).items():
@@ -371,14 +377,14 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
-    """Return an optimizer state into which a saved state can be loaded, for the parameters called ``names``.
+    """Return an optimizer state for the parameters ``names``, into which a saved state can be loaded.
 
     A parameter that never had a gradient has no state in the checkpoint.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # slow to import
 
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    # PyTorch creates a missing state only if there is neither any state nor any gradient.
+    # PyTorch creates missing states only if no parameter has a state or a gradient.
     if not names <= state["state"].keys():
         optimizer.state.clear()
         optimizer.zero_grad()
@@ -390,7 +396,7 @@ def _read_metadata(checkpoint: Path) -> "Metadata":
     """Read the metadata of a checkpoint, which lists its tensors and their files.
 
     Raises:
-        OSError: the metadata cannot be read; or, on rank 0, a file is shorter than when it was written.
+        OSError: the metadata cannot be read, or (on rank 0) a file is shorter than when it was written.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
 
@@ -398,7 +404,7 @@ def _read_metadata(checkpoint: Path) -> "Metadata":
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:
         raise incomplete(checkpoint, rank(), error, ".metadata") from error
-    # The smallest size that each file must have.
+    # Find the smallest size that each file must have.
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
@@ -415,7 +421,7 @@ def _checkpoint(folder: Path, step: int) -> Path:
 
 
 def _find(folder: Path, step: int | None) -> Path | None:
-    """Return the checkpoint of a step or, without ``step``, the newest one; None if there is no checkpoint yet.
+    """Return the checkpoint of a step or, without ``step``, the newest checkpoint; None if there is none yet.
 
     Raises:
         FileNotFoundError: there is no checkpoint of ``step``, or ``latest`` names a checkpoint but no checkpoint
@@ -427,7 +433,8 @@ def _find(folder: Path, step: int | None) -> Path | None:
         named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
         if not named and not steps:
             return None
-        # `latest` was deleted, or is empty because the machine lost power. Only complete checkpoints have such names.
+        # `latest` was deleted, or is empty because the machine lost power. Take the newest folder with the name of a
+        # checkpoint, because only complete checkpoints have such names.
         if not named:
             warnings.warn(f"{pointer} names no checkpoint. Resuming from {steps[-1].name}.", stacklevel=3)
             return steps[-1]
@@ -435,7 +442,7 @@ def _find(folder: Path, step: int | None) -> Path | None:
     else:
         checkpoint = _checkpoint(folder, step)
 
-    # The checkpoint, or the one that it was replacing when the run died.
+    # Take the checkpoint, or the old checkpoint that it was replacing when the run died.
     for path in (checkpoint, checkpoint.with_suffix(".old")):
         if path.is_dir():
             return path
@@ -453,9 +460,10 @@ def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
 
 
 def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
-    """Return the state of ``data`` for another number of ranks than the ``ranks`` that saved the checkpoint.
+    """Return the state of ``data`` if the number of ranks differs from the ``ranks`` that saved the checkpoint.
 
-    The saved states of all ranks must be the same. The current ranks divide the files among themselves.
+    The saved states of all ranks must be the same. To compare them, the current ranks divide the files among
+    themselves.
     """
     with raise_on_all_ranks(group):
         states = [_load(checkpoint / f"rank-{number}.pt")["data"] for number in range(rank(), ranks, world_size())]
@@ -494,7 +502,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _cpu_group() -> Any:
-    """Return a CPU process group for saving and loading, so that saves in the background don't disturb training."""
+    """Return a CPU process group for saving and loading, so that background saves don't disturb training."""
     if not is_distributed():
         return None
     world = dist.group.WORLD
@@ -506,7 +514,7 @@ def _cpu_group() -> Any:
 
 @contextmanager
 def _write_errors(folder: Path) -> Iterator[None]:
-    """Context manager that adds the folder and a remedy to errors of the file system, and raises them as OSError."""
+    """Context manager that adds the folder and a remedy to file system errors, and raises them as OSError."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
@@ -518,14 +526,14 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _checkpoint_errors(checkpoint: Path) -> Iterator[None]:
-    """Context manager that raises errors of torch.distributed.checkpoint as OSError."""
+    """Context manager that converts errors of torch.distributed.checkpoint to OSError."""
     from torch.distributed.checkpoint.api import CheckpointException  # slow to import
 
-    # PyTorch warns that there is a single process.
+    # Suppress PyTorch's warning that there is only one process.
     if not is_distributed():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         yield
-    except CheckpointException as error:  # not an Exception
+    except CheckpointException as error:  # not a subclass of Exception
         failed_rank, (reason, _) = next(iter(error.failures.items()))
         raise incomplete(checkpoint, failed_rank, reason) from error

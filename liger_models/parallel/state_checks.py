@@ -1,4 +1,4 @@
-"""Checks of a saved state: whether its files are complete, and whether it belongs to the run that loads it."""
+"""Checks of a saved state: whether its files are complete, and whether it matches the run that loads it."""
 
 import dataclasses
 import json
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 MAY_DIFFER = ("dropout", "initializer_range")
-"""Endings of the names of settings that may change when a run resumes, because weights mean the same."""
+"""Endings of the names of settings that may change when a run resumes, because the weights keep their meaning."""
 FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
-"""Key of the checksum in the description of a model, and the key of the checksum that version 0.1.0 wrote."""
+"""Key of the checksum in the description of a model, and the key that version 0.1.0 wrote instead."""
 _ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
 
 
@@ -35,11 +35,11 @@ def incomplete(checkpoint: Path, failed_rank: int, reason: BaseException, file: 
         checkpoint: folder of the checkpoint.
         failed_rank: the rank on which writing or reading failed.
         reason: the exception.
-        file: name of the damaged file, if it is known.
+        file: name of the damaged file, if known.
     """
     got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
     message = f"{checkpoint}: must be written and read in full by all ranks, got on rank {failed_rank}: {got}."
-    # A checkpoint that is being written has another name.
+    # While a checkpoint is being written, it has another name.
     if not checkpoint.exists():
         return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
     hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
@@ -50,7 +50,7 @@ def incomplete(checkpoint: Path, failed_rank: int, reason: BaseException, file: 
 
 
 def _checksums(checkpoint: Path, writer: int) -> Path:
-    """Return the path of the JSON file with the checksums of all files that a rank has written, by their names."""
+    """Return the path of the JSON file that maps the names of all files that a rank has written to their checksums."""
     return checkpoint / f"checksums-{writer}.json"
 
 
@@ -71,10 +71,10 @@ def _checksum(path: Path) -> int:
 
 
 def verify_files(checkpoint: Path, ranks: int) -> None:
-    """Raise OSError unless the files of a checkpoint match their checksums. The files are divided among the ranks.
+    """Raise OSError unless the files of a checkpoint match their checksums. The ranks divide the files among them.
 
     Args:
-        checkpoint: folder of the checkpoint. Checkpoints of earlier versions have no checksums, and are accepted.
+        checkpoint: folder of the checkpoint. Checkpoints of earlier versions have no checksums, but are accepted.
         ranks: number of ranks that have written the checkpoint.
     """
     for writer in range(rank(), ranks, world_size()):
@@ -93,10 +93,10 @@ def verify_files(checkpoint: Path, ranks: int) -> None:
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Describe what must be the same when a run resumes, besides the saved tensors. All ranks must call this function.
+    """Describe what must be the same when a run resumes, besides saved tensors. All ranks must call this function.
 
-    The description contains the settings of the model and of its adapters, the tied tensors, and a checksum of the base
-    weights under adapters, which are not saved.
+    The description contains the settings of the model and of its adapters, the names of tied tensors, and a checksum
+    of the base weights under adapters, because these are not saved.
     """
     # The settings.
     configs = (getattr(module, "config", None) for module in model.modules())
@@ -104,30 +104,30 @@ def describe(model: nn.Module) -> dict[str, str]:
     description = _flatten("config", next((config for config in configs if dataclasses.is_dataclass(config)), None))
     description |= _flatten("adapters", adapters)
 
-    # Names of the same tensor.
+    # Tied tensors, as lists of the names of the same tensor.
     names: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
     ties = [" = ".join(aliases) for aliases in names.values() if len(aliases) > 1]
     description["tied weights"] = ", ".join(ties) or "none"
 
-    # Weights under adapters.
+    # The checksum of the weights under adapters.
     if adapters is not None:
         description[FROZEN] = frozen_checksum(model)
     return description
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
-    """Map dotted paths to the fields of a dataclass and of dataclasses in it. ``name`` itself is mapped to the type.
+    """Map dotted paths to the values of a dataclass's fields, including nested dataclasses. ``name`` maps to the type.
 
-    For a value that is not a dataclass, the result has one entry, ``name``.
+    For a value that is not a dataclass, the result has only the entry ``name``.
     """
     if not dataclasses.is_dataclass(value):
         return {name: repr(value)}
     settings = {name: type(value).__name__}
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
-        # States of older versions do not have this field.
+        # States that older versions saved do not have this field.
         is_new = (field.name, setting) == ("target_parameters", ())
         if not is_new and not field.name.endswith(MAY_DIFFER):
             settings |= _flatten(f"{name}.{field.name}", setting)
@@ -135,17 +135,17 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
 
 
 def check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
-    """Raise ValueError if the model is not the same as the saved model.
+    """Raise ValueError if the description of the model differs from the saved description.
 
     Args:
         checkpoint: folder of the checkpoint.
-        now: description of the model, from `describe`.
-        saved: description in the checkpoint; None if an earlier version has written the checkpoint.
+        now: the result of `describe` for the model.
+        saved: the description in the checkpoint; None if an earlier version has written the checkpoint.
     """
     saved = now if saved is None else saved
     skipped = {FROZEN, FORMER} if FORMER in saved else set()
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name) and name not in skipped]
-    # If the classes of two dataclasses differ, differences of their fields are not listed.
+    # If two dataclasses have different classes, do not list the differences in their fields.
     names = [name for name in names if "." not in name or name.partition(".")[0] not in names]
     if names:
         changes = "; ".join(f"{name} {now.get(name)} instead of {saved.get(name)}" for name in names)
@@ -153,14 +153,15 @@ def check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, st
 
 
 def check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], metadata: "Metadata") -> None:
-    """Raise ValueError unless the checkpoint has the state of this optimizer, in the same format.
+    """Raise ValueError unless the checkpoint has the state of this optimizer in the same format.
 
     Args:
         checkpoint: folder of the checkpoint.
-        state: maps the name of each parameter with an optimizer state to the state to load into.
+        state: maps the name of each parameter with an optimizer state to this state, into which the saved state will
+            be loaded.
         metadata: metadata of the checkpoint.
     """
-    # Name of a parameter -> names of the values in its state.
+    # Maps the name of a parameter to the names of the values in its state.
     saved: dict[str, set[str]] = {}
     for path in (metadata.planner_data or {}).values():
         if path[:2] == ("optimizer", "state"):
@@ -187,7 +188,7 @@ def check_settings(checkpoint: Path, now: Mapping[str, Any], saved: Mapping[str,
 
 
 def check_tensors(checkpoint: Path, tensors: Mapping[str, Tensor], metadata: "Metadata") -> None:
-    """Raise ValueError unless the names and shapes of the tensors in the checkpoint are those of ``tensors``."""
+    """Raise ValueError unless the tensors in the checkpoint have the names and shapes of ``tensors``."""
     saved = {
         name.removeprefix("model."): tuple(getattr(tensor, "size", ()))
         for name, tensor in metadata.state_dict_metadata.items()

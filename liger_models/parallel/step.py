@@ -1,4 +1,4 @@
-"""Functions for a training step on several ranks: the number of targets, means, and gradient clipping."""
+"""Functions for a training step on several ranks: number of targets, means over ranks, and gradient clipping."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,30 +14,31 @@ from liger_models.layers.decoder import take_cu_seqlens
 from liger_models.layers.linear import is_sharded, local
 
 _compared: set[torch.device] = set()
-"""The devices on which `targets_per_rank` has already compared the ranks' numbers of batches."""
+"""The devices on which `targets_per_rank` has already compared the numbers of batches between ranks."""
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
-    """Return the number of targets in all batches of a step on all ranks, divided by the number of ranks.
+    """Return the number of targets in all of a step's batches on all ranks, divided by the number of ranks.
 
-    Pass the result as ``num_items_in_batch`` with each of these batches. FSDP and DistributedDataParallel average
-    gradients over the ranks. With this divisor, the averaged gradient is the gradient of the mean loss over all
-    targets. Each target has the same weight, however targets are distributed over ranks and accumulation steps. To get
-    the mean loss itself, sum the losses of a rank's batches, and average the sums over the ranks (`mean_over_ranks`).
+    Pass the result to the model as ``num_items_in_batch``, together with each of these batches. FSDP and
+    DistributedDataParallel average gradients over the ranks. With this divisor, the averaged gradient is the gradient
+    of the mean loss over all targets: each target has the same weight, no matter how targets are distributed over
+    ranks and accumulation steps. To get the mean loss itself, sum the losses of a rank's batches, and average the
+    sums over the ranks (`mean_over_ranks`).
 
     Args:
-        batches: keyword arguments of the model's forward, for one batch or for each accumulation step. Every rank must
-            pass the same number of batches; a batch may have no targets. On the CPU the ranks compare their numbers of
-            batches in each call. On an accelerator, where the host must wait for this comparison, they compare the
-            numbers only in the first call.
-        device: device of the all-reduce. Default: the device of the labels. NCCL needs an accelerator.
+        batches: keyword arguments of the model's forward, for one batch or for each accumulation step. Every rank
+            must pass the same number of batches. A batch may have no targets. On the CPU, the ranks compare their
+            numbers of batches in each call. On an accelerator, they compare the numbers only in the first call,
+            because the host must wait for the comparison.
+        device: device for the all-reduce. Default: the device of the labels. NCCL needs an accelerator.
 
     Returns:
         [] fp32, at least 1 / ranks.
 
     Raises:
-        ValueError: there are no batches, a batch has no labels, or ranks pass different numbers of batches and would
-            wait for each other forever.
+        ValueError: there are no batches; a batch has no labels; or ranks pass different numbers of batches, with
+            which they would wait for each other forever.
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
     if len(batches) == 0:
@@ -47,7 +48,8 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
     if not is_distributed():
         return total.clamp(min=1).float()
-    # Sum the numbers of batches n and their squares with the targets: (Σ n)² = R · Σ n² only if all R are equal.
+    # In the same all-reduce, sum the numbers of batches n and their squares: (Σ n)² = R · Σ n² only if all R numbers
+    # are equal.
     count = len(batches)
     sums = torch.stack([total, torch.full_like(total, count), torch.full_like(total, count**2)])
     dist.all_reduce(sums)
@@ -59,12 +61,12 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
                 f"targets_per_rank: every rank must pass the same number of batches, got {count} on rank {rank()} and "
                 f"{counts / world_size():.3g} on average. Give a rank without data batches of padding."
             )
-    # fp32 could not count the targets of large steps exactly.
+    # fp32 could not represent the number of targets in large steps exactly.
     return sums[0].clamp(min=1).double().div(world_size()).float()
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of targets after the model's shift of the labels (`BatchLayout.shift`)."""
+    """Count the targets that remain after the model has shifted the labels (`BatchLayout.shift`)."""
     labels, attention_mask = (batch.get(name) for name in ("labels", "attention_mask"))
     cu_seqlens = take_cu_seqlens(batch.get("cu_seqlens"), {**batch})
     if labels is None:
@@ -80,7 +82,7 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """Return a detached copy of a tensor, averaged over all ranks. Without a process group it is only a copy."""
+    """Return a detached copy of a tensor, averaged over all ranks. Without a process group, it is only a copy."""
     value = value.detach().clone()
     if is_distributed():
         dist.all_reduce(value)
@@ -91,19 +93,19 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale gradients so that the norm of all of them together is at most ``max_norm``.
+    """Scale gradients so that their total norm is at most ``max_norm``.
 
-    Unlike the norm in torch's function, this norm covers the shards of all ranks, and sharded and plain parameters may
-    be mixed.
+    Unlike in torch's function of the same name, the norm covers the shards of all ranks, and sharded and plain
+    parameters may be mixed.
 
     Args:
-        parameters: one or more parameters, the same on all ranks. Those without a gradient are ignored.
-        max_norm: the largest norm. With ``inf`` nothing is scaled.
-        norm_type: p of the p-norm; ``inf`` for the maximum.
+        parameters: one or more parameters, the same on all ranks. Parameters without a gradient are ignored.
+        max_norm: the maximum norm. With ``inf``, nothing is scaled.
+        norm_type: p of the p-norm; ``inf`` for the maximum norm.
         error_if_nonfinite: whether to raise an error on all ranks if the norm is not finite.
 
     Returns:
-        The norm before scaling, [], which is a plain tensor and the same on all ranks.
+        The norm before scaling, [], as a plain tensor. It is the same on all ranks.
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
@@ -111,7 +113,7 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters  # iterating a tensor yields its rows
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
 
-    # One norm for each mesh, because torch computes no norm of DTensors of different meshes.
+    # Compute one norm for each mesh, because torch can't compute a norm over DTensors on different meshes.
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         gradient: Any = parameter.grad
@@ -131,7 +133,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradients must be finite, got {total.item()}. Find the step where the "
             "loss rose, or lower the learning rate."
         )
-    # Each rank scales its own shards, because DTensor would first search for a layout of the result on each mesh.
+    # Each rank scales its own shards. Scaling DTensors would first determine a layout of the result on each mesh.
     shards: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         shard = local(gradient)

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism: each rank holds a shard of each layer."""
+"""Tensor parallelism and expert parallelism: each rank holds a shard of each layer, or of each layer's experts."""
 
 import dataclasses
 from collections.abc import Collection
@@ -23,40 +23,40 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False, averaged: bool = False) -> Model:
-    """Shard a model's layers over the ranks of a mesh, in place. All these ranks process the same tokens.
+    """Shard a model's layers over the R ranks of a mesh, in place. All these ranks process the same tokens.
 
     Each rank has 1 / R of the attention heads, of the width of each MLP and expert, and of the vocabulary. Norms and
-    routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. An adapter
-    (`apply_lora`) has one sharded matrix, on the side along which its weight is sharded; its other matrix is
-    replicated. Quantized weights (`quantize_base`, ``keep_quantized``) are sharded as they are stored, with their
-    scales.
+    routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. Of an
+    adapter's two matrices (`apply_lora`), the one on the side along which the weight is sharded is sharded, and the
+    other is replicated. Quantized weights (`quantize_base`, ``keep_quantized``) are sharded in their quantized form,
+    together with their scales.
 
-    A vision tower is sharded in the same way, but every rank has all patches. If R does not divide the attention heads
-    or the MLP width of a layer of the tower, the layer is replicated. The parameters of the tower outside its layers
-    are replicated, too. Gemma 4's tower is replicated as a whole.
+    A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if
+    the number of its attention heads or its MLP width is not divisible by R. The tower's parameters outside its
+    layers are replicated, too. Gemma 4's tower is completely replicated.
 
-    All ranks must be given the same batch, and they return the same loss. Call this function before `apply_fsdp`, and
+    All ranks must be given the same batch, and all return the same loss. Call this function before `apply_fsdp`, and
     create the optimizer afterwards. Ranks along the other dimensions of the mesh hold replicas. Without `apply_fsdp`
     over these dimensions, the first training forward raises an error.
 
     Args:
-        model: the model, on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or
-            with the same weights on every rank.
-        mesh: the mesh of all ranks, with a dimension called "tp" of R ranks, or that dimension alone. These ranks are
-            preferably on one host.
-        sequence_parallel: whether each rank has only 1 / R of the tokens between the layers. This saves memory and
-            computes norms once instead of R times, for one more all-gather in each layer's backward. T must be a
-            multiple of R, so the model cannot generate.
+        model: the model, either on the meta device (`from_pretrained` with ``shard`` then reads only each rank's
+            shards), or with the same weights on every rank.
+        mesh: the mesh of all ranks, which has a dimension "tp" with R ranks, or only this dimension. These R ranks
+            should be on one host.
+        sequence_parallel: whether each rank has only 1 / R of the tokens between the layers. This saves memory, and
+            norms are computed once instead of R times, at the cost of one more all-gather in each layer's backward. T
+            must be a multiple of R, so the model cannot generate.
         averaged: whether your own code averages the gradients over the other dimensions of the mesh.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: the model is already sharded; a linear layer was replaced by anything but `apply_lora` and
-            `quantize_base`; the mesh has no dimension "tp"; R does not divide the heads or widths of the language
-            model; or a rank's slice of a quantized weight would end within a block of numbers that share a scale. Some
-            layers may then have changed, so create the model again.
+        ValueError: the model is already sharded; something other than `apply_lora` and `quantize_base` has replaced a
+            linear layer; the mesh has no dimension "tp"; the heads or widths of the language model are not divisible
+            by R; or a rank's slice of a quantized weight would end within a block of elements that share a scale.
+            After this error, some layers may have changed, so create the model again.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
@@ -70,15 +70,15 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
     for adapted in quantized_layers(model):
         adapted.freeze_weight()
 
-    # With sequence parallelism, the layers that sum the gradients of their replicated parameters over the ranks.
+    # With sequence parallelism, find the layers that sum the gradients of their replicated parameters over the ranks.
     tower = set() if model.visual is None else set(model.visual.modules())
     given = set(layers_of(model))
     summed = set()
     if sequence_parallel:
         summed = {layer for layer in given if layer not in tower and layer.sum_gradients(group)}
 
-    # Shard each layer. Every rank has all patches of images, and all embeddings, too: image tokens replace some of them
-    # before the tokens are distributed.
+    # Shard each layer. Every rank has all patches of images, and also all embeddings, because image tokens replace
+    # some embeddings before the tokens are distributed.
     on_all_tokens = {*tower, model.embed_tokens} if tower else tower
     dims: dict[str, int] = {}
     for name, layer in named_layers(model):
@@ -87,13 +87,13 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
                 dataclasses.replace(group, sequence_parallel=False) if layer in on_all_tokens else group
             )
             dims |= {f"{name}.{parameter}": dim for parameter, dim in sharded.items()}
-    # Sharding has replaced linear layers by parallel ones, which now shard their adapters.
+    # Sharding has replaced linear layers with parallel layers, which now shard their adapters.
     put_in = {name: layer for name, layer in named_layers(model) if layer not in given}
     for name, layer in put_in.items():
         dims |= {f"{name}.{parameter}": dim for parameter, dim in layer.shard(group).items()}
     dims = _with_frozen(model, dims, group.size)
 
-    # Whatever is left in the blocks and the tower is replicated.
+    # All other parameters in the blocks and the tower are replicated.
     if sequence_parallel:
         summed |= {layer for layer in put_in.values() if layer.sum_gradients(group)}
         _check_gradients(model, summed, dims)
@@ -101,7 +101,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
         if module in tower and isinstance(module, nn.Linear) and f"{name}.weight" not in dims:
             model.set_submodule(name, ReplicatedLinear.of(module, None))
 
-    # Make all parameters DTensors. Each name gets a parameter of its own, so weights are tied again.
+    # Convert all parameters to DTensors. Each name gets its own parameter, so tie weights again.
     model.groups = dataclasses.replace(model.groups, tensor=group)
     _distribute(model, mesh, dims, rest=True)
     model.tie_weights()
@@ -110,23 +110,23 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
 
 
 def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
-    """Distribute a model's experts over the ranks of a mesh, in place. Tokens travel to their experts' ranks and back.
+    """Distribute a model's experts over the R ranks of a mesh, in place. Tokens are sent to experts' ranks and back.
 
     The ranks have different batches, as in data parallelism. The load-balancing loss covers the tokens of all ranks.
-    Everything but the experts is replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights
-    over all ranks and averages their gradients. Without it the first training forward raises an error. `apply_ep`
+    Everything except the experts is replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights
+    over all ranks and to average their gradients. Otherwise, the first training forward raises an error. `apply_ep`
     cannot be combined with `apply_tp`.
 
     Args:
-        model: the model, with `LigerMoE` layers, on the meta device or with the same weights on every rank.
-        mesh: the mesh of all ranks, with a dimension called "ep" of R ranks, or that dimension alone.
+        model: a model with `LigerMoE` layers, either on the meta device or with the same weights on every rank.
+        mesh: the mesh of all ranks, which has a dimension "ep" with R ranks, or only this dimension.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: there are no experts, R does not divide their number, the model is already sharded, or the mesh has
-            no dimension "ep".
+        ValueError: there are no experts, their number is not divisible by R, the model is already sharded, or the
+            mesh has no dimension "ep".
 
     Source: https://arxiv.org/abs/2006.16668.
     """
@@ -140,7 +140,8 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     if group.size == 1:
         return model
 
-    # Shard along the experts. The balancing loss counts tokens over these ranks; `apply_fsdp` extends it to all ranks.
+    # Shard along the experts. The load-balancing loss counts tokens over these ranks; `apply_fsdp` extends it to all
+    # ranks.
     dims = {
         f"{name}.{parameter}": dim
         for name, module in layers.items()
@@ -154,7 +155,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
 
 
 def check_unsharded(where: str, model: Decoder) -> None:
-    """Raise ValueError if the model is sharded in any way. ``where`` is the name of the calling function."""
+    """Raise ValueError if the model is sharded in any way. ``where`` is the calling function's name."""
     if model.groups.context is not None:
         raise ValueError(
             f"{where}: {type(model).__name__} must have all tokens on each rank, got one after apply_cp. Call apply_cp "
@@ -168,12 +169,12 @@ def check_unsharded(where: str, model: Decoder) -> None:
 
 
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:
-    """Raise ValueError if the blocks have a replicated parameter whose gradients no layer sums over the ranks.
+    """Raise ValueError if the blocks have a replicated parameter whose gradient no layer sums over the ranks.
 
-    With sequence parallelism each rank computes such a gradient from its own tokens only.
+    With sequence parallelism, each rank computes such a gradient only from its own tokens.
 
     Args:
-        model: the model, whose layers are sharded.
+        model: the model. Its layers are already sharded.
         summed: the layers that sum these gradients over the ranks.
         dims: maps the path of each sharded parameter to the dimension along which it is sharded.
     """
@@ -191,12 +192,12 @@ def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[s
 
 
 def _with_frozen(model: nn.Module, dims: dict[str, int], ranks: int) -> dict[str, int]:
-    """Return ``dims`` with each quantized weight replaced by the parameters in which its codes and scales are stored.
+    """Return ``dims`` with each quantized weight replaced by the parameters that store its codes and scales.
 
     Args:
         model: the model.
         dims: maps the path of each sharded parameter to the dimension along which it is sharded.
-        ranks: number of slices.
+        ranks: number of ranks, each of which gets a slice.
     """
     frozen = {name: weight for name, weight in frozen_weights(model).items() if name in dims}
     sharded = {name: dim for name, dim in dims.items() if name not in frozen}
@@ -206,13 +207,13 @@ def _with_frozen(model: nn.Module, dims: dict[str, int], ranks: int) -> dict[str
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, rest: bool) -> None:
-    """Replace parameters by DTensors.
+    """Replace parameters with DTensors.
 
     Args:
         model: the model.
-        mesh: mesh of one dimension.
+        mesh: a mesh with one dimension.
         dims: maps the path of each sharded parameter to the dimension along which it is sharded.
-        rest: whether the other parameters become replicated DTensors. Otherwise they do not change.
+        rest: whether all other parameters become replicated DTensors. If False, they do not change.
     """
     for name, parameter in list(model.named_parameters()):
         if name not in dims and not rest:
@@ -226,7 +227,7 @@ def _as_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
     """Convert a whole parameter to a DTensor that holds this rank's shard."""
     local: Tensor = parameter.detach()
     if isinstance(placement, Shard):
-        # Copy the shard: a view would keep the memory of the whole parameter alive.
+        # Copy the shard, because a view would keep the memory of the whole parameter alive.
         local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone(
             memory_format=torch.contiguous_format
         )
