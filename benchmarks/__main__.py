@@ -67,7 +67,7 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         if ("moments" in mode or "8bit" in mode) and not ("adamw" in mode or "inbackward" in mode):
             parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {text!r}")
 
-        # Each option of a mode belongs to some benchmarks.
+        # Each option of a mode is allowed only in some benchmarks.
         allowed = {"unsloth": ("train", "longest"), "titan": ("train", "fsdp")}.get(mode.library, (options.command,))
         if options.command not in allowed:
             parser.error(f"--modes: {mode.library} is for {' and '.join(allowed)}, got {text!r} for {options.command}")
@@ -80,7 +80,7 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         if "bf16" in mode and options.command != "fsdp":
             parser.error(f"--modes: bf16 is for fsdp, got {text!r} for {options.command}")
 
-        # A mode may share the GPUs in one way, and by a number that divides them.
+        # A mode may divide the GPUs in only one way, and by a number that divides the number of GPUs.
         parts = [mode.extras[word] for word in ("ep", "hsdp", "tp") if word in mode]
         fits = options.command == "fsdp" and len(parts) == 1 and parts[0] and options.gpus % parts[0] == 0
         if parts and not fits and options.command != "decode":
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(str(error))
         return
 
-    # A benchmark prints its table, and its rows are in files.
+    # A benchmark prints its table. Its rows are in files.
     check_modes(parser, options)
     check_machine(parser, options)
     benchmark = BENCHMARKS[options.command]

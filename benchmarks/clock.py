@@ -1,4 +1,4 @@
-"""Times after the device has finished its work, and its peak memory. Tests run them without a GPU."""
+"""Times measured after the device has finished its work, and the device's peak memory. Tests run without a GPU."""
 
 import time
 from collections.abc import Callable
@@ -8,19 +8,19 @@ import torch
 
 
 def now() -> float:
-    """The time in seconds at which the device has nothing left to do."""
+    """The current time in seconds, read after the device has finished all work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """The time of a call."""
+    """The duration of a call in seconds."""
     start = now()
     function()
     return now() - start
 
 
 def peak_gib() -> float:
-    """The peak of PyTorch's allocator, which is 0 without a GPU."""
+    """The peak memory of PyTorch's allocator in GiB; 0 without a GPU."""
     return round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0

@@ -1,4 +1,4 @@
-"""The loss of every step of a run. All modes start from the same weights and see the same tokens."""
+"""The loss of every step in a run. All modes start from the same weights and see the same tokens."""
 
 import argparse
 import os
@@ -23,8 +23,8 @@ WARMUP = 20
 
 START_STEPS = 600
 START_LOSS = 4.0
-"""The common start is trained to this loss, for at most this number of steps. The plateau is at 6.2, and a
-run ends at 1.4."""
+"""The weights from which all modes start are trained to this loss, or for at most this number of steps. The loss has
+a plateau at 6.2, and a run ends at 1.4."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +48,10 @@ def learn(step: Step, data: Tensor) -> Iterator[Tensor]:
 
 
 def start(job: Job) -> Row:
-    """Train until the loss falls, and save the weights in $SAVE.
+    """Train until the loss falls below the plateau, and save the weights in $SAVE.
 
-    A model with random weights first learns the frequencies of tokens, and then nothing for a while. The end of this
-    plateau depends on rounding, so runs that start before it cannot be compared.
+    A model with random weights first learns the frequencies of tokens, and then learns nothing for a while. The step
+    at which this plateau ends depends on rounding, so runs that start before it cannot be compared.
     """
     config = read_config(job.model)
     step = make_step(job.mode, config, lr=3e-4)
@@ -74,7 +74,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. The distance to the losses of transformers shows the effect of other rounding."""
+    """One line per mode. The distance to the losses of transformers shows the effect of different rounding."""
     lines = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
         by_mode = {row["mode"]: row.get("losses") for row in group}

@@ -1,4 +1,4 @@
-"""Greedy decoding: milliseconds for one token of each row, beside the time to read the weights."""
+"""Greedy decoding: milliseconds per step of one token in each row, next to the time needed to read the weights."""
 
 import argparse
 import statistics
@@ -23,7 +23,7 @@ from .training.modes import Mode, title
 HELP = "decoding: milliseconds a token, beside the time to read the weights"
 MODES = r"hf(\+static)?|ours(\+lora)?(\+nf4|\+float8)?|ours\+tp[1-9][0-9]*"
 REPEATS = 5
-"""Number of timed calls, after a call that compiles, captures and tunes."""
+"""Number of timed calls. An untimed call before them compiles, captures and tunes."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,11 +64,12 @@ def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
 
 
 def bytes_of_step(config: dict[str, Any], dtype: str | None = None, rows: int = 1) -> int:
-    """Bytes of the weights that a step with one token in each of ``rows`` rows reads.
+    """Bytes of weights that a step reads, for one token in each of ``rows`` rows.
 
-    They do not include adapters, nor the embedding unless it is also the head. Of a mixture, a step reads as many
-    experts as the tokens choose on average if all experts are equally likely: K experts for one row. Weights are in
-    bf16. With ``dtype`` "nf4" or "float8" the linear layers of the blocks and the experts are in this format.
+    The number does not include adapters, nor the embedding unless it is also the head. In a mixture of experts, a
+    step reads as many experts as the tokens choose on average if all experts are equally likely: K experts for one
+    row. Weights are in bf16. With ``dtype`` "nf4" or "float8", the linear layers of the blocks and the experts are in
+    this format.
     """
     from liger_models import AutoLigerModel
     from liger_models.adapters import apply_lora
@@ -90,10 +91,10 @@ def bytes_of_step(config: dict[str, Any], dtype: str | None = None, rows: int = 
 
 
 def cached_bytes(config: dict[str, Any], length: int) -> int:
-    """Bytes of the decode cache of one row of ``length`` tokens that a step reads or writes.
+    """Bytes that a step reads from or writes to the decode cache of one row with ``length`` tokens.
 
-    Keys and values, or latents, are read once, of the tokens in the window. States are read and written, those of
-    recurrences in fp32. Everything else is in bf16.
+    For the tokens in the window, keys and values, or latents, are read once. States are both read and written. States
+    of recurrences are in fp32, and everything else is in bf16.
     """
     from liger_models import AutoLigerModel
     from liger_models.layers.attention import LigerAttention
@@ -114,16 +115,16 @@ def cached_bytes(config: dict[str, Any], length: int) -> int:
 
 
 def measure(job: Job) -> Row:
-    """Time a step: the time of N new tokens, without the time of prompts and first token, divided by N − 1."""
+    """Time a step: the time for N new tokens minus the time for prompts and first token, divided by N − 1."""
     config = read_config(job.model)
     config["eos_token_id"] = None
     dtype = next((word for word in ("nf4", "float8") if word in job.mode), None)
     rows, prompt = job.shape
-    # What a step reads on a GPU; the cache as it is after half of the steps.
+    # The bytes that a step reads on a GPU. The cache has the size that it has after half of the steps.
     gpus = job.mode.extras.get("tp") or 1
     weights = bytes_of_step(config, dtype, rows) / gpus
     read = weights + rows * cached_bytes(config, prompt + job.steps // 2) / gpus
-    # The speed of the device, then calls with N tokens and with one.
+    # Measure the speed of the device, then calls with N tokens and with one token.
     copy = ceilings("cuda", copied=2**31)["copy_gbs"]
     generate = generating(job, config)
     with torch.no_grad():
@@ -151,8 +152,9 @@ def measure(job: Job) -> Row:
 def table(rows: Rows) -> str:
     """One line per mode.
 
-    ``floor_ms`` is the time in which the device copies as many bytes as the weights of a step have. ``copy_share`` is
-    the speed at which a step reads weights and cache, relative to this copy; older rows do not have it.
+    ``floor_ms`` is the time the device needs to copy as many bytes as the weights that a step reads. ``copy_share``
+    is the speed at which a step reads weights and cache, relative to the speed of this copy. Older rows do not have
+    ``copy_share``.
     """
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Rollouts with and without drafts of a block for multi-token prediction, after training on the demo's data."""
+"""Rollouts with and without drafts by a block for multi-token prediction, after training on the demo's data."""
 
 import importlib.util
 import time
@@ -15,23 +15,23 @@ from .tables import markdown, ratio
 from .training.job import Job
 
 MODES = ("ours+drafts", "ours+drafts+hybrid")
-"""A stack of full attention, and one in which three of four layers are gated delta nets, as in Qwen3.5."""
+"""A model with only full attention, and a model in which three of four layers are gated delta nets, as in Qwen3.5."""
 SIZES: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 24, "head_dim": 64,
     "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 8192, "eos_token_id": None,
 }  # fmt: skip
 ROWS, DRAFTS, PROMPT = (1, 16, 64), (1, 2, 3), 32
-"""Numbers of rows that run at the same time, numbers of drafts in a round, and tokens of a prompt."""
+"""Numbers of rows that run at the same time, numbers of drafts in a round, and number of tokens in a prompt."""
 TOKENS, LR, ENOUGH, EVERY, SECONDS = 16384, 1e-3, 0.55, 50, 60.0
-"""Tokens of a batch; peak learning rate; the acceptance that ends training, which is measured after every 50 steps; and
-the most seconds of training."""
+"""Tokens in a batch; peak learning rate; the acceptance at which training ends; number of steps between measurements
+of the acceptance; and maximum seconds of training."""
 REPEATS = 3
-"""Number of timed rollouts, after a first one."""
+"""Number of timed rollouts, after an untimed first rollout."""
 
 
 def documents() -> tuple[list[list[int]], list[list[int]]]:
-    """The tokens of the demo's functions: for training, and held out."""
+    """The tokens of the demo's functions: the training functions, and the held-out functions."""
     spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +45,7 @@ def documents() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def batches(texts: list[list[int]], tokens: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Packed batches [1, tokens] of texts in a random order, without end, and their bounds [n + 1]."""
+    """Endless packed batches [1, tokens] of texts in random order, and the bounds of the texts [n + 1]."""
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = []
     bounds = [0]
@@ -59,7 +59,7 @@ def batches(texts: list[list[int]], tokens: int, device: str) -> Iterator[tuple[
 
 
 def make(sizes: dict[str, Any], *, hybrid: bool, device: str) -> Any:
-    """A new Qwen3.5 and its block in bf16."""
+    """A new Qwen3.5 and its block for multi-token prediction, in bf16."""
     from liger_models import LigerMTP
     from liger_models.arch.qwen3_5.text import LigerQwen3_5Text, Qwen3_5TextConfig
 
@@ -71,7 +71,7 @@ def make(sizes: dict[str, Any], *, hybrid: bool, device: str) -> Any:
 
 
 def train(mtp: Any, texts: list[list[int]], held_out: list[list[int]], tokens: int, seconds: float) -> Row:
-    """Train until enough drafts are accepted on held-out functions, or until the time is over."""
+    """Train until enough drafts are accepted on held-out functions, or until the time is up."""
     from liger_models import LigerAdamW
 
     device, start, accepted = mtp.device.type, time.perf_counter(), 0.0
@@ -130,7 +130,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line for each number of rows and drafts. The speed ratio is that to the same rollout without drafts."""
+    """One line for each number of rows and drafts. The speed ratio is relative to the same rollout without drafts."""
     lines = []
     for row in rows:
         stack = "full attention" if row["mode"] == MODES[0] else "hybrid"

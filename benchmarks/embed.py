@@ -1,8 +1,8 @@
-"""Steps that train a model of embeddings with in-batch and hard negatives, beside sentence-transformers.
+"""Steps that train an embedding model with in-batch and hard negatives, compared with sentence-transformers.
 
-An example is a query, a document, and a hard negative. The lengths of texts are spread evenly on a logarithmic scale,
-from a sixteenth of the longest on. Both libraries get the same weights, token ids, batches and settings of AdamW.
-sentence-transformers pads the texts of a batch, as its own collator does, and this package packs them.
+An example is a query, a document, and a hard negative. The lengths of texts are evenly spread on a logarithmic scale,
+from a sixteenth of the maximum length up to the maximum. Both libraries get the same weights, token ids, batches and
+AdamW settings. sentence-transformers pads the texts of a batch, as its own collator does. This package packs them.
 """
 
 import argparse
@@ -28,15 +28,15 @@ HELP = "a step of a model of embeddings: examples/s, memory"
 MODES = r"(st|ours)(\+cached)?"
 TITLES = {"st": "sentence-transformers", "ours": "liger_models", "cached": ", cached gradients"}
 WARM_UP = 4
-"""Number of steps before the timed ones, in which kernels compile."""
+"""Number of untimed steps at the beginning, in which kernels compile."""
 PARTS = 4
-"""Number of parts of a batch with cached gradients."""
+"""Number of parts into which a batch is divided if gradients are cached."""
 TEMPERATURE = 0.05
 ROLES = 3
-"""Texts of an example: the query, its document, and a hard negative."""
+"""Number of texts in an example: the query, its document, and a hard negative."""
 
 Step = Callable[[list[Tensor]], Tensor]
-"""A training step on the texts of a batch: all queries, all documents, and all negatives. It returns the loss."""
+"""A training step. It takes the texts of a batch (all queries, all documents, all negatives) and returns the loss."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +51,13 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def draw_texts(examples: int, longest: int, words: int, generator: torch.Generator) -> list[Tensor]:
-    """Token ids of the texts of a batch, role by role."""
+    """The token ids of the texts in a batch: all queries, then all documents, then all negatives."""
     sizes = longest / 16 * torch.exp(torch.rand(ROLES * examples, generator=generator) * math.log(16))
     return [torch.randint(words, (int(size),), generator=generator, dtype=torch.int32) for size in sizes]
 
 
 def measure(job: Job, device: str = "cuda") -> Row:
-    """Measure the time and the memory of steps, without the drawing of texts."""
+    """Measure the time and the memory of steps. Drawing the texts is not included."""
     config = read_config(job.model)
     examples, longest = job.shape
     model = build_ours(config, Mode("ours", {}))
@@ -106,7 +106,7 @@ def our_step(model: Any, parts: int) -> Step:
             of_part = [text for role in range(ROLES) for text in texts[role * examples + first :][:size]]
             batch = pack_texts(of_part, 0) | {
                 "counted": torch.ones(size, dtype=torch.bool),
-                "keys": torch.arange(ROLES * size) + ROLES * first,  # all texts are different
+                "keys": torch.arange(ROLES * size) + ROLES * first,  # no two texts are equal
             }
             batches.append({name: tensor.to(model.device, non_blocking=True) for name, tensor in batch.items()})
         loss, _ = objective.step(model, batches, lambda part: part.backward())
@@ -118,7 +118,7 @@ def our_step(model: Any, parts: int) -> Step:
 
 
 def their_step(model: Any, device: str, parts: int) -> Step:
-    """A step of sentence-transformers on a model of transformers with the weights of ``model``."""
+    """A step of sentence-transformers on a transformers model that has the weights of ``model``."""
     import tempfile
 
     from sentence_transformers import SentenceTransformer
@@ -153,7 +153,7 @@ def their_step(model: Any, device: str, parts: int) -> Step:
 
 
 class Body(nn.Module):
-    """A model of transformers as a module of sentence-transformers, for token ids instead of texts."""
+    """Wraps a transformers model as a module of sentence-transformers that takes token ids instead of texts."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

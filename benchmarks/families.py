@@ -1,9 +1,9 @@
-"""A few layers of each family at real width: full fine-tuning steps, their floor, and the errors of bf16.
+"""A few layers of each family at real width: full fine-tuning steps, their lower bound in time, and errors in bf16.
 
-The floor is a time that no step can beat with the products and the attention of today's libraries. It is the sum of
-three times: matrix products at the rate of a large product, causal attention at cuDNN's rate, and the reads and writes
-of AdamW at the speed of a copy. All three speeds are measured in the same run. The floor is counted on the layers of
-this package, for text alone.
+The lower bound, called the floor, is a time that no step can beat with the matrix products and the attention of
+today's libraries. It is the sum of three times: matrix products at the rate of a large product, causal attention at
+cuDNN's rate, and AdamW's reads and writes at the speed of a copy. All three speeds are measured in the same run. The
+floor counts the layers of this package, for text only.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from .training.modes import MODE, title
 
 HELP = "a few layers of each family: speed, memory, floor of the time, error against fp32"
 ERROR_TOKENS = {"idefics3": 8192, "internvl": 8192, "llava_next": 4096, "smolvlm": 4096}
-"""Family -> number of tokens of which errors are measured, if 1024 do not have an image."""
+"""Family -> number of tokens for measuring errors, if 1024 tokens have no room for an image."""
 HEADS, HEAD_DIM = 32, 128
-"""Shape of the attention whose rate is measured for the floor."""
+"""Number of heads and head size of the attention that is measured for the floor."""
 ADAMW_PASSES = 7
 """Tensors of the size of the weights that AdamW reads (weights, gradients, moments) or writes (all but gradients)."""
 
@@ -63,7 +63,7 @@ def measure(job: Job) -> Row:
 
 
 def measure_floor(job: Job) -> Row:
-    """Milliseconds of the three parts of the floor and of their sum, and the measured speeds."""
+    """The milliseconds of the floor's three parts and of their sum, and the measured speeds."""
     B, T = job.shape
     work = work_of_step(read_config(job.model), B, T)
     speeds = ceilings("cuda")
@@ -77,7 +77,7 @@ def measure_floor(job: Job) -> Row:
 
 
 def work_of_step(config: dict[str, Any], B: int, T: int) -> dict[str, float]:
-    """Operations of the products and of attention in forward and backward, and bytes that AdamW reads and writes."""
+    """The operations of matrix products and of attention in forward and backward, and the bytes that AdamW moves."""
     from liger_models import AutoLigerModel
     from liger_models.layers.layer import layers_of
     from liger_models.train.metrics import flops
@@ -95,7 +95,7 @@ def work_of_step(config: dict[str, Any], B: int, T: int) -> dict[str, float]:
 
 
 def attention_tflops(B: int, T: int, device: str) -> float:
-    """TFLOP/s of causal attention in bf16, forward and backward, on the GPU by cuDNN."""
+    """TFLOP/s of causal attention in bf16, forward and backward; on a GPU, with cuDNN."""
     shape = (B, HEADS, T, HEAD_DIM)
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     upstream = torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -114,14 +114,14 @@ def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def measure_errors(job: Job) -> Row:
-    """Relative errors of logits, and of all gradients together, in bf16 against transformers in fp32.
+    """Relative errors of logits, and of all gradients together, in bf16 compared with transformers in fp32.
 
     transformers and this package have the same weights.
     """
     from liger_models import AutoLigerModel
 
     config = read_config(job.model)
-    # Eager attention keeps every score, which is too much for the patches of images.
+    # Eager attention keeps all attention scores, which needs too much memory for image patches.
     attention = None if "vision_config" in config else "eager"
     theirs = build_hf(config, liger=False, recompute=False, attention=attention)
 
@@ -137,7 +137,7 @@ def measure_errors(job: Job) -> Row:
             results[label] = (out.logits.detach().cpu(), gradients_by_name(model))
             del out
 
-        # Our gradients get transformers' names by being saved and loaded as weights.
+        # Save our gradients as weights and load them, so that they get transformers' names.
         with torch.no_grad():
             for parameter in ours.parameters():
                 parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -146,7 +146,7 @@ def measure_errors(job: Job) -> Row:
         results["ours"] = (results["ours"][0], {n: p.detach().to("cuda") for n, p in named.named_parameters()})
     del ours, named
 
-    # The same in fp32. `float` converts the model in place, so its gradients are cloned before.
+    # Logits and gradients in fp32. `float` converts the model in place, so clone its gradients before.
     truth = theirs.float()
     results["hf"] = (results["hf"][0], {n: g.clone() for n, g in results["hf"][1].items()})
     truth.zero_grad()
@@ -167,16 +167,16 @@ def measure_errors(job: Job) -> Row:
 
 
 def by_family(rows: Rows) -> dict[str, Rows]:
-    """Name of a family -> its rows, in order. The name includes the batch if there are several batches.
+    """Name of a family -> the family's rows, in order. The name includes the batch if there are several batches.
 
-    A run with `LigerAdamW` alone has a name of its own, beside a run with torch's AdamW.
+    A run with only `LigerAdamW` has a name of its own if there is also a run with torch's AdamW.
     """
     groups = sorted(grouped(rows, "model", "batch").items())
     several_batches = len({batch for (_, batch), _ in groups}) > 1
     families = {}
     for (model, batch), group in groups:
         name = f"{model}, {tokens(batch)}" if several_batches else model
-        # Rows of mode "error" are comparisons by themselves.
+        # A row of mode "error" is a complete comparison.
         runs = grouped([row for row in group if row["mode"] != "error"], "run")
         alone = [run for run in runs.values() if len(runs) > 1 and all(row["mode"] != "ours" for row in run)]
         apart = [row for run in alone for row in run]
@@ -187,10 +187,11 @@ def by_family(rows: Rows) -> dict[str, Rows]:
 
 
 def table(rows: Rows) -> str:
-    """One line per family. Speed is relative to the faster peer, memory to the smaller. Missing numbers are empty.
+    """One line per family. Speed is relative to the faster peer, memory to the peer with less. Missing cells are empty.
 
-    All step by torch's fused AdamW, and this package by `LigerAdamW`, too. Memory and first step are those with torch's
-    unless only `LigerAdamW` was measured. The share is the floor of the time, divided by the shorter of its times.
+    All libraries step with torch's fused AdamW, and this package also with `LigerAdamW`. Memory and first step are
+    measured with torch's AdamW unless only `LigerAdamW` was measured. The share is the floor divided by the shorter
+    of this package's step times.
     """
     # Each cell shows what a mode measured, or that it failed.
     lines = []

@@ -1,4 +1,4 @@
-"""Full fine-tuning steps under FSDP2: weights, gradients and optimizer state in fp32, computation in bf16.
+"""Full fine-tuning steps under FSDP2, with weights, gradients and optimizer state in fp32 and computation in bf16.
 
 Some modes change these dtypes.
 """

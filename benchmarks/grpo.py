@@ -1,4 +1,4 @@
-"""A step of GRPO with adapters, by this package and by TRL: answers are sampled, rewarded and trained on.
+"""A GRPO step with adapters, in this package and in TRL: answers are sampled, rewarded and used for training.
 
 All answers have the same length, so both libraries train on the same number of tokens.
 """
@@ -31,12 +31,12 @@ NAMES = {
     "selective": ', policy "selective"', "full": ', policy "full"',
 }  # fmt: skip
 GROUP, MICRO_BATCH = 8, 16
-"""Number of answers to each prompt, and number of answers in a forward."""
+"""Number of answers for each prompt, and number of answers in a forward."""
 REPEATS = 2
-"""Number of timed steps, after a step that compiles kernels."""
+"""Number of timed steps, after an untimed step that compiles kernels."""
 
 Times = tuple[float, float]
-"""Seconds of a step: of sampling, and of the rest."""
+"""Seconds that a step spends on sampling, and on everything else."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,19 +76,19 @@ def measure(job: Job) -> Row:
 
 
 def even(answer: Any) -> float:
-    """The reward: the share of even ids in an answer."""
+    """The reward of an answer: the share of even ids in it."""
     return float((torch.as_tensor(answer) % 2 == 0).float().mean())
 
 
 def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> Iterator[Times]:
-    """Run steps with this package, and yield the times of each."""
+    """Run steps with this package, and yield the times of each step."""
     from liger_models import LigerFusedLinearGRPOLoss
 
     grpo = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
     while True:
-        # Sample a group of answers to each prompt.
+        # Sample a group of answers for each prompt.
         begun = now()
         prompts = [torch.randint(5, vocabulary - 5, (length,)) for _ in range(rows // GROUP)]
         answers = model.rollout(
@@ -96,7 +96,7 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
         )
         sampled = now()
 
-        # The batch [rows, length + new], with the log-probability of each next token at its predecessor.
+        # The batch [rows, length + new]. The log-probability of a token is stored at the token before it.
         repeated = [prompt for prompt in prompts for _ in range(GROUP)]
         pairs = zip(repeated, answers, strict=True)
         ids = torch.stack([torch.cat([prompt, answer.tokens]) for prompt, answer in pairs])
@@ -105,7 +105,7 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         labels = ids.index_fill(1, torch.arange(length), -100)
 
-        # Train on it in micro-batches.
+        # Train on the batch in micro-batches.
         batch = (tensor.to(model.device) for tensor in (ids, labels, old, advantages.flatten()))
         for micro_batch in zip(*(tensor.split(MICRO_BATCH) for tensor in batch), strict=True):
             train_on(model, grpo, *micro_batch, share=MICRO_BATCH / rows)
@@ -117,7 +117,7 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
 def train_on(
     model: Any, grpo: Callable[..., Any], ids: Tensor, labels: Tensor, old: Tensor, advantages: Tensor, share: float
 ) -> None:
-    """Add the gradients of a micro-batch with the given share of all answers."""
+    """Add the gradients of a micro-batch that has the given share of all answers."""
     loss, _ = model(
         ids,
         labels=labels,
@@ -129,10 +129,10 @@ def train_on(
 
 
 def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **options: Any) -> list[Times]:
-    """Run all steps by TRL's trainer with transformers' generation. Peak memory is reset after the first step.
+    """Run all steps with TRL's trainer and transformers' generation. Peak memory is reset after the first step.
 
     Args:
-        options: further options of the trainer's configuration.
+        options: other options of the trainer's configuration.
     """
     import datasets
     import peft
@@ -142,7 +142,7 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
     times: list[Times] = []
     sampling = begun = 0.0
 
-    # Time of sampling, and of the rest, from the end of one step to the end of the next.
+    # Times of sampling and of everything else, from the end of one step to the end of the next step.
     class Timed(trl.GRPOTrainer):
         def _generate_single_turn(self, *arguments: Any, **more: Any) -> Any:
             nonlocal sampling
@@ -166,7 +166,7 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
             if len(times) == 1 and torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
 
-    # Prompts as texts, because the trainer takes no ids.
+    # Prompts must be texts, because the trainer takes no ids.
     vocabulary, steps = model.config.vocab_size, 1 + REPEATS
     drawn = torch.randint(5, vocabulary - 5, (steps * rows // GROUP, length)).tolist()
     prompts = [{"prompt": " ".join(f"t{token}" for token in ids)} for ids in drawn]
@@ -198,7 +198,7 @@ def title(mode: str) -> str:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. Ratios are to the fastest mode of TRL with the same number of tokens."""
+    """One line per mode. Ratios are relative to TRL's fastest mode with the same number of tokens."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))

@@ -1,4 +1,4 @@
-"""The numbers at the top of the README: what a user types, LoRA, full fine-tuning, and the median over families."""
+"""The numbers at the top of the README: commands of a user, LoRA, full fine-tuning, and medians over families."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ STEPS = {
     "LoRA (rank 16, all linear layers)": ("4x2048", "hf+liger+lora", "ours+lora"),
     "full fine-tuning": ("1x8192", "hf+liger", "ours+adamw"),
 }
-"""Name of a step -> its batch, the peer's mode, and our mode."""
+"""Name of a step -> the batch, the peer's mode, and our mode."""
 
 PATHS = {
     "full+train": "`liger-models train`, full fine-tuning, {tokens} tokens, compared with TRL",
@@ -22,7 +22,7 @@ PATHS = {
     "grpo+door": "TRL's GRPOTrainer with PEFT's LoRA, {tokens} tokens",
     "generate+ours": "`generate`, {rows} rows, time per token",
 }
-"""Our mode of a path -> its name."""
+"""Our mode of a path -> the path's name in the table."""
 
 
 def table(rows: Rows) -> str:
@@ -38,7 +38,7 @@ def table(rows: Rows) -> str:
         speed, memory = peer["step_ms"] / ours["step_ms"], ours["peak_gib"] / peer["peak_gib"]
         lines.append((f"Llama-3-8B, {name}, {tokens(batch)} tokens", *shown, times(speed), times(memory)))
 
-    # What a user types.
+    # The paths of a user.
     typed = [row for row in rows if row["benchmark"] == "paths" and "error" not in row]
     for mode, name in PATHS.items():
         for row in (row for row in typed if row["mode"] == mode and paths.best_peer(row, typed)):
@@ -48,7 +48,7 @@ def table(rows: Rows) -> str:
             title = name.format(tokens=tokens(row["batch"]), rows=row["batch"].split("x")[0])
             lines.append((f"{row['model'].title()}, {title}", *shown, times(speed), times(memory)))
 
-    # The medians over the families with both numbers.
+    # The medians over all families with both numbers.
     pairs = [family_ratios(group) for group in families.by_family(of_families(rows)).values()]
     measured = [pair for pair in pairs if pair is not None]
     if not measured:
@@ -62,7 +62,7 @@ def table(rows: Rows) -> str:
 
 
 def newest_run(rows: Rows, batch: str, modes: Sequence[str]) -> Rows:
-    """The rows of these modes in the newest run of `MODEL` that has all of them: a ratio needs rows of one run."""
+    """The rows of these modes in `MODEL`'s newest run that has all of them. A ratio needs rows of a single run."""
     of_step = [row for row in rows if (row.get("model"), row.get("batch")) == (MODEL, batch) and "error" not in row]
     runs = [{row["mode"]: row for row in run} for run in grouped(of_step, "run").values()]
     complete = [run for run in runs if run.keys() >= {*modes}]

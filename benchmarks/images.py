@@ -1,4 +1,4 @@
-"""Training on images from files: the speed of workers that decode and pack, beside the speed of a model."""
+"""Training on images from files: the speed of workers that decode and pack, compared with the speed of a model."""
 
 import argparse
 import itertools
@@ -28,13 +28,13 @@ MODELS = (
     "idefics3", "glm4v", "lfm2_vl", "gemma3",
 )  # fmt: skip
 DEPTHS = {"mistral3": 10}
-"""Family -> number of layers of the language model, if all layers with their optimizer do not fit on a GPU."""
+"""Family -> number of layers of the language model, if not all layers and their optimizer states fit on a GPU."""
 WORKERS = (1, 2, 4, 8)
 PHOTOS, SIZE = 256, (1280, 960)
-"""Number of different files, and their width and height. A file has about 1500 tokens of Qwen2.5-VL."""
+"""Number of different files, and their width and height. An image of this size has about 1500 tokens in Qwen2.5-VL."""
 MAX_PIXELS = 1280 * 960
 SETTLE = 3
-"""Number of steps, and of batches, before the timed ones."""
+"""Number of untimed steps, and of untimed batches, at the beginning."""
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -82,12 +82,12 @@ IMAGES = {
         {"size": {"height": 896, "width": 896}},
     ),
 }  # fmt: skip
-"""Model type -> three things: the tokens of images that config.json names, by their keys there, the placeholder first;
-the other tokens of images; and the settings in preprocessor_config.json."""
+"""Model type -> three values: the image tokens named in config.json, by their keys, starting with the placeholder;
+the other image tokens; and the settings in preprocessor_config.json."""
 FIRST_WORD, FIRST_TOKEN = 20, 500
-"""The first ids of words, and of further tokens of images. No placeholder has an id of either."""
+"""The first id of the words, and the first id of the other image tokens. Placeholders have other ids."""
 QUESTION = FIRST_WORD + 3
-"""The id of the word "what", which is once in a chat about one image."""
+"""The id of the word "what", which occurs once in a chat about one image."""
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %} a {{ m.content }} end"
@@ -123,7 +123,7 @@ def write_photos(folder: Path, number: int, size: tuple[int, int]) -> list[Path]
 
 
 def whole_config(name: str) -> dict[str, Any]:
-    """The config.json of a family's release with all layers, or as many as `DEPTHS` says."""
+    """The config.json of a family's release, with all layers or with the number of layers in `DEPTHS`."""
     config = read_release(FAMILIES[name][0])
     if name in DEPTHS:
         keep_first(text_part(config), "num_hidden_layers", DEPTHS[name])
@@ -131,11 +131,11 @@ def whole_config(name: str) -> dict[str, Any]:
 
 
 def make_processor(config: dict[str, Any], max_pixels: int = MAX_PIXELS) -> Any:
-    """Make a family's processor, with the settings of a release, the placeholder ids of ``config``, and few words.
+    """Make a family's processor with a release's settings, the placeholder ids of ``config``, and a few words.
 
     Args:
         config: the content of config.json.
-        max_pixels: maximum area of an image of Qwen-VL and GLM-4.1V.
+        max_pixels: maximum number of pixels of an image in Qwen-VL and GLM-4.1V.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -147,7 +147,7 @@ def make_processor(config: dict[str, Any], max_pixels: int = MAX_PIXELS) -> Any:
     if "image_grid_pinpoints" in config:
         settings = settings | {"image_grid_pinpoints": config["image_grid_pinpoints"]}
 
-    # The words, and the tokens of images with the ids of the config.
+    # The words, and the image tokens with their ids in the config.
     words = ["?", "end", "a", "what", "is", "it", *(f"w{n}" for n in range(100))]
     special = {token: number for number, token in enumerate(more, FIRST_TOKEN)}
     model = AutoLigerModel.from_config(config, device="meta")
@@ -158,7 +158,7 @@ def make_processor(config: dict[str, Any], max_pixels: int = MAX_PIXELS) -> Any:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(list(special))
 
-    # The processor of a model without weights.
+    # Create the processor through a model without weights.
     template = TEMPLATE.replace("IMAGE", next(iter(names.values())))
     files = {
         "tokenizer_config.json": {"eos_token": "end", "pad_token": "end", "chat_template": template},
@@ -180,7 +180,7 @@ def write_chats(file: Path, paths: list[Path], number: int) -> None:
 
 
 def images_of(batch: dict[str, torch.Tensor]) -> int:
-    """The number of images of a batch, each of which is followed by the question in the text."""
+    """The number of images in a batch. In the text, each image is followed by the question."""
     return int((batch["input_ids"] == QUESTION).sum())
 
 
@@ -190,7 +190,7 @@ def endless(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def rate(next_batch: Callable[[], dict[str, torch.Tensor]], count: int) -> dict[str, float]:
-    """Images and tokens per second of ``count`` batches."""
+    """Images and tokens per second over ``count`` batches."""
     begun, images, number = time.perf_counter(), 0, 0
     for _ in range(count):
         batch = next_batch()
@@ -200,7 +200,7 @@ def rate(next_batch: Callable[[], dict[str, torch.Tensor]], count: int) -> dict[
 
 
 def loader_rate(data: Any, workers: int, count: int) -> dict[str, float]:
-    """Images and tokens per second of a loader with pixels, without the batches that workers prepare ahead."""
+    """Images and tokens per second of a loader that decodes pixels. Batches that workers prepare ahead do not count."""
     from liger_models import PackedLoader
 
     batches = endless(PackedLoader(data, num_workers=workers, pin_memory=torch.cuda.is_available()))
@@ -212,13 +212,13 @@ def loader_rate(data: Any, workers: int, count: int) -> dict[str, float]:
 
 
 def measure(job: Job) -> Row:
-    """Measure the loader alone with each number of workers, the model alone on kept batches, and both together."""
+    """Measure the loader alone with each number of workers, the model alone on stored batches, and both together."""
     from liger_models import PackedDataset, PackedLoader
 
     config = whole_config(job.model)
     B, T = job.shape
     with tempfile.TemporaryDirectory() as path:
-        # The loader alone. Reading the headers is timed, too.
+        # The loader alone. The time for reading headers is measured, too.
         folder = Path(path)
         paths = write_photos(folder, PHOTOS, SIZE)
         write_chats(folder / "train.jsonl", paths, 20 * PHOTOS)
@@ -240,7 +240,7 @@ def measure(job: Job) -> Row:
             torch.cuda.synchronize()
             return batch
 
-        # The model alone trains on a few kept batches.
+        # The model alone trains on a few stored batches.
         kept = [next(batches) for _ in range(8)]
         again = itertools.cycle(kept)
         for _ in range(SETTLE):
@@ -260,7 +260,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per number of workers, one for the model alone, and one for both together."""
+    """One line for each number of workers, one line for the model alone, and one line for both together."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto all GPUs for training: seconds, and host memory."""
+"""Loading a checkpoint onto all GPUs for training: time in seconds, and host memory."""
 
 import argparse
 import os
@@ -44,7 +44,7 @@ def save(job: Job) -> Row:
 
 @contextmanager
 def host_memory() -> Iterator[list[float]]:
-    """Context that records the peak memory of this process in GiB: its own, and that of mapped files."""
+    """Context manager that records this process's peak memory in GiB: anonymous memory, and mapped files."""
     peaks, done = [0.0, 0.0], threading.Event()
 
     def watch() -> None:
@@ -63,8 +63,8 @@ def host_memory() -> Iterator[list[float]]:
 
 
 def measure(job: Job) -> Row:
-    """Load the checkpoint in $START. A process of transformers loads it whole, then shards. The slowest counts."""
-    torch.zeros(1, device="cuda")  # the CUDA context is not part of the time
+    """Load the checkpoint in $START. With transformers, each process loads all of it, then shards."""
+    torch.zeros(1, device="cuda")  # creating the CUDA context is not timed
     torch.distributed.barrier()
     with host_memory() as peaks:
         begun = time.monotonic()
@@ -82,7 +82,7 @@ def measure(job: Job) -> Row:
         torch.cuda.synchronize()
         seconds = time.monotonic() - begun
 
-    # The slowest rank, and the largest memory of any rank.
+    # The time of the slowest rank, and the largest memory of any rank.
     every: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, (seconds, *peaks))
     longest, anonymous, mapped = (max(values) for values in zip(*every, strict=True))

@@ -1,8 +1,8 @@
 """The longest sequence with which a training step fits into memory.
 
-A step of a whole model with a long sequence takes minutes. ``--layers`` measures a model with a few blocks, and adds
-the weights, moments and gradients of the missing blocks to its peak. It is only for modes that keep the saved
-activations of all blocks in host memory, because missing blocks would then need nothing else.
+A step of a whole model on a long sequence takes minutes. ``--layers`` measures a model with a few blocks, and adds
+the weights, moments and gradients of the missing blocks to its peak memory. This is only for modes that keep the
+saved activations of all blocks in host memory, because then the missing blocks would need no other device memory.
 """
 
 import argparse
@@ -44,13 +44,13 @@ def run(options: argparse.Namespace) -> Rows:
             if not whole or mode.library != "ours" or options.gpus > 1:
                 raise argparse.ArgumentError(None, "--layers is for modes of ours with +full+offload on one GPU")
 
-    # PyTorch's own advice for out-of-memory errors: the allocator can then use fragmented memory.
+    # PyTorch recommends this setting for out-of-memory errors: the allocator can then use fragmented memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     extra = {"memory_gb": options.memory, "layers": options.layers}
     extra = {name: value for name, value in extra.items() if value}
     os.environ |= {f"LONGEST_{name.upper()}": str(value) for name, value in extra.items()}
 
-    # Growing lengths of each mode, until one fails.
+    # Measure growing lengths of each mode until a length fails.
     file = options.out / f"longest-{options.model}.jsonl"
     rows: Rows = []
     from_files = any(mode.startswith("unsloth") for mode in options.modes)
@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def measure(job: Job) -> Row:
-    """Run steps of one length, after a short step that allocates the optimizer's state."""
-    # The model, perhaps with a few of its blocks.
+    """Run steps of one length. A short step before them allocates the optimizer's state."""
+    # Build the model, with all or only a few of its blocks.
     config = read_config(job.model)
     layers, missing = text_part(config)["num_hidden_layers"], 0
     if "LONGEST_LAYERS" in os.environ:
@@ -91,7 +91,7 @@ def measure(job: Job) -> Row:
     if peak > limit:
         raise torch.OutOfMemoryError(f"the peak is {peak / 2**30:.2f} GiB, of {limit / 2**30:.2f}")
     row = {"seconds": round(seconds, 1), "peak_gib": round((peak + missing * device) / 2**30, 2), "losses": losses}
-    # On the host, every block has its saved input in bf16 and its offloaded state.
+    # In host memory, every block has its saved input in bf16 and its offloaded state.
     if missing:
         saved = job.shape[0] * job.shape[1] * text_part(config)["hidden_size"] * 2
         row |= {"measured_peak_gib": round(peak / 2**30, 2), "of_layers": layers}
@@ -100,7 +100,7 @@ def measure(job: Job) -> Row:
 
 
 def block_bytes(train: Step, mode: Mode) -> tuple[int, int]:
-    """Bytes of the last block's parameters, moments and accumulated gradients: on the device, and on the host."""
+    """Bytes of the last block's parameters, moments and accumulated gradients, on the device and on the host."""
     held = {"device": 0, "cpu": 0}
     for parameter in train.model.layers[-1].parameters():
         state = train.optimizer.state.get(parameter, {}).values()
@@ -120,7 +120,7 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def limit_memory(reserve: int) -> float:
-    """Limit PyTorch to $LONGEST_MEMORY_GB, less CUDA's own memory and ``reserve`` bytes. Returns the limit in bytes."""
+    """Limit PyTorch to $LONGEST_MEMORY_GB minus CUDA's own memory and ``reserve`` bytes. Returns the limit in bytes."""
     if "LONGEST_MEMORY_GB" not in os.environ:
         return float("inf")
     torch.cuda.empty_cache()
@@ -134,13 +134,13 @@ def limit_memory(reserve: int) -> float:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode: the longest sequence that fits, and the next one, with its error if it is not about memory."""
+    """One line per mode: the longest sequence that fits, and the next one, with its error unless out of memory."""
     lines = []
     names = ("model", "mode", "gpus", "memory_gb", "layers")
-    # Old rows have no number of GPUs, which was 1.
+    # Old rows do not contain the number of GPUs, which was 1.
     for (model, mode, gpus, memory, layers), group in grouped([{"gpus": 1} | row for row in rows], *names).items():
         length = lambda row: int(row["batch"].rpartition("x")[2])
-        # The longest length that fits, and the shortest that does not.
+        # Find the longest length that fits, and the shortest length that does not fit.
         fit = max((row for row in group if "error" not in row), key=length, default={})
         failed = min((row for row in group if "error" in row), key=length, default={})
         shown = [f"{length(row):,}" if row else "" for row in (fit, failed)]

@@ -11,7 +11,7 @@ from .training.modes import MODE
 
 
 def matching(pattern: str, description: str = "") -> Callable[[str], str]:
-    """An argument type: a text that the regular expression matches as a whole. Errors show ``description``."""
+    """An argument type: a text that matches the whole regular expression. Errors show ``description``."""
 
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -27,7 +27,7 @@ def several(pattern: str) -> Callable[[str], list[str]]:
 
 
 def count(text: str) -> int:
-    """An argument type: a number above 0."""
+    """An argument type: an integer above 0."""
     return int(matching("0*[1-9][0-9]*", "a number above 0")(text))
 
 

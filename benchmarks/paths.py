@@ -1,7 +1,7 @@
-"""What a user types: the training command, TRL's trainers, generation, an evaluation, from files on the disk.
+"""Paths of a user, from files on disk: the training command, TRL's trainers, generation, and an evaluation.
 
-The other benchmarks measure what is inside. Here, each mode is a command or a few lines of a script, with their own
-defaults, and all modes of a path have the same checkpoint, data, rows and precision.
+The other benchmarks measure components. In this benchmark, a mode is a command or a few lines of a script, with the
+defaults of the library. All modes of a path have the same checkpoint, data, rows and precision.
 """
 
 import argparse
@@ -31,7 +31,7 @@ save, save_vision = files.save, files.save_vision
 
 
 def modes_of(text: str) -> list[str]:
-    """An argument type: comma-separated modes, or names of paths, which stand for their modes."""
+    """An argument type: comma-separated modes, or names of paths, each of which stands for all modes of the path."""
     modes = several(MODES)(text)
     return [
         name for mode in modes for name in ([f"{mode}+{way}" for way in PATHS[mode].modes] if mode in PATHS else [mode])
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Rows:
     if options.steps and trained and options.steps <= WARM_UP + 1:
         raise argparse.ArgumentError(None, f"--steps must be more than {WARM_UP + 1}, got {options.steps}")
 
-    # Text and images start from different checkpoints.
+    # Text paths and image paths start from different checkpoints.
     rows: Rows = []
     for kind, model in (("save", options.model), ("save_vision", VISION)):
         plans = [plan(options, model, mode) for mode in options.modes if mode.startswith("vision") == (model == VISION)]
@@ -82,7 +82,7 @@ MEASURES: dict[str, Callable[[Job], Row]] = {
     "lmeval": measure_lmeval,
     "start": measure_start,
 }
-"""Path -> what measures its modes, if these do not train."""
+"""Path -> the function that measures its modes, if the modes do not train."""
 
 
 def measure(job: Job) -> Row:
@@ -101,7 +101,7 @@ def rate(row: Row) -> float:
 
 
 def peers(row: Row, rows: Rows) -> Rows:
-    """The ways with transformers on the path of ``row``, with the same model and batch, in the same run."""
+    """The modes with transformers on the same path as ``row``, with the same model and batch, in the same run."""
     path = Mode.parse(row["mode"]).library
     return [
         peer for peer in rows
@@ -116,7 +116,7 @@ def best_peer(row: Row, rows: Rows) -> Row:
 
 
 def ratio_to_least(row: Row, rows: Rows, *keys: str) -> str:
-    """The smallest time of `peers` over the time of ``row``. The keys lead to the time, which may lie in dicts."""
+    """The smallest time of `peers`, divided by the time of ``row``. The keys lead to the time in nested dicts."""
 
     def time_of(row: Row) -> float:
         return functools.reduce(operator.getitem, keys, row)  # type: ignore[arg-type, return-value]
@@ -153,7 +153,7 @@ def first_lines(row: Row, rows: Rows) -> list[Line]:
 
 
 def by_keys(*keys: str) -> Callable[[Row, Rows], list[Line]]:
-    """The line of times in seconds, and of their ratios."""
+    """A function that returns the line with times in seconds and their ratios."""
 
     def lines(row: Row, rows: Rows) -> list[Line]:
         return [(*(row[key] for key in keys), *(ratio_to_least(row, rows, key) for key in keys))]
@@ -188,7 +188,7 @@ TABLES: dict[str, tuple[tuple[str, ...], str, Callable[[Row, Rows], list[Line]]]
 
 
 def table(rows: Rows) -> str:
-    """A table for each kind of path. Ratios are to the fastest way with transformers, Liger Kernel and TRL."""
+    """A table for each kind of path. Ratios are to the fastest mode with transformers, Liger Kernel and TRL."""
     tables = []
     for name, (paths, columns, cells) in TABLES.items():
         of_kind = [row for row in rows if Mode.parse(row["mode"]).library in paths]

@@ -12,7 +12,7 @@ from .training.modes import title
 
 BARS = {"train": train.bars, "families": families.bars, "ops": ops.bars}
 LABEL_WIDTH = 50
-"""Characters in a line of a label."""
+"""Maximum number of characters in a line of a label."""
 STYLE = {"svg.fonttype": "none", "font.size": 8}
 """Settings of matplotlib for all plots."""
 LINE = 0.14
@@ -20,7 +20,7 @@ LINE = 0.14
 
 
 def plot(name: str, rows: Rows, folder: Path) -> None:
-    """Write ``folder/NAME.svg``: curves for "curves", and bars for a benchmark in `BARS`."""
+    """Write ``folder/NAME.svg``, which shows curves for "curves", and bars for a benchmark in `BARS`."""
     import matplotlib  # an optional extra
 
     matplotlib.use("svg")
@@ -50,7 +50,7 @@ def draw_curves(rows: Rows) -> Any:
 
 
 def draw_bars(name: str, rows: Rows) -> Any:
-    """Bars from the top down, on axes for each device: tokens/s, or speeds on a logarithmic axis around the peer's."""
+    """Bars from the top down, on axes for each device: tokens/s, or on a logarithmic axis speeds relative to a peer."""
     from matplotlib import pyplot
 
     drawn = {device: BARS[name](group) for (device,), group in grouped(rows, "device").items()}
@@ -73,7 +73,7 @@ def draw_bars(name: str, rows: Rows) -> Any:
             axes.set_xlim(0, 1.8 * max(lengths))  # room at the right for the texts
             axes.locator_params(axis="x", nbins=5)
             axes.set_xlabel("tokens/s")
-        else:  # from the line at the peer's speed to the right, or if slower to the left
+        else:  # from the peer's speed to the right or, if slower, to the left
             axes.barh(centers, [length - 1 for length in lengths], left=1, height=1.1, color=colors)
             axes.axvline(1.0, color="black", linewidth=0.8)
             axes.set_xscale("log", base=2)

@@ -20,12 +20,12 @@ from . import ROOT
 from .rows import Row, Rows
 
 ERRORS_AT_ONCE = 3
-"""Number of processes that run at the same time if they are not timed (mode "error")."""
+"""Number of untimed processes (mode "error") that run at the same time."""
 
 REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 """Matches the last line of a traceback, which is not always the last line of the output."""
 LAUNCHER = "torch.distributed.elastic."
-"""Prefix of errors of torchrun itself, which only say that a rank failed."""
+"""Prefix of errors that torchrun itself raises. They only say that a rank has failed."""
 
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels", "mamba-ssm",
@@ -44,9 +44,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the measured code, from git or, for a tree without a repository, from $COMMIT.
+    """The commit of the measured code, from git or, without a repository, from $COMMIT.
 
-    "-dirty" means that this code differs from the commit. Results and pages, which every run changes, do not count.
+    "-dirty" means that the code differs from the commit. Results and pages do not count, because every run changes
+    them.
     """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
@@ -62,7 +63,7 @@ def commit() -> str:
 
 @functools.cache
 def device() -> str:
-    """The name of the GPU. A short-lived process asks for it, so that this process takes no GPU memory."""
+    """The name of the GPU. A short-lived process queries it, so that this process takes no GPU memory."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -72,9 +73,9 @@ class Plan:
     """A planned measurement.
 
     Args:
-        row: the first keys of its rows.
-        command: the module to run, and its arguments.
-        file: the file to which its rows are appended.
+        row: the first keys of the measurement's rows, with their values.
+        command: the module to run, and the arguments of the module.
+        file: the file to which the rows are appended.
     """
 
     row: Row
@@ -115,9 +116,9 @@ def on_gpus(plan: Plan, gpus: int) -> Plan:
 
 
 class Measurement:
-    """A started process. It imports its libraries at once, but touches the GPU only after `finish` is called.
+    """A started process. It imports its libraries at once, but uses the GPU only after `finish` is called.
 
-    It starts with empty caches of compiled kernels, so ``first_step_s`` is the time of a first use.
+    The process starts with empty caches of compiled kernels, so ``first_step_s`` is the time of a first use.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -125,7 +126,7 @@ class Measurement:
         self.file = plan.file
         self.row = plan.row | {"date": date, "commit": commit(), "versions": versions(), "device": device()}
         self.folder = tempfile.TemporaryDirectory()
-        # Empty caches of compiled kernels, which end with the measurement.
+        # Create empty caches of compiled kernels, which are deleted after the measurement.
         caches = {name: f"{self.folder.name}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", *plan.command],
@@ -134,7 +135,7 @@ class Measurement:
         )  # fmt: skip
 
     def finish(self) -> Rows:
-        """Run the measurement. Each printed line of JSON becomes a row. A failure becomes a row with its reason.
+        """Run the measurement. Each printed line of JSON becomes a row. A failure becomes a row with the reason.
 
         Raises:
             subprocess.CalledProcessError: a process of `common_start` has failed.
@@ -161,15 +162,15 @@ class Measurement:
 def reason_of(err: str, status: int) -> str:
     """Find the line of a process's standard error that says why it failed.
 
-    The first failing rank gives the reason. Other ranks fail because of it, and torchrun reports last.
+    The first rank that fails has the reason. Other ranks fail because of it, and torchrun's own report comes last.
     """
-    # Errors of ranks come first, then errors outside of torchrun, and then all errors.
+    # Prefer errors of ranks, then errors that are not torchrun's, then any errors.
     lines = err.strip().splitlines()
     reasons = [reason for line in lines if (reason := REASON.match(line))]
     candidates = [reason.string for reason in reasons if reason["rank"]][:1]
     candidates = candidates or [reason.string for reason in reasons if not reason.string.startswith(LAUNCHER)]
     candidates = candidates or [reason.string for reason in reasons]
-    if not candidates and status > 0:  # a negative status is a signal, about which the last line says nothing
+    if not candidates and status > 0:  # a negative status is a signal, which the last line does not mention
         candidates = lines
     return (candidates or [f"exit status {status}"])[-1]
 
@@ -179,8 +180,9 @@ def measure_all(
 ) -> Rows:
     """Run all measurements. ``complete`` gets every row before it is appended to its file.
 
-    Timed processes measure one after the other, and each process is started while the previous one measures. With
-    ``until_error``, the first error ends them. Processes of mode "error" follow, `ERRORS_AT_ONCE` at a time.
+    Timed processes measure one after the other. Each process is started while the previous process measures. With
+    ``until_error``, the first error ends the measurements. Processes of mode "error" follow, `ERRORS_AT_ONCE` at a
+    time.
     """
 
     def finish(measurement: Measurement) -> Rows:
@@ -189,7 +191,7 @@ def measure_all(
             out.writelines(json.dumps(row) + "\n" for row in rows)
         return rows
 
-    # Timed processes: the next one imports its libraries while the current one measures.
+    # Timed processes. The next process imports its libraries while the current process measures.
     timed = [plan for plan in plans if plan.row["mode"] != "error"]
     rows, started = [], [Measurement(plan) for plan in timed[:1]]
     try:
@@ -204,29 +206,29 @@ def measure_all(
         for measurement in started:
             measurement.cancel()
 
-    # The others, side by side.
+    # All other processes run in parallel.
     errors = [plan for plan in plans if plan.row["mode"] == "error"]
     with ThreadPoolExecutor(ERRORS_AT_ONCE) as pool:
         return rows + [row for group in pool.map(lambda plan: finish(Measurement(plan)), errors) for row in group]
 
 
 def measure_on_gpus(plans: list[Plan], gpus: int, *, until_error: bool = False) -> Rows:
-    """As `measure_all`, with one process per GPU for each plan."""
+    """Like `measure_all`, with one process per GPU for each plan."""
     return measure_all([on_gpus(plan, gpus) for plan in plans], until_error=until_error)
 
 
 STARTS: list[subprocess.Popen[str]] = []
-"""The processes of `common_start`, for whose end each measurement waits."""
+"""The processes of `common_start`. Each measurement waits until they have ended."""
 
 
 @contextmanager
 def common_start(save: str, model: str, batch: str = "", steps: int = 0, variable: str = "START") -> Iterator[None]:
-    """Context with a checkpoint in $START, which ``save`` writes to $SAVE in another process.
+    """Context manager with a checkpoint in $START. ``save`` writes it to $SAVE in another process.
 
-    The first measurement imports its libraries meanwhile.
+    In the meantime, the first measurement imports its libraries.
 
     Args:
-        variable: a name to use instead of START, which all modes read.
+        variable: the environment variable to set instead of START, which all modes read.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", *worker_command(save, "ours+adamw", model, batch, steps)]

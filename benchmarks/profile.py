@@ -1,4 +1,4 @@
-"""The time of a training step by class of kernel."""
+"""The time of a training step, divided by kernel class."""
 
 import argparse
 import re
@@ -18,7 +18,7 @@ from .training.step import make_step, step_times
 
 HELP = "where a training step's time goes, by class of kernel"
 WARM_UP, PROFILED = 5, 2
-"""Number of steps before the timed ones, and of profiled steps after them."""
+"""Number of untimed steps before the timed steps, and number of profiled steps after them."""
 
 KERNEL_CLASSES = {
     "attention": r"cudnn|sdpa|flash|fmha|flex|attention",
@@ -30,7 +30,7 @@ KERNEL_CLASSES = {
     "norm": r"rms_norm|layer_norm",
     "copies": r"memcpy|memset",
 }
-"""Class -> regular expression for kernel names, ignoring case. The first match counts. Others are "elementwise"."""
+"""Class -> case-insensitive regular expression for kernel names. The first match counts; the rest is "elementwise"."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def kernel_class(name: str) -> str:
 
 
 def measure(job: Job) -> Row:
-    """Milliseconds per step of each class of kernel. "gaps" is the time in which no kernel runs."""
+    """The milliseconds per step of each kernel class. "gaps" is the time in which no kernel runs."""
     config = read_config(job.model)
     train, generator = make_step(job.mode, config, lr=1e-5), torch.Generator("cuda").manual_seed(0)
     step = lambda: train(draw(config, *job.shape, generator))
@@ -57,13 +57,13 @@ def measure(job: Job) -> Row:
         step()
     wall = statistics.median(step_times(step, job.steps))
 
-    # The profiler slows steps down, so the profiled steps are not the timed ones.
+    # The profiler slows steps down, so the profiled steps are not timed.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
             step()
         torch.cuda.synchronize()
 
-    # Time of each class, and of each kernel.
+    # The time of each class and of each kernel.
     spent = dict.fromkeys(("matmul", "attention", *KERNEL_CLASSES, "elementwise"), 0.0)
     kernels: dict[str, float] = {}
     for event in profiler.events():
@@ -71,7 +71,7 @@ def measure(job: Job) -> Row:
             milliseconds = event.device_time_total / 1e3 / PROFILED
             spent[kernel_class(event.name)] += milliseconds
             kernels[event.name] = kernels.get(event.name, 0.0) + milliseconds
-    # Kernels may overlap, so the rest of the step is not below 0.
+    # Kernels may overlap, so limit the remaining time of the step to at least 0.
     spent["gaps"] = max(wall - sum(spent.values()), 0.0)
     longest = sorted(kernels.items(), key=lambda item: -item[1])[:30]
     return {
@@ -82,7 +82,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode: milliseconds of each class, and the share of matrix products and attention."""
+    """One line per mode: milliseconds of each kernel class, and the share of matrix products and attention."""
     classes = list(dict.fromkeys(name for row in rows for name in row.get("class_ms", {})))
     lines = []
     for row in rows:

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- begin: recipes -->\n", "<!-- end -->"
 
 
 class Model(NamedTuple):
-    """A model: its folder of recipes, its name on the hub, and a published config.json in `CONFIGS`, or its sizes."""
+    """A model: folder of its recipes, name on the hub, and a published config.json in `CONFIGS` or its sizes."""
 
     folder: str
     name: str
@@ -30,7 +30,7 @@ class Model(NamedTuple):
 
 
 class GPU(NamedTuple):
-    """A GPU with its memory in GB, and its peak dense bf16 FLOPS from the vendor's datasheet."""
+    """A GPU, its memory in GB, and its peak dense bf16 FLOPS from the vendor's datasheet."""
 
     memory: int
     name: str
@@ -139,11 +139,11 @@ MEASURED = {
     ("llama-3.1-8b", "lora"): ("train-llama-3-8b-4x2048", "ours+lora"),
     ("llama-3.1-8b", "4bit"): ("train-llama-3-8b-4x2048", "ours+lora+nf4"),
 }
-"""Folder and method -> file of results measured on an H200, and the mode in this file."""
+"""Folder and method -> a file with results measured on an H200, and the mode in this file."""
 USUAL_MFU = 0.5
-"""MFU of families without a measured one."""
+"""The MFU that is assumed for families without a measurement."""
 SPEED = {"none": 1.0, "selective": 0.9, "full": 0.75}
-"""Checkpointing policy -> speed relative to "none": measured for "selective"; "full" repeats the forward."""
+"""Checkpointing policy -> speed relative to "none". "selective" is measured, and "full" repeats the forward."""
 
 
 def planner(model: Model) -> Planner:
@@ -155,7 +155,7 @@ def planner(model: Model) -> Planner:
 
 
 def plans(chooser: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
-    """Yield method, GPU and recipe of each combination that fits."""
+    """Yield method, GPU and recipe for each combination that fits."""
     for method in METHODS:
         for gpu in GPUS:
             try:
@@ -165,8 +165,8 @@ def plans(chooser: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
 
 
 def files(model: Model, fits: Sequence[tuple[str, GPU, Recipe]]) -> dict[str, str]:
-    """Path of a recipe -> its text, for each method and the smallest memory into which it fits."""
-    # `fits` goes from small to large memory, so the smallest is the last one in reverse.
+    """Path of a recipe -> text of the recipe, for each method and the smallest memory into which the method fits."""
+    # `fits` goes from small to large memory, so in reverse order, the smallest memory comes last.
     smallest = {method: (gpu, recipe) for method, gpu, recipe in reversed(fits)}
     return {
         f"{model.folder}/{gpu.memory}gb-{method}.yaml": recipe.yaml(model.name, f"{model.folder}-{method}")
@@ -181,13 +181,13 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def rate(chooser: Planner, family: str, gpu: GPU, recipe: Recipe) -> float:
-    """Estimated tokens per second, from the family's MFU on an H200 and the speed of the policy."""
+    """Estimated tokens per second, computed from the family's MFU on an H200 and the speed of the policy."""
     options = recipe.options
     batch, length = options["batch_size"], options["length"]
     bounds = torch.arange(0, batch * length + 1, length)
     model = chooser.model(recipe.method, getattr(torch, options["dtype"]))
 
-    # Tokens per second = FLOPS reached / FLOPs per token.
+    # Tokens per second = achieved FLOPS / FLOPs per token.
     operations = flops(model, [{"input_ids": torch.zeros(batch, length, dtype=torch.long), "cu_seqlens": bounds}])
     shares = [row.get("mfu") for row in rows("families-1x8192") if (row["model"], row["mode"]) == (family, "ours")]
     share = (shares[-1] if shares else None) or USUAL_MFU
@@ -206,7 +206,7 @@ def cells(model: Model, chooser: Planner, fits: Sequence[tuple[str, GPU, Recipe]
             if recipe is None:
                 texts.append("no")
                 continue
-            # An estimate of the speed or, in bold, a measurement.
+            # The estimated speed or, in bold, the measured speed.
             family = model.config if isinstance(model.config, str) else model.config["model_type"]
             estimated = rate(chooser, family.partition("/")[0], gpu, recipe)
             speed = f"{float(f'{estimated:.2g}'):,.0f}"
@@ -238,7 +238,7 @@ def main() -> None:
         table += cells(model, chooser, fits)
         print(model.folder, *(f"{gpu.memory}gb-{method}" for method, gpu, _ in fits), flush=True)
 
-    # The page around the table stays.
+    # Replace only the table in the page.
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + "\n".join(table) + "\n\n" + END + rest.partition(END)[2], encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """Fill the pages with tables and plots of the results: ``python -m benchmarks report``.
 
-A page has the markers ``<!-- begin: NAME -->`` and ``<!-- end -->``. The text between them comes from the JSON lines
-alone. To correct a number, measure again.
+A page has the markers ``<!-- begin: NAME -->`` and ``<!-- end -->``. The text between two markers is generated only
+from the JSON lines. To correct a number, measure again.
 """
 
 import re
@@ -40,12 +40,12 @@ MARKED = re.compile(r"(<!-- begin: ([a-z-]+) -->\n).*?(?=<!-- end -->)", re.DOTA
 
 
 class Part(NamedTuple):
-    """The content that replaces a marker.
+    """The content between two markers.
 
     Args:
-        benchmarks: benchmarks whose rows are shown.
-        table: function that makes the table of rows.
-        whole: whether a line of origin stands above the table, and a plot below it.
+        benchmarks: the benchmarks whose rows are shown.
+        table: function that makes a table from rows.
+        whole: whether there is a line with versions, commits and dates above the table, and a plot below it.
         summary: whether only the device with the most rows is shown.
     """
 
@@ -86,11 +86,11 @@ ALTERNATIVES = {
     "curves": "Loss curves of transformers and of liger_models over the steps; the curves coincide",
     "ops": "Bar chart of each op's speed, relative to its fastest peer, on a logarithmic axis",
 }
-"""Name of a plot -> what a reader hears who does not see it."""
+"""Name of a plot -> alternative text for readers who can't see the plot."""
 
 
 def origin(rows: Rows) -> str:
-    """Versions, commits and dates."""
+    """A text with versions, commits and dates."""
     versions: dict[str, set[str]] = {}
     for row in rows:
         for package, version in row["versions"].items():
@@ -100,7 +100,7 @@ def origin(rows: Rows) -> str:
 
 
 def part(name: str, rows: Rows) -> str:
-    """The text between the markers of this name."""
+    """The text between the markers with this name."""
     if name not in PARTS:
         raise ValueError(f"report: the parts are {', '.join(PARTS)}, a page asks for {name!r}.")
 
@@ -136,7 +136,7 @@ def write(results: Path = RESULTS) -> None:
         if filled != text:
             page.write_text(filled, encoding="utf-8")
 
-    # Plots have all rows of their benchmarks.
+    # A plot shows all rows of its benchmark.
     for name, (benchmarks, _, whole, _) in PARTS.items():
         group = [row for row in rows if row["benchmark"] in benchmarks]
         if whole and group:

@@ -1,6 +1,6 @@
-"""Continuations of many prompts of unequal length by `rollout`, and by `generate` of both libraries in batches.
+"""Continuation of many prompts of unequal length: by `rollout`, and in batches by `generate` of both libraries.
 
-The modes of `drafts` compare rollouts with and without drafts of a block for multi-token prediction.
+The modes of `drafts` compare rollouts with and without drafts by a block for multi-token prediction.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SHORTEST_PROMPT, SHORTEST_ANSWER = 8, 4
 """Ratio of the longest to the shortest prompt, and of the longest to the shortest answer."""
 
 Continue = Callable[[list[Tensor], list[int]], list[Tensor]]
-"""Function of prompts and their numbers of new tokens. It returns the new tokens."""
+"""A function that takes prompts and their numbers of new tokens, and returns the new tokens."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Rows:
-    # Drafts are measured for a model of their own and for several numbers of rows.
+    # Drafts are measured with a separate model and with several numbers of rows.
     drafting = [mode for mode in options.modes if mode in drafts.MODES]
     options.modes = [mode for mode in options.modes if mode not in drafting]
     file = options.out / "rollout-drafts.jsonl"
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def draw_prompts(vocabulary: int, count: int, longest: int, new: int) -> tuple[list[Tensor], list[int]]:
-    """Random prompts [T] int64 on the CPU, and the number of new tokens of each, equal in every process."""
+    """Random prompts [T] int64 on the CPU, and each prompt's number of new tokens, the same in every process."""
     generator, draw = torch.Generator().manual_seed(0), random.Random(0)
     # Prompts and answers have independent lengths.
     lengths = [draw.randint(max(longest // SHORTEST_PROMPT, 1), longest) for _ in range(count)]
@@ -85,7 +85,7 @@ def in_batches(model: Any, rows: int, **options: Any) -> Continue:
 
 
 def continuing(model: Any, mode: str) -> Continue:
-    """The function with which a mode continues prompts."""
+    """The function that a mode uses to continue prompts."""
     if mode == "ours":
         return lambda prompts, limits: [
             row.tokens for row in model.rollout(prompts, max_new_tokens=limits, do_sample=False, eos_token_id=[])
@@ -97,7 +97,7 @@ def continuing(model: Any, mode: str) -> Continue:
 
 
 def measure(job: Job) -> Row:
-    """Time all prompts, after a few that compile kernels."""
+    """Time the continuation of all prompts, after a few prompts that compile kernels."""
     if "drafts" in job.mode:
         return drafts.measure(job)
     config = read_config(job.model)
@@ -123,7 +123,7 @@ def times(work: Continue, prompts: list[Tensor], limits: list[int]) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode, with its speed relative to transformers for the same prompts."""
+    """One line per mode, with the speed relative to transformers on the same prompts."""
     drafting = [row for row in rows if row["mode"] in drafts.MODES]
     if drafting:
         others = [row for row in rows if row not in drafting]

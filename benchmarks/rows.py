@@ -1,4 +1,4 @@
-"""The committed results, and the choice of the rows that the pages show."""
+"""The committed results, and the selection of rows that the pages show."""
 
 import json
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from . import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 RUNS = ("train", "fsdp", "curves", "families", "paths")
-"""Benchmarks whose rows are compared only within a run. Each run of curves has its own start."""
+"""Benchmarks whose rows are compared only within a run. For curves, each run has its own initial weights."""
 
 BY_MODE = ("train", "fsdp", "paths")
-"""Benchmarks of `RUNS` in which every mode has its own last run."""
+"""Benchmarks in `RUNS` that show the last run of each mode, instead of one last run for all modes."""
 
 NEEDED = {"benchmark", "mode", "date", "commit", "versions"}
-"""Keys of every row."""
+"""Keys that every row must have."""
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -27,7 +27,7 @@ def distinct(values: Iterable[str]) -> str:
 
 
 def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
-    """Values under the keys ``names`` -> rows with these values. The value of a missing key is ""."""
+    """Values of the keys ``names`` -> rows with these values. The value of a missing key is ""."""
     groups: dict[tuple[str, ...], Rows] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
@@ -35,7 +35,7 @@ def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
 
 
 def of_transformers(row: Row) -> bool:
-    """Whether transformers' models were measured."""
+    """Whether the row is a measurement of transformers' models."""
     library, *words = row["mode"].split("+")
     if row.get("benchmark") == "paths":  # the first word is the path
         return "door" not in words and bool({"trl", "hf"} & {*words})
@@ -49,7 +49,7 @@ def of_ours(row: Row) -> bool:
 
 
 def of_a_run(row: Row) -> bool:
-    """Whether the row is compared only within its run. A row of mode "error" is a comparison by itself."""
+    """Whether the row is compared only within its run. A row of mode "error" is a complete comparison."""
     return row["benchmark"] in RUNS and row["mode"] != "error"
 
 
@@ -71,7 +71,7 @@ def parse(file: Path, number: int, line: str) -> Row:
 
 
 def key_of(row: Row) -> tuple[str, ...]:
-    """The key of a row. Rows with equal keys are repetitions of one measurement."""
+    """The key of a row. Rows with equal keys are repetitions of the same measurement."""
     names = ("benchmark", "model", "op", "gpus", "memory_gb", "layers", "batch", "shape", "mode", "device")
     return (*(row.get(name, "") for name in names), row["run"] if of_a_run(row) else "")
 
@@ -80,10 +80,10 @@ def read(folder: Path) -> Rows:
     """Read the latest row of each measurement and, for benchmarks in `RUNS`, only the rows of the last run.
 
     Rows of a run have the same commit, date, versions and device. The last run is the run with the latest row of
-    transformers that is no error. In `BY_MODE` every mode has its own last run, because a run may measure only a
-    few modes beside their peer. Runs with a peer come before runs without. The last run of a peer's mode is shown
-    whole. If the last run of a family has only `LigerAdamW`, the last one with torch's AdamW is shown, too. Old rows of
-    early failures have no device, and count for the device of the row before them.
+    transformers that is not an error. For benchmarks in `BY_MODE`, the last run of each mode is shown, because a run
+    may measure only a few modes and their peer. Runs with a peer are preferred to runs without a peer. The last run
+    of a peer's mode is shown completely. If the last run of a family has only `LigerAdamW`, the last run with torch's
+    AdamW is shown, too. Old rows of early failures have no device. They count for the device of the row before them.
     """
     # The latest row of each key.
     latest: dict[tuple[str, ...], Row] = {}
@@ -102,7 +102,7 @@ def read(folder: Path) -> Rows:
                     latest.pop(key, None)
                 latest[key] = row
 
-    # Of runs, the last ones.
+    # Show only the last runs.
     shown = [row for row in latest.values() if not of_a_run(row)]
     of_runs = [row for row in latest.values() if of_a_run(row)]
     for (benchmark, *_), group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device", "path").items():

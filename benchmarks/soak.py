@@ -1,6 +1,6 @@
-"""Minutes of training, decoding and rollouts of random lengths, with cancelled streams and lack of memory in between.
+"""Minutes of training, decoding and rollouts with random lengths, with cancelled streams and memory errors in between.
 
-After a round, three numbers must not have grown: bytes on the device, tensors in Python, and the memory of the process.
+After each round, three numbers must not have grown: bytes on the device, tensors in Python, and the process's memory.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from .training.modes import title
 
 HELP = "random work for minutes: memory must not grow"
 WARM_ROUNDS = 12
-"""Number of rounds before the first reading, in which kernels compile and libraries allocate memory."""
+"""Number of rounds before the first reading. In these rounds, kernels compile and libraries allocate memory."""
 
 ALLOWED = {"allocated_mib": 128.0, "tensors": 8, "host_mib": 1024.0}
-"""Largest growth since the first reading, whatever the length of the run. It allows for workspaces of products on
+"""Maximum growth since the first reading, for any duration of the run. It allows for workspaces of matrix products on
 another stream, memory of compilers, and memory that the host's allocator does not return."""
 
 
@@ -101,9 +101,11 @@ class Work:
 
     @contextmanager
     def short_of_memory(self) -> Iterator[None]:
-        """Context in which memory may run out: a GPU has little more than is in use, and a block on the CPU raises."""
+        """Context manager that makes memory scarce: little is free on a GPU, and on the CPU, a block raises the
+        error.
+        """
         if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()  # so that reserved memory is memory in use
+            torch.cuda.empty_cache()  # so that all reserved memory is in use
             total = torch.cuda.get_device_properties(self.model.device).total_memory
             extra = self.draw.randint(16, 512) * 2**20
             torch.cuda.set_per_process_memory_fraction(min((torch.cuda.memory_reserved() + extra) / total, 1.0))
@@ -113,7 +115,7 @@ class Work:
                 torch.cuda.set_per_process_memory_fraction(1.0)
             return
 
-        # On the CPU memory is never short, so a random block raises the error.
+        # On the CPU, memory does not run out, so a random block raises the error.
         def fail(module: Any, inputs: Any) -> None:
             raise torch.OutOfMemoryError("none left")
 
@@ -133,7 +135,7 @@ class Work:
 
 
 def held() -> dict[str, float]:
-    """Current MiB on the GPU, number of tensors, and MiB of the process."""
+    """The current MiB on the GPU, the number of tensors, and the MiB of the process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "allocated_mib": torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,
@@ -153,16 +155,16 @@ def soak(
     new: int = 64,
     tasks: tuple[Any, ...] = (),
 ) -> Row:
-    """Work for ``seconds``, and for at least ``rounds`` rounds after `WARM_ROUNDS`.
+    """Run tasks for ``seconds`` seconds, and for at least ``rounds`` rounds after `WARM_ROUNDS`.
 
     Args:
         model: a model of this package.
-        vocabulary: number of tokens to draw from.
-        B, T: largest number of rows, and of tokens in a row.
-        seconds: duration.
-        rounds: smallest number of rounds.
-        new: largest number of new tokens.
-        tasks: further functions to call.
+        vocabulary: number of token ids from which random ids are drawn.
+        B, T: maximum number of rows, and of tokens in a row.
+        seconds: duration of the run.
+        rounds: minimum number of rounds.
+        new: maximum number of new tokens.
+        tasks: additional functions to call.
 
     Raises:
         AssertionError: a number has grown by more than `ALLOWED` since the first reading.
@@ -170,7 +172,7 @@ def soak(
     work, done, short = Work(model, vocabulary, B, T, new), 0, 0
     end, before = time.monotonic() + seconds, {}
     while done < WARM_ROUNDS + rounds or time.monotonic() < end or not before:
-        # Every task once, and then random ones. One task in five runs out of memory.
+        # Run every task once, then random tasks. One task in five runs out of memory.
         task = work.draw.choice([*work.tasks, *tasks]) if done >= len(work.tasks) else work.tasks[done]
         if work.draw.random() < 0.2:
             try:
@@ -183,7 +185,7 @@ def soak(
         work.release()
         done += 1
 
-        # The first reading is the standard for all later ones.
+        # All later readings are compared with the first reading.
         now = held()
         before = before or (now if done >= WARM_ROUNDS else {})
         more = {name: now[name] - before[name] for name in before if now[name] - before[name] > ALLOWED[name]}
@@ -193,7 +195,7 @@ def soak(
 
 
 def table(rows: Rows) -> str:
-    """One line per mode: its duration, and the growth of memory."""
+    """One line per mode: the duration of its run, and the growth of memory."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))

@@ -1,8 +1,8 @@
-"""A model with random weights learns to sort, and is evaluated on lists that it has not seen.
+"""A model with random weights learns to sort. It is then evaluated on lists that it has not seen.
 
-A list of `LENGTH` numbers below `NUMBERS` is followed by its answer, the same numbers sorted. All modes start from the
-same weights and see the same lists. A list counts as sorted if each number of the answer is the most probable one after
-the numbers before it. Greedy decoding then finds the answer.
+A list of `LENGTH` numbers below `NUMBERS` is followed by its answer, the same numbers in sorted order. All modes
+start from the same weights and see the same lists. A list counts as sorted if each number of the answer is the most
+probable number after the numbers before it. Greedy decoding then finds the answer.
 """
 
 import argparse
@@ -28,9 +28,9 @@ FIRST = 10
 
 EVALUATED = 2048
 WARMUP, SETTLE = 50, 5
-"""Number of steps in which the learning rate rises, before it falls to 0, and number of steps before the timed ones."""
+"""Number of steps in which the learning rate rises before it falls to 0, and number of untimed first steps."""
 MAX_NORM = 1.0
-"""Largest norm of the gradients. Without a limit, one bad step near the end could undo a run."""
+"""Maximum norm of the gradients. Without a limit, one bad step near the end could ruin a run."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +49,14 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def draw_lists(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw lists with their answers, [count, 2 LENGTH + 1] int64. Only the answers are labels."""
+    """Draw lists with their answers, [count, 2 LENGTH + 1] int64. Only the answers have labels."""
     numbers = FIRST + torch.randint(NUMBERS, (count, LENGTH), generator=generator, device=generator.device)
     ids = torch.cat([numbers, torch.full_like(numbers[:, :1], FIRST - 1), numbers.sort(1).values], 1)
     return {"input_ids": ids, "labels": ids.clone().index_fill_(1, torch.arange(LENGTH + 1, device=ids.device), -100)}
 
 
 def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[float, list[float]]:
-    """Train, and return the seconds of the steps after the first `SETTLE`, and the losses."""
+    """Train. Returns the seconds of the steps after the first `SETTLE` steps, and the losses."""
     generator = torch.Generator(device).manual_seed(1)
     parameters = list(train.model.parameters())
 
@@ -65,7 +65,7 @@ def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[flo
 
     train.optimizer.register_step_pre_hook(clip)
 
-    # The rate rises, and then falls to 0.
+    # The learning rate rises, and then falls to 0.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         train.optimizer, lambda done: min((done + 1) / WARMUP, 1.0 - done / steps)
     )
@@ -87,7 +87,7 @@ def accuracy(model: Any, rows: int, ours: bool, device: str) -> float:
     generator, right = torch.Generator(device).manual_seed(2), 0
     for start in range(0, EVALUATED, rows):
         ids = draw_lists(min(rows, EVALUATED - start), generator)["input_ids"]
-        # The answer is right if each of its tokens is the argmax at the token before it.
+        # The answer is correct if each of its tokens is the argmax of the logits at the token before it.
         logits = model(ids, return_logits=True).logits if ours else model(input_ids=ids).logits
         right += int((logits[:, LENGTH:-1].argmax(-1) == ids[:, LENGTH + 1 :]).all(1).sum())
     return right / EVALUATED
@@ -110,7 +110,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. Ratios are to the fastest mode of transformers."""
+    """One line per mode. Ratios are relative to the fastest mode of transformers."""
     lines = []
     for (model, _), group in sorted(grouped(rows, "model", "batch").items()):
         best = smallest([row for row in group if of_transformers(row)], lambda row: row.get("seconds"))

@@ -1,4 +1,4 @@
-"""Full fine-tuning steps of one model: speed, peak memory, losses."""
+"""Full fine-tuning steps of one model: speed, peak memory and losses."""
 
 import argparse
 import os
@@ -23,11 +23,11 @@ from .training.step import make_step, step_times
 
 HELP = "a full fine-tuning step: tokens/s, peak memory, losses"
 KEPT_LOSSES = 5
-"""Number of steps before the timed ones. Their losses are part of the row."""
+"""Number of untimed steps at the beginning. Their losses are part of the row."""
 
 STEPS_HELP = f"timed steps, after {KEPT_LOSSES} whose losses are kept"
 PEAK_FLOPS = 989e12
-"""Peak dense bf16 FLOPS of an H100 or H200, from the vendor's datasheet. MFU is relative to it."""
+"""Peak dense bf16 FLOPS of an H100 or H200, from the vendor's datasheet. MFU is a fraction of this peak."""
 
 SHORT_MODES = """
 hf hf+liger hf+liger+ac ours ours+adamw ours+adamw+offload10+selective12
@@ -52,14 +52,14 @@ def run(options: argparse.Namespace) -> Rows:
 
 
 def measure(job: Job) -> Row:
-    """Measure time and memory of the steps of a mode.
+    """Measure the time and memory of a mode's steps.
 
     ``first_step_s`` is the time from the start of the process to the end of its first step.
     """
     begun = time.monotonic()
     config = read_config(job.model)
     B, T = job.shape
-    together = job.mode.extras.get("tp") or 1  # GPUs that share the rows of all of them
+    together = job.mode.extras.get("tp") or 1  # number of GPUs that share their rows
 
     # GPUs that share rows draw the same tokens.
     train = make_step(job.mode, config, lr=1e-5, sharded=job.sharded, shape=job.shape)
@@ -73,7 +73,7 @@ def measure(job: Job) -> Row:
 
         warm_up(train.model, **draw(config, B, T, torch.Generator("cuda")))
 
-    # The first steps, whose losses are kept, and the timed ones.
+    # Run the first steps, whose losses are kept, and then the timed steps.
     losses = [step().item()]
     first_step_s = job.imported_s + time.monotonic() - begun
     losses += [step().item() for _ in range(KEPT_LOSSES - 1)]
@@ -82,7 +82,7 @@ def measure(job: Job) -> Row:
     milliseconds = statistics.median(times)
     rate = B * T / milliseconds * 1e3
 
-    # FLOPs are counted for dense models without images and adapters, if attention is all that mixes tokens.
+    # FLOPs are counted only for dense models without images and adapters, in which only attention mixes tokens.
     other_products = (
         "vision_config", "num_experts_per_tok", "top_k_experts", "linear_num_key_heads", "mamba_d_state",
         "conv_L_cache",
@@ -120,7 +120,7 @@ def table(rows: Rows) -> str:
 
 
 def short_table(rows: Rows) -> str:
-    """Only the modes of `SHORT`, each beside transformers in the same run."""
+    """A table of only the modes in `SHORT`, each compared with transformers in the same run."""
     model, modes = SHORT
     lines = []
     shown = [row for row in rows if row["model"] == model and "error" not in row]
@@ -136,11 +136,11 @@ def short_table(rows: Rows) -> str:
 
 
 UNPLOTTED = re.compile(r"\+(graph|inbackward|medusa|moments|offload|peft|plan|selective)")
-"""Parts of the modes that the plot leaves out: they trade time for memory, or measure something else."""
+"""The plot leaves out modes with these words, because they trade time for memory or measure something else."""
 
 
 def bars(rows: Rows) -> list[Bar]:
-    """A bar for each mode in the newest run of each step that has transformers and this package."""
+    """A bar for each mode, from the newest run of each step that has measured both transformers and this package."""
     bars = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
         measured = [row for row in group if "error" not in row and not UNPLOTTED.search(row["mode"])]

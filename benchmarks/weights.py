@@ -1,4 +1,4 @@
-"""Weights under Hugging Face's names, read from and loaded into a model, against a copy of every parameter."""
+"""Reading and loading a model's weights under Hugging Face's names, compared with copying every parameter."""
 
 import argparse
 import itertools
@@ -20,7 +20,7 @@ from .training.modes import title
 HELP = "hf_tensors and load_hf_tensors on one GPU against a copy of every parameter"
 REPEATS = 5
 UNCHANGED = 100
-"""Number of elements of a parameter of which one changes before each `hf_delta`, as in reinforcement learning."""
+"""Before each `hf_delta`, one in this number of elements of a parameter changes, as in reinforcement learning."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +39,9 @@ def measure(job: Job) -> Row:
 
 
 def times(model: nn.Module, device: torch.device) -> Row:
-    """Milliseconds of the fastest repetition of each task, and the GiB that it needs in addition to the model.
+    """Milliseconds of each task's fastest repetition, and the GiB that the task needs in addition to the model.
 
-    Like the stream of tensors, the copy releases each parameter before it copies the next.
+    Like reading tensors one at a time, the copy frees each copied parameter before it copies the next parameter.
     """
     from liger_models import hf_tensors, load_hf_tensors
 
@@ -53,7 +53,7 @@ def times(model: nn.Module, device: torch.device) -> Row:
         for _ in hf_tensors(model, dtype):
             pass
 
-    # The copy is the least that the others must do.
+    # The copy is the minimum work that all other tasks must do.
     tasks: dict[str, Callable[[], object]] = {
         "copy": copy,
         "read": read,
@@ -68,15 +68,15 @@ def times(model: nn.Module, device: torch.device) -> Row:
 
 @torch.no_grad()
 def delta_times(model: nn.Module) -> Row:
-    """Milliseconds of the fastest `hf_delta` and `apply_delta`, and the share of the bytes that is sent.
+    """Milliseconds of the fastest `hf_delta` and `apply_delta`, and the share of all bytes that is sent.
 
-    Before each repetition, one in `UNCHANGED` elements changes its sign. All tensors are on the model's device.
+    Before each repetition, one in `UNCHANGED` elements is negated. All tensors are on the model's device.
     """
     from liger_models import apply_delta, get_hf_state_dict, hf_delta
 
     base, receiver = get_hf_state_dict(model), get_hf_state_dict(model)
     times = []
-    for _ in range(2 * REPEATS):  # an even number, so that the model finally has its signs again
+    for _ in range(2 * REPEATS):  # an even number, so that all signs are restored at the end
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.view(-1)[::UNCHANGED].neg_()
@@ -106,7 +106,7 @@ def extra_gib(task: Callable[[], object], device: torch.device) -> float:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode: milliseconds, their ratio to the copy, and GPU memory in addition to the model."""
+    """One line per mode: milliseconds, the ratio to the copy's time, and GPU memory in addition to the model."""
     lines = []
     for row in rows:
         if "error" in row:

@@ -1,8 +1,8 @@
-"""One measurement in this process: ``python -m benchmarks.worker MODULE:FUNCTION MODE MODEL BATCH STEPS``.
+"""Run one measurement in this process: ``python -m benchmarks.worker MODULE:FUNCTION MODE MODEL BATCH STEPS``.
 
-The process imports its libraries, and waits for a line on its standard input before it touches the GPU. So it can start
-while another process measures. ``imported_s`` does not include the wait. The processes of torchrun share one standard
-input, from which each of them takes one line.
+The process imports its libraries, and then waits for a line on its standard input before it uses the GPU. It can
+therefore start while another process measures. ``imported_s`` does not include the waiting time. The processes of
+torchrun share one standard input, from which each process takes one line.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ LIBRARIES = {
     "liger": ("liger_kernel.transformers",),
     "st": ("sentence_transformers",),
 }
-"""Word of a mode -> the modules or names that its processes import, in this order."""
+"""Word of a mode -> the modules or names that processes of this mode import, in this order."""
 
 IMPLIED = {
     "st": ("ours",),
@@ -48,7 +48,7 @@ IMPLIED = {
     "door": ("hf", "ours"),
     "train": ("ours",),
 }
-"""Word of a mode -> further words whose libraries it needs."""
+"""Word of a mode -> other words whose libraries the mode needs, too."""
 
 TRAINERS = {
     **dict.fromkeys(("full", "lora", "vision"), ("trl:SFTTrainer",)),
@@ -56,11 +56,11 @@ TRAINERS = {
     **dict.fromkeys(("grpo", "trl"), ("trl:GRPOTrainer",)),
     "lmeval": ("lm_eval.models.huggingface",),
 }
-"""First word of a mode -> what its modes with transformers' models import besides."""
+"""First word of a mode -> the modules that modes with transformers' models import in addition."""
 
 
 def libraries(mode: Mode) -> list[str]:
-    """The modules and names that a mode measures, in the order of their import."""
+    """The modules and names that a mode needs, in the order of import."""
     words = {mode.library, *mode.extras}
     if mode.library == "start":  # other processes are measured
         return []
@@ -72,7 +72,7 @@ def libraries(mode: Mode) -> list[str]:
 
 
 def import_libraries(mode: Mode) -> None:
-    """Import what the mode measures, without initializing CUDA."""
+    """Import all libraries that the mode needs, without initializing CUDA."""
     if mode.library == "unsloth":
         os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
     for name in libraries(mode):
@@ -84,13 +84,14 @@ def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> N
     mode = Mode.parse(mode_text)
     import_libraries(mode)
     job = Job(mode, model, batch, int(steps), sharded="LOCAL_RANK" in os.environ, imported_s=process_age_s())
-    # Without a buffer, which would take the lines of other ranks. There is no line if the parent process has failed.
+    # Read without a buffer, which would consume the lines of other ranks. If the parent process has failed, there is
+    # no line.
     if os.read(sys.stdin.fileno(), len(GO)) != GO:
         sys.exit("worker: no line on the standard input")
     if job.sharded:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
-    with contextlib.redirect_stdout(sys.stderr):  # lines of a library are not rows
+    with contextlib.redirect_stdout(sys.stderr):  # lines that a library prints are not rows
         row = {"device": torch.cuda.get_device_name()} | measure(job)
     if not job.sharded or torch.distributed.get_rank() == 0:
         print(json.dumps(row))

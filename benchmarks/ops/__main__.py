@@ -28,7 +28,7 @@ def main(op_name: str, peer_name: str) -> None:
         print(json.dumps(device | ceilings("cuda")))
         return
 
-    # A row for each shape. A failure of one does not stop the others.
+    # Print a row for each shape. If a shape fails, the other shapes are still measured.
     for sizes in op.shapes:
         row: dict[str, Any] = {"shape": " ".join(f"{name}={size}" for name, size in sizes.items())} | device
         try:

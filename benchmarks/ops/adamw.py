@@ -10,7 +10,7 @@ from .op import Function, Op, Peer, load, randn
 
 
 def make_parameters(L: int, C: int, F: int, V: int) -> dict[str, Tensor]:
-    """Parameters and then gradients of a Llama of L layers, with keys and values C / 3 wide and a tied head."""
+    """The parameters, then the gradients, of a Llama with L layers, a key and value width of C / 3, and a tied head."""
     layer = [(C, C), (C // 3, C), (C // 3, C), (C, C), (F, C), (F, C), (C, F), (C,), (C,)]
     shapes = [(V, C), (C,), *layer * L]
     return {f"{prefix}{i}": randn(*shape, scale=0.02) for prefix in "pg" for i, shape in enumerate(shapes)}
@@ -37,7 +37,7 @@ OPS = (
         name="adamw", stateful=True, make=make_parameters, truth=optimizer("torch.optim:AdamW", foreach=False),
         shapes=({"L": 16, "C": 3072, "F": 8192, "V": 128256},),  # 2.0e9 parameters in 146 tensors
         check={"L": 1, "V": 1024}, limit="bytes",
-        # Parameter, gradient and both moments are read, all but the gradient are written.
+        # Parameter, gradient and both moments are read. All except the gradient are written.
         work=lambda L, C, F, V: (14 * (V * C + C + L * (8 * C * C // 3 + 3 * C * F + 2 * C)),),
         peers={
             "torch": Peer(optimizer("torch.optim:AdamW", fused=True)),

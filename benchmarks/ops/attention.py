@@ -1,6 +1,6 @@
-"""Causal attention with heads wider than 256, and with heads of 256 for other kernels; attention with sinks.
+"""Causal attention with heads wider than 256, and of width 256 for comparison with other kernels; attention with sinks.
 
-Latent attention has heads of N + R columns in queries and keys, of which R are rotated, and of V columns in values.
+In latent attention, heads have N + R columns in queries and keys, of which R are rotated, and V columns in values.
 """
 
 import torch
@@ -43,12 +43,12 @@ def make_with_sinks(B: int, T: int, H: int, G: int, D: int, window: int = 0) -> 
 
 
 def add_nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
-    """The inputs of attention without sinks. The gradient of the sinks is 0."""
+    """The inputs of attention, without the sinks. The gradient of the sinks is 0."""
     return q + 0 * sinks[:, None], k, v
 
 
 def sink_op(name: str, T: int, window: int | None = None) -> Op:
-    """Attention with the heads of gpt-oss-20b. The skeleton is SDPA without sinks and without a window."""
+    """Attention with the heads of gpt-oss-20b. The peer "skeleton" is SDPA without sinks and without a window."""
 
     def work(B: int, T: int, H: int, G: int, D: int, window: int = 0) -> tuple[float, float]:
         pairs = B * H * (T * window - window * (window - 1) / 2 if window else T**2 / 2)
@@ -60,7 +60,7 @@ def sink_op(name: str, T: int, window: int | None = None) -> Op:
     def ours(*inputs: Tensor) -> Tensor:
         return sink_attention(*inputs, scale=64**-0.5, window=window)
 
-    # SDPA has no sinks, so it is a bound.
+    # SDPA does not support sinks, so its time is only a bound.
     peers = {"torch": Peer(in_torch), "ours": Peer(ours)}
     if window is None:
         peers["skeleton"] = Peer(sdpa, add_nothing, truth=lambda *inputs: truth(*add_nothing(*inputs)))
@@ -72,19 +72,19 @@ def sink_op(name: str, T: int, window: int | None = None) -> Op:
 
 
 def make_latent(B: int, T: int, H: int, N: int, R: int, V: int) -> dict[str, Tensor]:
-    """The outputs of the projections, the keys' second part of all heads, and the tables of the rotation."""
+    """The outputs of the projections, the second part of the keys, which all heads share, and the rotation tables."""
     angles = torch.outer(torch.arange(T), 10000 ** -(torch.arange(0, R, 2) / R))[None]
     projected = {"q": randn(B, T, H, N + R), "kv": randn(B, T, H, N + V), "shared": randn(B, T, R)}
     return projected | {"cos": angles.cos(), "sin": angles.sin()}
 
 
 def ready_heads(q: Tensor, kv: Tensor, shared: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """The queries, keys and values that the peers start from."""
+    """The queries, keys and values from which the peers start."""
     return latent_heads_reference(q.flatten(2), kv.flatten(2), shared, cos, sin, q.shape[2], interleaved=True)
 
 
 def latent_ours(q: Tensor, kv: Tensor, shared: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The layer without its projections: it rotates queries and keys, and computes attention."""
+    """The layer without its projections: it rotates queries and keys and computes attention."""
     q, k, v = latent_heads(q.flatten(2), kv.flatten(2), shared, cos, sin, q.shape[2], interleaved=True)
     return attention(q, k, v, BatchLayout.build(q.shape[:2], q.device, {}), scale=q.shape[3] ** -0.5)
 
@@ -98,13 +98,13 @@ def sdpa_of(backend: SDPBackend) -> Function:
 
 
 def padded_values(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Ready heads whose values are as wide as keys: flash attention has no others. The result is as wide."""
+    """Heads with values padded to the width of keys, as flash attention requires. The result has this width, too."""
     q, k, v = ready_heads(*inputs)
     return q, k, F.pad(v, (0, q.shape[3] - v.shape[3]))
 
 
 def latent_work(B: int, T: int, H: int, N: int, R: int, V: int) -> tuple[float, float]:
-    """Two and five products of half of the pairs, two of which have the width of values."""
+    """Operations: two products in the forward and five in the backward, each over half of all query-key pairs."""
     pairs = B * H * T**2 / 2
     return 2.0 * pairs * (N + R + V), 2.0 * pairs * (3 * (N + R) + 2 * V)
 

@@ -17,7 +17,7 @@ from .op import Op
 HELP = "each op against its peers: errors, times, memory, fraction of the limits"
 FILES = losses, norm, rope, attention, linear_attention, mlp, head, moe, adamw
 OPS: dict[str, Op] = {op.name: op for file in FILES for op in file.OPS}
-"""Name -> op, in the order of measurement."""
+"""Name -> op. The ops are measured in this order."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> list[Plan]:
-    """Plans for the ceilings, and for every op with each of its installed peers, or of ``peers`` in their order."""
+    """Plans for the ceilings, and for every op with each installed peer or, if given, with ``peers`` in their order."""
     installed = {name: OPS[name].available() for name in names}
     pairs = [(name, peer) for name in names for peer in peers or installed[name] if peer in installed[name]]
     return [
@@ -39,7 +39,7 @@ def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> l
 
 
 def with_fractions() -> Callable[[Row], Row]:
-    """A function that adds to each row its fraction of the ceilings. The first row of a run has the ceilings."""
+    """A function that adds the fractions of the ceilings to each row. The first row of a run contains the ceilings."""
     ceiling: Row = {}
 
     def complete(row: Row) -> Row:
@@ -70,7 +70,7 @@ def of_limit(row: Row, name: str) -> str:
 
 
 def best_table(rows: Rows) -> str:
-    """One line per op and shape: this package and its fastest peer, forward and backward together."""
+    """One line per op and shape: this package and the fastest peer, for forward and backward together."""
     lines = []
     for (op, shape), group in grouped([row for row in rows if row.get("shape")], "op", "shape").items():
         ours: Row = next((row for row in group if row["mode"] == "ours"), {})
@@ -85,7 +85,7 @@ def best_table(rows: Rows) -> str:
 
 
 def error_ratios(row: Row) -> str:
-    """Ratios of errors to the errors of plain torch, if these are more than rounding noise of a scalar."""
+    """Ratios of errors to plain torch's errors, unless these are only the rounding noise of a scalar."""
     return ", ".join(f"{n} {mine / torch:.2f}" for n, (mine, torch) in row.get("errors", {}).items() if torch > 1e-4)
 
 
@@ -104,7 +104,7 @@ def table(rows: Rows) -> str:
             else:
                 passes = [name for name in ("forward", "backward", "total") if name in row["ms"]]
                 times = [row["ms"].get(name, "") for name in ("forward", "backward", "total")]
-                # An optimizer has many results, so only the first is shown.
+                # An optimizer has many results, so only the first result is shown.
                 errors = error_ratios(row if op != "adamw" else {"errors": dict([*row["errors"].items()][:1])})
                 lines.append((
                     *names, *times, " / ".join(of_limit(row, name) for name in passes),
@@ -118,6 +118,6 @@ def table(rows: Rows) -> str:
 
 
 def bars(rows: Rows) -> list[Bar]:
-    peers = [row for row in rows if row["mode"] != "loop"]  # the formula in a loop is only in the tables
+    peers = [row for row in rows if row["mode"] != "loop"]  # "loop" appears only in the tables
     groups = {f"{op} {shape}": group for (op, shape), group in grouped(peers, "op", "shape").items()}
     return speed_bars(groups, total, str)

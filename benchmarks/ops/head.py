@@ -1,4 +1,4 @@
-"""Cross entropy, from logits and from the hidden states before the head, and log-probabilities with entropies."""
+"""Cross entropy, computed from logits or from the hidden states before the head; log-probabilities with entropies."""
 
 from typing import Any
 
@@ -27,9 +27,9 @@ def make_head(N: int, C: int, V: int) -> dict[str, Tensor]:
 
 
 class Skeleton(torch.autograd.Function):
-    """The library calls that every chunked loss over the head needs. It is a bound, not a loss.
+    """Only the library calls that every chunked loss over the head needs. This is a bound, not a loss.
 
-    Logits are written into one reused buffer, a kernel reads and writes them in place, and two products compute dx and
+    Logits are written to one reused buffer. A kernel reads and writes them in place. Two products then compute dx and
     dweight, which are the gradients of `skeleton_truth`.
     """
 
@@ -62,7 +62,7 @@ def skeleton(rows: int) -> Peer:
 
 
 def chunked_logprobs(x: Tensor, weight: Tensor, target: Tensor, rows: int = 1024) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies in plain torch, ``rows`` rows at a time, whose logits the backward recomputes."""
+    """Log-probabilities and entropies in plain torch, ``rows`` rows at a time. The backward recomputes the logits."""
     parts = [
         checkpoint(fused_linear_logprobs_reference, x_part, weight, target_part, use_reentrant=False)
         for x_part, target_part in zip(x.split(rows), target.split(rows), strict=True)
@@ -90,7 +90,7 @@ OPS = (
     Op(
         name="cross_entropy", shapes=({"N": 8192, "V": 128256}, {"N": 8192, "V": 32000}), check={"N": 256},
         make=lambda N, V: {"logits": randn(N, V), "target": torch.randint(V, (N,))}, truth=loss_of,
-        limit="bytes", work=lambda N, V: (4 * N * V,),  # one read, one write
+        limit="bytes", work=lambda N, V: (4 * N * V,),  # one read and one write
         peers={
             "torch": Peer(loss_of),
             "liger": liger_peer(liger("liger_cross_entropy")),
@@ -120,7 +120,7 @@ OPS = (
         },
     ),
     Op(
-        # Every token has upstream gradients of its own, so the logits are computed twice: four products.
+        # Each token has its own upstream gradient, so the logits must be computed twice. This makes four products.
         name="linear_logprobs", shapes=({"N": 8192, "C": 4096, "V": 131072},), check={"N": 4096}, make=make_head,
         truth=fused_linear_logprobs_reference, limit="flops", work=lambda N, C, V: (2 * N * C * V, 6 * N * C * V),
         peers={

@@ -1,6 +1,6 @@
-"""Gated DeltaNet: the gated delta rule, the convolution before it, and the norm after it. The scan of Mamba-2.
+"""Gated DeltaNet (the gated delta rule, the convolution before it, and the norm after it), and the scan of Mamba-2.
 
-The scan has H heads with P columns and states of N rows; the heads of each of G groups share B and C.
+The scan has H heads with P columns and states of N rows. The heads in each of the G groups share B and C.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from .op import Function, Op, Peer, load, named, randn
 
 
 def make_delta(T: int, H: int, G: int, D: int, documents: int = 0) -> dict[str, Tensor]:
-    """Inputs with H value heads and G key heads. Lengths of documents grow in proportion to 1, 3, 5, ...."""
+    """Inputs with H value heads and G key heads. The lengths of documents are proportional to 1, 3, 5, ...."""
     inputs = {
         "q": randn(1, T, G, D),
         "k": randn(1, T, G, D),
@@ -38,7 +38,7 @@ def delta_truth(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seq
 
 
 def for_value_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys repeated for each value head."""
+    """Repeat queries and keys for each value head."""
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     return q, k
 
@@ -51,7 +51,7 @@ def delta_in_transformers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
 
 
 def delta_in_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """flash-linear-attention. Versions that need it get queries and keys repeated for each value head."""
+    """flash-linear-attention. In versions that require it, queries and keys are repeated for each value head."""
     bounds = None if cu_seqlens is None else cu_seqlens.long()
     rule = load("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
     if "HV" not in rule.__doc__:
@@ -67,9 +67,9 @@ def delta_ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
 
 
 def delta_op(name: str, **extra: int) -> Op:
-    """The rule for one text, or with documents=n for n packed texts.
+    """The delta rule for one text or, with documents=n, for n packed texts.
 
-    The loop over chunks is only for one text. For several it would keep the state after each token.
+    The peer that loops over chunks is only for one text. For several texts, it would keep the state after each token.
     """
 
     def work(T: int, H: int, G: int, D: int, **_: int) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def conv_in_cuda(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def make_scan(T: int, H: int, G: int, P: int, N: int) -> dict[str, Tensor]:
-    """The outputs of the convolution and of the projection to step sizes, and parameters as in a new model."""
+    """The outputs of the convolution and of the step size projection, and parameters like in a new model."""
     steps = torch.empty(H).uniform_(0.001, 0.1)
     return {
         "x": randn(1, T, H, P),
@@ -118,7 +118,7 @@ def scan_truth(x: Tensor, B: Tensor, C: Tensor, dt: Tensor, dt_bias: Tensor, A_l
 
 
 def scan_ours(x: Tensor, B: Tensor, C: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor) -> Tensor:
-    """The scan and, as in the layer, its step sizes in plain torch."""
+    """The scan, and the computation of its step sizes in plain torch, as in the layer."""
     out = ssd_scan(x, B, C, *step_sizes(dt, A_log, dt_bias), D)
     assert isinstance(out, Tensor)
     return out
@@ -141,20 +141,20 @@ def scan_in_transformers(*inputs: Any, **options: Any) -> Any:
 
 
 def scan_work(T: int, H: int, G: int, P: int, N: int) -> tuple[int, int]:
-    """Bytes. On an H200, the products of a scan in chunks of 128 tokens take about as long as this traffic."""
+    """Bytes of memory traffic. On an H200, the products of a scan in chunks of 128 tokens take about as long."""
     part = 2 * T  # the forward reads x, B and C and writes the result
     return part * (2 * H * P + 2 * G * N), part * (3 * H * P + 4 * G * N)  # the backward also reads dy, writes dx, ...
 
 
 MAMBA = "mamba_ssm.ops.triton.ssd_combined"
-"""The module of mamba-ssm's Triton kernels. Its source distribution has it, too, so nothing need be compiled."""
+"""The module with mamba-ssm's Triton kernels. The source distribution contains it, so nothing needs to be compiled."""
 
 OPS = (
     delta_op("gated_delta_rule"),
     delta_op("gated_delta_rule_packed", documents=16),
     Op(
         name="state_space_scan", shapes=({"T": 32768, "H": 64, "G": 8, "P": 64, "N": 128},),
-        check={},  # mamba-ssm tunes its kernels in the first call, which must have the timed sizes
+        check={},  # mamba-ssm tunes kernels in the first call, so it needs the timed sizes
         make=make_scan, truth=scan_truth, limit="bytes", work=scan_work,
         peers={
             "torch": Peer(scan_of(scan_in_transformers, 128), needs="transformers"),

@@ -1,7 +1,7 @@
-"""Losses over the head for preferences, rewards, distillation and Medusa, and divergences of whole distributions.
+"""Losses over the head for preferences, rewards, distillation and Medusa, and divergences of full distributions.
 
-Over the head every token is a target, and plain torch builds all logits. If a loss takes the hidden states of a
-reference model or teacher, the product with the head of this model is part of the loss and has no gradient.
+In losses over the head, every token is a target, and plain torch builds all logits. If a loss takes the hidden states
+of a reference model or teacher, the loss includes their product with this model's head, which gets no gradient.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def kto(x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ref_x: Tensor
 
 
 def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
-    """The loss for answers that the policy has just sampled. Every probability ratio is 1."""
+    """The loss for answers that the policy has just sampled, so every probability ratio is 1."""
     # The ratio has the value 1 and the gradient of the log-probability.
     current = log_probs(x, weight, ids)
     ratio, difference = (current - current.detach()).exp(), ref - current
@@ -68,7 +68,7 @@ def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tenso
 
 
 def distil(divergence: Function) -> Function:
-    """Half the cross entropy plus half the divergence of the student from the teacher, each a mean over tokens."""
+    """Half the cross entropy plus half the divergence of the student from the teacher. Both are means over tokens."""
 
     def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -108,7 +108,7 @@ def tvd_of_probs(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def cross_entropy_and_tvd(student: Tensor, teacher: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy and total variation distance of each token, in fp32 or wider."""
+    """Cross entropy and total variation distance of each token, in fp32 or a wider dtype."""
     student, teacher = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher))
     return (
         F.cross_entropy(student, target, reduction="none"),
@@ -117,7 +117,7 @@ def cross_entropy_and_tvd(student: Tensor, teacher: Tensor, target: Tensor) -> t
 
 
 def of_distributions(divergence: Function) -> Function:
-    """The mean over rows of a divergence, in fp32 or wider."""
+    """The mean of a divergence over rows, in fp32 or a wider dtype."""
 
     def run(student: Tensor, teacher: Tensor) -> Tensor:
         student, teacher = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher))
@@ -145,12 +145,12 @@ def in_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def by_class(home: str, name: str, indices: tuple[int | None, ...], **options: Any) -> Function:
-    """The loss of a module with Liger Kernel's interface.
+    """The loss of a module that has Liger Kernel's interface.
 
     Args:
         home: module that defines the class.
         name: name of the class.
-        indices: for each argument of the loss the index of an input, or None to pass None.
+        indices: for each argument of the loss, the index of an input, or None to pass None.
     """
 
     def run(*inputs: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def make_reference(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
 
 
 def make_answers(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
-    # The reference differs from the policy by noise around the log-probability of random logits.
+    # The reference log-probabilities are the log-probability of random logits plus noise.
     rewards = {"mask": torch.ones(B, T, dtype=torch.int64), "advantages": torch.randn(B)}
     expected = -torch.log(torch.tensor(float(V))) - 0.5
     return make_rows(B, T, C, V) | rewards | {"ref": expected + 0.5 * torch.randn(B, T)}
@@ -233,7 +233,7 @@ def distilled(name: str, divergence: Function, module: str, shapes: tuple[Sizes,
 
 
 def of_stored(name: str, divergence: Function, module: str, log: tuple[bool, bool], **options: Any) -> Op:
-    """A divergence of two distributions in memory. It reads both and writes one gradient."""
+    """A divergence of two distributions that are in memory. It reads both distributions and writes one gradient."""
     truth = of_distributions(divergence)
     return Op(
         name=name, shapes=({"N": 4096, "V": 128256},), check={"N": 256}, fixed=("teacher",), truth=truth,

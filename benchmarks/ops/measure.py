@@ -1,17 +1,18 @@
 """Checks and times one peer of one op.
 
-Before a shape is timed, outputs and gradients are compared with plain torch in fp64 (`Op.truth`) at the sizes of
-`Op.check`. A peer is refused if its error exceeds `LIMIT` times the error of plain torch in bf16. Its row says "wrong".
+Before a shape is timed, outputs and gradients are compared with plain torch in fp64 (`Op.truth`) at the sizes in
+`Op.check`. If a peer's error exceeds `LIMIT` times the error of plain torch in bf16, the peer is refused, and its row
+says "wrong".
 
-A time is the median of `REPEATS` runs between two CUDA events. Before each run the inputs and upstream gradients are
-copied again, since some peers write into them, and `FLUSH_BYTES` of other memory are read. So no input is in the L2
-cache, and the host runs ahead of the device: unless the op itself waits, only the device's time is measured. The
-forward is a forward of training. Memory is the allocator's peak in forward and backward, without inputs and upstream
+A time is the median of `REPEATS` runs between two CUDA events. Before each run, the inputs and upstream gradients are
+copied again, because some peers overwrite them, and `FLUSH_BYTES` of other memory are read. Therefore, no input is in
+the L2 cache, and the host runs ahead of the device: unless the op itself waits, only the device's time is measured.
+The forward is a training forward. Memory is the allocator's peak in forward and backward, without inputs and upstream
 gradients.
 
-`Op.work` is the least work of a pass, in bytes or operations. The process "ceilings" of the same run measures the speed
-of the device in copying and multiplying. The "fraction" of a row is the time of its work at this speed, divided by its
-own time.
+`Op.work` is the minimum work of a pass, in bytes or operations. The process "ceilings" in the same run measures how
+fast the device copies and multiplies. The "fraction" of a row is the time that the minimum work takes at this speed,
+divided by the measured time.
 """
 
 import gc
@@ -29,11 +30,11 @@ LIMIT = 5.0
 WARM_UP, REPEATS, SLOW_REPEATS, SLOW_MS = 3, 25, 8, 100.0
 FLUSH_BYTES = 2**31
 STEPS = 3
-"""Number of steps of an optimizer in the comparison with fp64."""
+"""Number of optimizer steps in the comparison with fp64."""
 
 
 def upstream_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gradients of the outputs: random with equal values in every dtype, or 1 for a scalar loss."""
+    """Gradients of the outputs: random values that are exact in every dtype, or 1 for a scalar loss."""
     torch.manual_seed(1)
     random = [torch.randn(out.shape, dtype=torch.bfloat16, device=out.device) for out in outputs]
     return [
@@ -42,13 +43,13 @@ def upstream_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def results(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run a peer, and return outputs (``out 0``, ...) and gradients (``d x``, ...) by name."""
+    """Run a peer. Returns outputs (``out 0``, ...) and gradients (``d x``, ...) by name."""
     leaves = op.leaves(inputs)
     call = op.start(peer.run, peer.enter(*leaves.values()))
     for _ in range(STEPS if op.stateful else 1):
         outputs = call()
 
-    # Gradients of all inputs that have one.
+    # Gradients of all inputs that have a gradient.
     tensors = {f"out {i}": out.detach().clone() for i, out in enumerate(outputs)}
     differentiated = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     if differentiated:
@@ -58,7 +59,7 @@ def results(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def errors(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Relative errors against fp64: name of a result -> error of the peer, and error of plain torch in bf16."""
+    """Errors relative to fp64: name of a result -> error of the peer, and error of plain torch in bf16."""
     plain = Peer(peer.truth or op.truth)
     exact = results(op, plain, {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()})
     pairs: dict[str, list[float]] = {name: [] for name in exact}
@@ -83,7 +84,7 @@ def verdict(pairs: dict[str, list[float]], least: float = LEAST_ERROR) -> str | 
 
 
 def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: str) -> list[float]:
-    """Milliseconds of each ``run(prepare())``, without the preparation."""
+    """Milliseconds of each ``run(prepare())``, without the time of ``prepare``."""
 
     def mark() -> Any:
         if device == "cpu":
@@ -106,7 +107,7 @@ def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: 
         ended.synchronize()
         return begun.elapsed_time(ended)
 
-    # The last warm-up decides how often a slow op runs.
+    # The time of the last warm-up run determines how often a slow op is run.
     for _ in range(WARM_UP):
         last = elapsed(*once())
     marks = [once() for _ in range(REPEATS if last < SLOW_MS else SLOW_REPEATS)]
@@ -114,14 +115,14 @@ def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: 
 
 
 def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
-    """Measure one shape. The row has errors and, unless they are too large, work, times and memory."""
+    """Measure one shape. The row contains errors and, unless these are too large, work, times and memory."""
 
     def make(sizes: Sizes) -> dict[str, Tensor]:
         torch.manual_seed(0)
         with torch.device(device):
             return op.make(**sizes)
 
-    # The errors, with smaller sizes.
+    # Measure the errors with smaller sizes.
     peer = op.peer(name)
     row: dict[str, Any] = {"errors": errors(op, peer, make(sizes | op.check))}
     wrong = verdict(row["errors"], op.least_error)
@@ -129,7 +130,7 @@ def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
         return row | {"error": wrong}
     gc.collect()
 
-    # The inputs in the peer's layout: leaves that it may overwrite, and copies to restore them.
+    # The inputs in the peer's layout: leaves that the peer may overwrite, and copies to restore the leaves.
     entered = peer.enter(*op.leaves(make(sizes)).values())
     leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in entered]
     pristine = [tensor.detach() for tensor in entered]
@@ -159,7 +160,7 @@ def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
         result = call()
         return (result, backward(result)) if differentiated else result
 
-    # Times, and memory of forward and backward.
+    # Measure times, and the memory of forward and backward.
     passes = {"forward": (refresh, lambda _: call()), "backward": (outputs, backward), "total": (refresh, total)}
     row |= {"limit": op.limit, "work": op.ideal(sizes)}
     times = {name: milliseconds(*passes[name], device) for name in row["work"]}
@@ -177,7 +178,7 @@ def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
 
 
 def ceilings(device: str, copied: int = 2**32, width: int = 8192) -> dict[str, float]:
-    """The speed of the device: GB/s of a copy (read + write), and TFLOP/s of a bf16 matmul of random numbers."""
+    """The speed of the device: GB/s of a copy (read + write), and TFLOP/s of a bf16 matmul of random values."""
     with torch.device(device):
         source = torch.ones(copied, dtype=torch.uint8)
         target = torch.empty_like(source)
@@ -188,6 +189,6 @@ def ceilings(device: str, copied: int = 2**32, width: int = 8192) -> dict[str, f
 
 
 def fraction(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, float]:
-    """Pass -> the fraction of its limit that it reaches."""
+    """Pass -> the fraction of the device's limit that the pass reaches."""
     rate = ceiling["copy_gbs"] * 1e6 if row["limit"] == "bytes" else ceiling["matmul_tflops"] * 1e9
     return {name: round(work / row["ms"][name] / rate, 4) for name, work in row["work"].items()}

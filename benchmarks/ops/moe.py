@@ -25,7 +25,7 @@ def moe_apart(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down
 
 def moe_in_torch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Sort tokens by expert, and use PyTorch's grouped products."""
-    # Rows [N K] in the order of their experts, and the end of each expert's rows [X].
+    # Rows [N K], sorted by expert, and the end of each expert's rows [X].
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(len(down), device=x.device), right=True).int()
     product = silu_mul(*F.grouped_mm(x[order // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, -1))
@@ -40,7 +40,7 @@ def liger_moe(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down
 OPS = (
     Op(
         name="moe_mlp", make=make_moe, truth=moe_mlp_reference,
-        check={},  # some peers tune themselves in the first call, which must have the timed sizes
+        check={},  # some peers tune in the first call, so it needs the timed sizes
         shapes=(
             {"N": 8192, "C": 4096, "F": 14336, "X": 8, "K": 2},
             {"N": 8192, "C": 2048, "F": 768, "X": 128, "K": 8},

@@ -19,7 +19,7 @@ load = functools.cache(pkgutil.resolve_name)
 
 
 LEAST_ERROR = torch.finfo(torch.bfloat16).eps / 8
-"""Smallest error of plain torch that counts, about half the error of rounding a result to bf16."""
+"""Smaller errors of plain torch count as this value, which is about half the error of rounding to bf16."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Peer:
 
     Args:
         run: the implementation. Its arguments are the result of ``enter``.
-        enter: function that brings the op's inputs into the peer's layout. It is differentiable and not timed.
-        needs: ``module`` or ``module:attribute``. If it is missing, the peer is left out.
-        truth: specification of the peer, if it differs from the op's.
+        enter: differentiable function that converts the op's inputs to the peer's layout. It is not timed.
+        needs: ``module`` or ``module:attribute`` that the peer needs. If it is missing, the peer is left out.
+        truth: specification of the peer, if it differs from the op's specification.
     """
 
     run: Function
@@ -47,15 +47,15 @@ class Op:
         shapes: the measured sizes.
         make: function of sizes. It returns the inputs by name.
         truth: the op in plain torch.
-        check: smaller sizes, which replace those of a shape in the comparison with fp64.
-        limit: the bound of the op's speed, "bytes" or "flops".
-        work: function of sizes. It returns the least bytes or FLOPs of forward and backward, or one number for both
-            together. Each tensor that must be read or written counts once. Vectors do not count.
+        check: smaller sizes, which replace the sizes of a shape in the comparison with fp64.
+        limit: what limits the op's speed, "bytes" or "flops".
+        work: function of sizes. It returns the minimum bytes or FLOPs of forward and of backward, or one number for
+            both together. Each tensor that must be read or written counts once. Vectors do not count.
         fixed: names of floating-point inputs without a gradient.
-        stateful: whether the op is an optimizer. Then ``run`` and ``truth`` return the step to call, and no input has a
-            gradient.
-        least_error: smallest error of plain torch that counts. It is larger where plain torch computes products in fp32
-            that all kernels compute in bf16.
+        stateful: whether the op is an optimizer. In this case, ``run`` and ``truth`` return the step to call, and no
+            input has a gradient.
+        least_error: smaller errors of plain torch count as this value. It is larger for ops in which plain torch
+            computes products in fp32 and all kernels compute them in bf16.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Op:
     least_error: float = LEAST_ERROR
 
     def available(self) -> list[str]:
-        """The names of the installed peers. "compile" is torch.compile of "torch", in the same layout."""
+        """The names of the installed peers. "compile" is "torch" with torch.compile, in the same layout."""
         names = [name for name, peer in self.peers.items() if installed(peer.needs)]
         if "torch" in names and not self.stateful:
             names.insert(names.index("torch") + 1, "compile")
@@ -80,18 +80,18 @@ class Op:
     def peer(self, name: str) -> Peer:
         if name != "compile":
             return self.peers[name]
-        torch.compiler.reset()  # compile each shape as if it were the first
+        torch.compiler.reset()  # compile each shape as if it were the first shape
         return replace(self.peers["torch"], run=torch.compile(self.peers["torch"].run, dynamic=False))
 
     def ideal(self, sizes: Sizes) -> dict[str, float]:
-        """Pass -> its least work."""
-        # Forward, backward and their sum, or the sum alone.
+        """Pass -> its minimum work."""
+        # Forward, backward and their sum, or only the sum.
         parts = self.work(**sizes)
         passes = ("forward", "backward", "total") if len(parts) == 2 else ("total",)
         return dict(zip(passes, (*parts, sum(parts)), strict=False))
 
     def leaves(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the inputs. They require gradients if the op has gradients of them."""
+        """Copies of the inputs. A copy requires a gradient if the op has a gradient for the input."""
         copies = {name: tensor.detach().clone() for name, tensor in inputs.items()}
         for name, copy in copies.items():
             copy.requires_grad_(copy.is_floating_point() and name not in self.fixed and not self.stateful)
@@ -113,7 +113,7 @@ def installed(needs: str) -> bool:
 
 
 def named(path: str, *rest: Any, **options: Any) -> Function:
-    """The function at ``module:attribute``, imported on its first call. ``rest`` follows its arguments."""
+    """The function at ``module:attribute``, imported on the first call. ``rest`` follows the other arguments."""
     return lambda *inputs, **others: load(path)(*inputs, *rest, **options, **others)
 
 

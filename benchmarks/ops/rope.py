@@ -1,4 +1,4 @@
-"""Rotary embedding, alone and with norms of queries and keys before it."""
+"""Rotary embedding, alone and together with norms of queries and keys before it."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def make_heads(B: int, T: int, H: int, G: int, D: int, norm: int = 0, whole: int
 
 
 def liger_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Norms, if there are weights for them, and rotation in place, in transformers' layout. v does not change."""
+    """Norms, if there are weights for them, and in-place rotation, in transformers' layout. v does not change."""
     for weight in weights[:1]:
         q = liger("liger_rms_norm", EPS)(q.flatten(2).unflatten(-1, (-1, len(weight))), weight).view_as(q)
     for weight in weights[1:]:
@@ -34,7 +34,7 @@ def liger_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *weig
 
 
 def heads_op(name: str, ours: Function, truth: Function, H: int = 32, G: int = 8, D: int = 128, **extra: int) -> Op:
-    """An op on the packed projection qkv. In ``extra``, norm=1 adds norms, and whole=1 makes a norm span all heads."""
+    """An op on the packed projection qkv. norm=1 in ``extra`` adds norms, and whole=1 lets a norm span all heads."""
 
     def packed(function: Function) -> Function:
         return lambda qkv, cos, sin, *weights: function(qkv, cos, sin, H, G, D, *weights)
@@ -43,7 +43,8 @@ def heads_op(name: str, ours: Function, truth: Function, H: int = 32, G: int = 8
         return *split_heads(qkv, H, G, D), torch.cat([cos, cos], -1), torch.cat([sin, sin], -1), *weights
 
     def work(B: int, T: int, norm: int = 0, **_: int) -> tuple[int, int]:
-        # The forward reads qkv and writes q, k, v. The backward does the same with gradients, and for norms reads qkv.
+        # The forward reads qkv and writes q, k, v. The backward does the same with gradients. With norms, it also
+        # reads qkv.
         part = 2 * B * T * (H + 2 * G) * D
         return 2 * part, (3 if norm else 2) * part
 

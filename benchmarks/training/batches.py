@@ -6,33 +6,33 @@ from torch import Tensor
 from .models import text_part
 
 IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))
-"""Rows and columns of image tokens. Each sequence has as many of these images as fit into its first half."""
+"""Rows and columns of tokens in images. Each sequence has as many of these images as fit into its first half."""
 PHOTOS = {
     "llava": ((30, 40), (36, 64), (10, 13)),
     "mistral3": ((18, 23), (31, 55), (6, 8)),
     "glm4v": ((17, 23), (39, 69), (5, 7)),
     "glm4v_moe": ((17, 23), (39, 69), (5, 7)),
 }
-"""Model type -> rows and columns of tokens of images of 480 x 640, 1080 x 1920 and 150 x 200 pixels.
+"""Model type -> rows and columns of tokens in images with 480 x 640, 1080 x 1920 and 150 x 200 pixels.
 
-Each sequence has those that fit into its first half. For LLaVA, the numbers are those of Pixtral.
+Each sequence has the images that fit into its first half. The numbers for LLaVA are Pixtral's.
 """
 PHOTOS_IN_TILES = {"internvl": (13, 9, 13), "idefics3": (13, 13, 13), "smolvlm": (13, 13, 13)}
-"""Model type -> numbers of tiles of the same three images, each with a small copy of the whole image."""
+"""Model type -> numbers of tiles in the same three images, including a small copy of the whole image."""
 NEXT_PHOTOS = (((480, 640), (2, 2)), ((1080, 1920), (2, 2)), ((150, 200), (1, 2)))
-"""Height and width of the same images, and rows and columns of tiles of LLaVA-NeXT, for tiles of 336 x 336 pixels."""
+"""Height and width of the same images, and rows and columns of LLaVA-NeXT's tiles of 336 x 336 pixels."""
 LFM2_PHOTOS = ([(13, 18)], [*[(16, 16)] * 8, (12, 21)], [(7, 10)])
-"""Rows and columns of tokens of each tile of the same images in LFM2-VL."""
+"""Rows and columns of tokens in each tile of the same images in LFM2-VL."""
 PADDED = ((14, 20), (16, 16), (10, 27), (5, 40))
-"""Rows and columns of images that are padded to 280 tokens. The sizes take turns."""
+"""Rows and columns of tokens in images that are padded to 280 tokens. Images alternate between these sizes."""
 
 
 def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw a forward's arguments: B sequences of T tokens, of which up to half are images if the model takes images.
+    """Draw a forward's arguments: B sequences of T tokens, up to half of them image tokens if the model takes images.
 
-    They are on the generator's device.
+    The tensors are on the generator's device.
     """
-    # If config.json has no size of the vocabulary, every id below the image token is valid.
+    # If config.json has no vocabulary size, every id below the image token's id is valid.
     vocabulary = text_part(config).get("vocab_size") or config["image_token_index"]
     ids = torch.randint(0, vocabulary, (B, T), device=generator.device, generator=generator)
     if "vision_config" not in config:
@@ -43,10 +43,10 @@ def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, 
 
 
 def place(ids: Tensor, token: int, images: list[list[int]]) -> tuple[Tensor, list[int]]:
-    """Put images of ``images`` into the first half of all sequences ``ids`` [B, T]; return ids and their indices.
+    """Put ``images`` into the first half of all sequences ``ids`` [B, T]. Returns ids and indices of used images.
 
-    An image is a list of runs of placeholders, and another token precedes each run. An image that does not fit is left
-    out.
+    An image is a list of lengths of placeholder runs. Another token precedes each run. An image that does not fit is
+    left out.
 
     Raises:
         ValueError: no image fits.
@@ -65,7 +65,7 @@ def place(ids: Tensor, token: int, images: list[list[int]]) -> tuple[Tensor, lis
 
 
 def with_pixels(ids: Tensor, token: int, pixels: tuple[int, ...], generator: torch.Generator, **images: Tensor) -> dict:
-    """The arguments of a forward: random pixels of a shape, ``images``, and labels for all but placeholders."""
+    """The arguments of a forward: random pixels of a given shape, ``images``, and labels except for placeholders."""
     return {
         "input_ids": ids,
         "labels": ids.masked_fill(ids == token, -100),
@@ -75,9 +75,9 @@ def with_pixels(ids: Tensor, token: int, pixels: tuple[int, ...], generator: tor
 
 
 def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of the Qwen-VL families, GLM-V and Muse Glimmer: images of unequal size in every sequence."""
+    """A batch for the Qwen-VL families, GLM-V and Muse Glimmer: images of unequal size in every sequence."""
     tower, token = config["vision_config"], config["image_token_id"]
-    # No placeholder by chance, and no start or end of a video.
+    # No random id may be a placeholder, or a start or end of a video.
     special = ("image_token_id", "video_token_id", "video_start_token_id", "video_end_token_id")
     ids = ids % min(config[key] for key in special if key in config)
 
@@ -94,7 +94,7 @@ def draw_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[s
 
 
 def draw_square_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of Gemma 3: images of one size, as many as fit into half of a sequence."""
+    """A batch for Gemma 3: images of one size, as many as fit into half of a sequence."""
     token, count = config["image_token_index"], config["mm_tokens_per_image"]
     # Each image is preceded and followed by other tokens.
     starts = range(1, ids.shape[1] // 2 - count, count + 2)
@@ -105,7 +105,7 @@ def draw_square_images(config: dict, ids: Tensor, generator: torch.Generator) ->
 
 
 def draw_padded_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of Gemma 4: images of several shapes, as many as fit into half of a sequence."""
+    """A batch for Gemma 4: images of several shapes, as many as fit into half of a sequence."""
     token, tower, length = config["image_token_id"], config["vision_config"], config["vision_soft_tokens_per_image"]
     ids, pool, images, start = ids % config["boi_token_id"], tower["pooling_kernel_size"], [], 1
     while start + length < ids.shape[1] // 2:
@@ -129,7 +129,7 @@ def draw_padded_images(config: dict, ids: Tensor, generator: torch.Generator) ->
 
 
 def draw_tiled_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of Llama 3.2 Vision: each sequence has an image of 2 × 2 tiles and an image of 1 × 2 tiles."""
+    """A batch for Llama 3.2 Vision: each sequence has an image of 2 × 2 tiles and an image of 1 × 2 tiles."""
     token, tower, (B, T) = config["image_token_index"], config["vision_config"], ids.shape
     tiles, side = tower["max_num_tiles"], tower["image_size"]
     arrangements, starts = ([2, 2], [1, 2]), (1, T // 4)
@@ -149,9 +149,9 @@ def draw_tiled_images(config: dict, ids: Tensor, generator: torch.Generator) -> 
 
 
 def draw_equal_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of LLaVA 1.5 and PaliGemma: images of one size, as many as fit into half of a sequence.
+    """A batch for LLaVA 1.5 and PaliGemma: images of one size, as many as fit into half of a sequence.
 
-    The first half of a sequence is the prefix of PaliGemma, which has no labels.
+    For PaliGemma, the first half of a sequence is the prefix, which has no labels.
     """
     token, tower, (B, T) = config["image_token_index"], config["vision_config"], ids.shape
     side = tower.get("image_size", 224)
@@ -165,7 +165,7 @@ def draw_equal_images(config: dict, ids: Tensor, generator: torch.Generator) -> 
 
 
 def draw_rows_of_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of Pixtral's tower: images of several sizes, and a token after each row of an image."""
+    """A batch for models with Pixtral's tower: images of several sizes, with a token after each row of an image."""
     token, grids = config["image_token_index"], PHOTOS[config["model_type"]]
     ids, placed = place(ids, token, [[columns] * rows for rows, columns in grids])
     side = config["vision_config"]["patch_size"] * config.get("spatial_merge_size", 1)
@@ -175,12 +175,12 @@ def draw_rows_of_images(config: dict, ids: Tensor, generator: torch.Generator) -
 
 
 def draw_next_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of LLaVA-NeXT: tiles of images of several sizes, each after a small copy of the whole image."""
+    """A batch for LLaVA-NeXT: images of several sizes, each as a small copy of the whole image followed by tiles."""
     token, tower = config["image_token_index"], config["vision_config"]
     side, patches = tower["image_size"], tower["image_size"] // tower["patch_size"]
 
-    # The tokens of the small copy, and those of the tiles: without the padding above and below, or left and right, and
-    # with one more token for each row.
+    # The tokens of the small copy and of the tiles. The tiles have no padding above and below, or left and right, but
+    # one more token for each row.
     runs, sizes = [], []
     for size, (rows, columns) in NEXT_PHOTOS:
         height, width = (length * side // 336 for length in size)
@@ -199,7 +199,7 @@ def draw_next_images(config: dict, ids: Tensor, generator: torch.Generator) -> d
 
 
 def draw_equal_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of InternVL, Idefics3 and SmolVLM: images in square tiles. InternVL has no tokens between tiles."""
+    """A batch for InternVL, Idefics3 and SmolVLM: images in square tiles. InternVL has no tokens between tiles."""
     token, tower, tiles = config["image_token_id"], config["vision_config"], PHOTOS_IN_TILES[config["model_type"]]
     internvl = config["model_type"] == "internvl"
     side, patch = (tower[key][0] if internvl else tower[key] for key in ("image_size", "patch_size"))
@@ -214,7 +214,7 @@ def draw_equal_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> d
 
 
 def draw_unequal_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of LFM2-VL: tiles of unequal size, each with a token before it, and padded to the size of the largest."""
+    """A batch for LFM2-VL: tiles of unequal size, padded to the size of the largest. A token precedes each tile."""
     token, tower = config["image_token_id"], config["vision_config"]
     ids, placed = place(ids, token, [[rows * columns for rows, columns in tiles] for tiles in LFM2_PHOTOS])
     shapes = config["downsample_factor"] * torch.tensor([grid for i in placed for grid in LFM2_PHOTOS[i]] * len(ids))
@@ -238,15 +238,15 @@ DRAWN = {
     "paligemma": draw_equal_images,
     "smolvlm": draw_equal_tiles,
 }
-"""Model type -> the function that adds its images. Others take those of `draw_images`."""
+"""Model type -> the function that adds images for this type. All other types use `draw_images`."""
 
 
 def draw_chain(vocabulary: int, B: int, T: int, batches: int, seed: int) -> Tensor:
     """Draw token ids that a model can learn to predict, [batches, B, T].
 
-    512 ids of the vocabulary occur. Each has four successors, and a random one of these follows.
+    Only 512 ids of the vocabulary occur. Each id has four possible successors, one of which follows at random.
     """
-    # The chain is the same for every seed. The seed chooses the walks.
+    # The chain is the same for every seed. The seed determines the walks on it.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(vocabulary, generator=generator)[:512]
     successors = torch.randint(512, (512, 4), generator=generator)

@@ -1,9 +1,11 @@
-"""The model of a mode, on one GPU in bf16 or sharded over several. Both libraries start from the same weights.
+"""The model of a mode, either on one GPU in bf16 or sharded over several GPUs. All libraries have the same weights.
 
-There are three exceptions, in which random numbers differ but have the same distribution: experts, if transformers has
-all of a layer in one tensor, names that transformers changes in loading, and models that are too large for one GPU.
+There are three exceptions, in which weights differ but have the same distribution: experts, if transformers has all
+experts of a layer in one tensor; weights whose names transformers changes when loading; and models that are too large
+for one GPU.
 
-A library is imported when its model is built, because a process that measures one library must not pay for the other.
+A library is imported only when its model is built, because a process that measures one library must not spend time on
+importing another one.
 """
 
 import functools
@@ -28,21 +30,21 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 MEDUSA_HEADS = 5
 
 DEVICE = "cuda"
-"""Device of the models. Tests replace it."""
+"""Device of the models. Tests change it."""
 
 WHOLE = 12e9
-"""Largest number of parameters for which every GPU builds the whole model in fp32 before sharding."""
+"""Maximum number of parameters for which every GPU builds the whole model in fp32 before sharding."""
 IN_SHARDS = {
     "8bit", "ac", "adamw", "balanced", "bf16", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments",
     "offload", "selective", "tp",
 }  # fmt: skip
-"""Words of modes that do not change the weights that are drawn."""
+"""Words of modes that do not affect which weights are drawn."""
 
 PATCHED_IN_PARTS = ("internvl", "llava", "smolvlm")
-"""Model types whose language model and tower Liger Kernel patches only in a model that exists."""
+"""Model types for which Liger Kernel patches language model and tower only in an existing model."""
 
 WITHOUT_OUT_PROJ = ("falcon_h1", "mamba2", "nemotron_h")
-"""Model types for which PEFT refuses adapters of ``out_proj``, which then get none in this package, either."""
+"""Model types for which PEFT refuses adapters of ``out_proj``. In this package, ``out_proj`` then gets none, either."""
 
 
 def build(config: dict, mode: Mode) -> nn.Module:
@@ -58,12 +60,12 @@ def build(config: dict, mode: Mode) -> nn.Module:
 
 
 def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
-    """The weight of a Hugging Face name, from the checkpoint in $START or random with a seed from the name."""
+    """The weight with a Hugging Face name: from the checkpoint in $START, or random with a seed from the name."""
     if "START" in os.environ:
         return checkpoint(os.environ["START"])[name].to(device)
     if "norm" in name:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    # A seed for each name, so that the order of parameters does not matter.
+    # Each name has its own seed, so that the order of parameters does not matter.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator) * 0.02
 
@@ -77,7 +79,7 @@ def checkpoint(folder: str) -> dict[str, Tensor]:
 
 
 def build_sharded(config: dict, mode: Mode) -> nn.Module:
-    """The model over the GPUs of the process group."""
+    """The model, sharded over the GPUs of the process group."""
     empty = build_empty(config, mode)
     if sum(parameter.numel() for parameter in empty.parameters()) <= WHOLE:
         return shard(build(config, mode).to(dtype_of(mode)), mode)
@@ -108,10 +110,10 @@ def build_empty(config: dict, mode: Mode) -> nn.Module:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, mode: Mode) -> nn.Module:
-    """Draw the shards of each rank. Replicas are equal.
+    """Draw the weights of each rank's shards. Replicas get equal weights.
 
-    Embeddings are large, and the outputs of blocks are small, as in Megatron-LM. Random routers then choose all experts
-    about equally often, as trained routers do.
+    As in Megatron-LM, embeddings have large values and outputs of blocks have small values. Random routers then
+    choose all experts about equally often, as trained routers do.
     """
     model.to_empty(device=DEVICE)
     if mode.library == "hf":  # buffers on the meta device have no values
@@ -122,7 +124,7 @@ def fill_shards(model: nn.Module, mode: Mode) -> nn.Module:
     torch.manual_seed(torch.distributed.get_rank() % ranks)
     small = 0.02 / math.sqrt(2 * model.config.num_hidden_layers)
 
-    # Standard deviations by the name of a parameter; norms are 1.
+    # The name of a parameter determines the standard deviation. The weights of norms are 1.
     stds = {"embed_tokens": 1.0, "o_proj": small, "down": small}
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -142,14 +144,14 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str | None =
 def empty_hf(
     config: dict, dtype: torch.dtype, device: torch.device, liger: bool, recompute: bool, attention: str | None = None
 ) -> nn.Module:
-    """The model of transformers, with arbitrary values. Its parts have SDPA where transformers supports it.
+    """The transformers model with arbitrary values. Its parts use SDPA if transformers supports it for them.
 
     Raises:
         KeyError: Liger Kernel does not patch models of this type.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    # Liger Kernel patches the classes, so it must come before the model.
+    # Liger Kernel patches the classes, so patch before creating the model.
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     in_parts = config["model_type"] in PATCHED_IN_PARTS
     if liger:
@@ -169,7 +171,7 @@ def empty_hf(
 
 
 def adapt_hf(model: nn.Module, nf4: bool, experts: bool = True) -> nn.Module:
-    """Add PEFT's adapters. bitsandbytes quantizes only in loading, so 4-bit weights are saved and loaded first."""
+    """Add PEFT's adapters. bitsandbytes quantizes only while loading, so save and load 4-bit weights first."""
     from transformers import BitsAndBytesConfig
 
     if nf4:
@@ -191,8 +193,8 @@ def adapt_hf(model: nn.Module, nf4: bool, experts: bool = True) -> nn.Module:
 def with_peft(model: nn.Module, targets: dict) -> nn.Module:
     """Add PEFT's adapters to exactly the matrices of `hf_targets`.
 
-    For some families, PEFT would otherwise take names of linear layers for old names of experts, as "up_proj" of shared
-    experts: it would leave these layers out, and double the rank of the experts' gate and up.
+    For some families, PEFT would otherwise mistake names of linear layers, such as "up_proj" of shared experts, for
+    old names of experts. It would leave out these layers, and double the rank of the experts' gate and up.
     """
     import peft
     from peft.utils import transformers_weight_conversion
@@ -203,7 +205,7 @@ def with_peft(model: nn.Module, targets: dict) -> nn.Module:
 
 
 def hf_targets(model: nn.Module, experts: bool = True) -> dict:
-    """PEFT's options for models with vision towers, which get no adapters, and with experts, which may get adapters."""
+    """PEFT's options that choose the adapted matrices. Vision towers get no adapters, and experts may get adapters."""
     if any("language_model." in name for name, _ in model.named_modules()):
         return {"target_modules": r".*language_model\..*layers\..*(_proj)"}
     found = {".".join(name.split(".")[-2:]) for name, weight in model.named_parameters() if weight.dim() == 3}
@@ -211,14 +213,14 @@ def hf_targets(model: nn.Module, experts: bool = True) -> dict:
     refused = model.config.model_type in WITHOUT_OUT_PROJ
     if not names and not refused:
         return {}
-    # With "all-linear" PEFT would use twice the rank for gate and up, and adapt the router.
+    # With "all-linear", PEFT would use twice the rank for gate and up, and would adapt the router.
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     modules = {"target_modules": sorted(linear - {"lm_head"} - ({"out_proj"} if refused else set()))}
     return modules | ({"target_parameters": names} if names and experts else {})
 
 
 def our_targets(model: nn.Module, experts: bool = True) -> dict:
-    """The options of `hf_targets` for this package."""
+    """The same options as in `hf_targets`, for this package."""
     from liger_models.adapters.lora import adaptable_experts, adaptable_layers, language_targets
     from liger_models.convert import format_of
 
@@ -243,7 +245,7 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
         model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device=DEVICE)
         draw_weights(model)
 
-    # Adapters and frozen weights, before policies and float8.
+    # Add adapters and freeze weights before setting policies and float8.
     if "peft" in mode:
         import peft
 
@@ -281,7 +283,7 @@ def adapt_ours(model: nn.Module, mode: Mode) -> None:
 
 
 def draw_weights(model: nn.Module) -> None:
-    """Fill a model with the weights of its names in Hugging Face's format, packed."""
+    """Fill a model with the weights that belong to its names in Hugging Face's format, after packing them."""
     from liger_models.convert import format_of
 
     weights = format_of(type(model)).module_map(model.config)
@@ -294,14 +296,14 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def set_policies(model: nn.Module, mode: Mode) -> None:
-    """Offload and recompute in the numbers of blocks that the mode gives. Blocks that stay recompute first."""
+    """Set offloading and recomputation for the mode's numbers of blocks. Recompute blocks without offloading first."""
     total = len(model.layers)
     offloaded = mode.number("offload", total)
     model.set_checkpointing("none", offload_layers=offloaded)
     stay = [i for i in range(total) if i not in model.offloaded]
     policies = ["none"] * total
 
-    # Blocks that stay come first, but if they are too few, the first of all blocks.
+    # Prefer blocks that are not offloaded. If there are too few of them, take the first of all blocks.
     for policy in ("selective", "full"):
         count = mode.number(policy, total)
         for i in (stay if count <= len(stay) else range(total))[:count]:
@@ -310,7 +312,7 @@ def set_policies(model: nn.Module, mode: Mode) -> None:
 
 
 def shard(model: nn.Module, mode: Mode) -> nn.Module:
-    """Shard a model with FSDP2, which computes in bf16. A model of transformers is sharded block by block."""
+    """Shard a model with FSDP2, and compute in bf16. A transformers model is sharded block by block."""
     if mode.library == "ours":
         from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp
 
@@ -331,7 +333,7 @@ def shard(model: nn.Module, mode: Mode) -> nn.Module:
 
 
 def mesh_of(mode: Mode) -> DeviceMesh:
-    """A mesh of all GPUs, with a dimension for the parallelism of the mode."""
+    """A mesh of all GPUs, with a dimension for the mode's kind of parallelism."""
     gpus = torch.distributed.get_world_size()
     for word in ("tp", "ep", "cp"):
         if word in mode:

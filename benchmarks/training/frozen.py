@@ -1,6 +1,6 @@
-"""A model whose frozen weights are in the format of a checkpoint, with random codes and scales.
+"""A model whose frozen weights are in the format of a quantized checkpoint, with random codes and scales.
 
-No weight is dense first, so a model is built in the memory that it has later.
+No weight is ever dense, so building a model needs no more memory than the finished model.
 """
 
 from typing import Any
@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 LAYOUTS = {"mxfp4": [32], "nvfp4": [16, 0], "int4": [32], "fp8blocks": [128]}
-"""Format -> its layout, as in `liger_models.kernels.frozen.weight.FrozenWeight`."""
+"""Format -> its layout; see `liger_models.kernels.frozen.weight.FrozenWeight`."""
 
 EXPERTS_ALONE = ("mxfp4",)
-"""Formats in which checkpoints have experts alone."""
+"""Formats in which checkpoints store only experts."""
 
 
 def build_frozen(config: dict[str, Any], kind: str, device: str) -> nn.Module:
-    """The model in bf16, without gradients. Experts and projections of blocks are in the format ``kind``."""
+    """The model in bf16, without gradients. The experts and projections of blocks are in the format ``kind``."""
     from liger_models import AutoLigerModel
     from liger_models.layers.frozen import freeze
     from liger_models.layers.frozen_linear import FrozenLinear
@@ -31,7 +31,7 @@ def build_frozen(config: dict[str, Any], kind: str, device: str) -> nn.Module:
         elif type(layer) is nn.Linear and path.endswith("_proj") and kind not in EXPERTS_ALONE:
             model.set_submodule(path, FrozenLinear(layer, draw(kind, layer.weight.shape, device)))
 
-    # What is not frozen is drawn in bf16. A tied weight stays one parameter.
+    # Draw all other weights in bf16. A tied weight stays one parameter.
     drawn: dict[int, nn.Parameter] = {}
     for path, layer in [*model.named_modules()]:
         for name, parameter in [*layer.named_parameters(recurse=False)]:
@@ -44,7 +44,7 @@ def build_frozen(config: dict[str, Any], kind: str, device: str) -> nn.Module:
 
 
 def draw(kind: str, shape: torch.Size, device: str) -> Any:
-    """A frozen weight of this shape with random numbers of about 0.02."""
+    """A frozen weight with this shape and random values of about 0.02."""
     from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 
     *rows, columns = shape
@@ -57,7 +57,7 @@ def draw(kind: str, shape: torch.Size, device: str) -> Any:
         tensors = (codes.view(torch.float8_e4m3fn), 0.0002 * (uniform + 1))
         return FrozenWeight(FORMATS["blocks"], tensors, shape, layout, torch.bfloat16)
 
-    # Two codes of four bits lie in a byte.
+    # A byte holds two codes of four bits.
     codes = torch.randint(0, 256, (*rows, columns // 2), dtype=torch.uint8, device=device)
     if kind == "mxfp4":
         tensors = (codes, torch.randint(118, 122, groups, dtype=torch.uint8, device=device))

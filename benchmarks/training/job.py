@@ -1,4 +1,4 @@
-"""The arguments of one process of a benchmark."""
+"""The arguments of a benchmark's process."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Job:
         mode: the parsed mode.
         model: a name in `models.CHOICES`.
         batch: "BxT", B sequences of T tokens; empty for benchmarks without batches.
-        steps: number of timed steps, or of all steps.
+        steps: number of timed steps or, in some benchmarks, of all steps.
         sharded: whether several processes, each with its own GPU, share the model.
         imported_s: seconds from the start of the process to the end of its imports.
     """

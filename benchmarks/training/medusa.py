@@ -1,4 +1,4 @@
-"""Medusa heads on a frozen model of transformers, as in Liger Kernel's example of Medusa."""
+"""Medusa heads on a frozen transformers model, as in Liger Kernel's Medusa example."""
 
 import torch
 from torch import Tensor, nn

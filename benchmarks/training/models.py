@@ -1,4 +1,4 @@
-"""The models: releases at real width, and a few layers of each family."""
+"""The models of the benchmarks: releases at real width, and a few layers of each family."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ from benchmarks import ROOT
 
 CONFIGS = ROOT / "tests" / "fixtures"
 RELEASES = json.loads((ROOT / "benchmarks" / "training" / "releases.json").read_text(encoding="utf-8"))
-"""Name of a release whose config.json is not in `CONFIGS` -> the settings that decide its sizes and operations."""
+"""Name of a release whose config.json is not in `CONFIGS` -> the settings that determine its sizes and operations."""
 MODELS = {
     "llama-3-8b": ("llama/Meta-Llama-3-8B.json", None),
     "llama-3-70b": ("llama/Meta-Llama-3.1-70B-Instruct.json", None),
@@ -22,8 +22,8 @@ MODELS = {
     "gpt-oss-20b": ("gpt_oss/gpt-oss-20b.json", None),
     "qwen2.5-vl-3b": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", None),
 }
-"""Name of a release at real width -> its file in `CONFIGS` or its name in `RELEASES`, and number of layers, or None for
-all layers."""
+"""Name of a release at real width -> its file in `CONFIGS` or its name in `RELEASES`, and its number of layers, or
+None for all layers."""
 FAMILIES = {
     "llama": ("llama/Llama-3.2-1B-Instruct.json", 4),
     "mistral": ("mistral/Mistral-7B-v0.1.json", 4),
@@ -94,9 +94,9 @@ FAMILIES = {
     "glm4v_moe": ("GLM-4.5V", 4, 4),
     "lfm2_vl": ("LFM2-VL-450M", 4, 4),
 }
-"""Family -> one release, its number of layers, and that of its vision tower, by default twice the number of layers.
+"""Family -> a release, its number of layers, and the number of layers of its vision tower (default: twice as many).
 
-The release is a file in `CONFIGS` or a name in `RELEASES`. The text of LLaVA does not read the tower's last layer.
+The release is a file in `CONFIGS` or a name in `RELEASES`. LLaVA's language model does not use the tower's last layer.
 """
 CHANGES = {
     "deepseek_v3": {"n_routed_experts": 32, "first_k_dense_replace": 1},
@@ -111,18 +111,18 @@ CHANGES = {
     "mistral3": {"tie_word_embeddings": False},
     "glm4v_moe": {"text_config": {"n_routed_experts": 32}},
 }
-"""Family -> settings besides the number of layers that differ from the release.
+"""Family -> settings that differ from the release, besides the number of layers.
 
-All experts of these layers do not fit on a GPU, or none of the first layers is of a type that the release has.
-The file of Mistral Small 3.2 does not say that its head has weights of its own.
+The reason is that not all experts of the layers fit on a GPU, or that the first layers do not include all layer types
+of the release. The file of Mistral Small 3.2 does not say that its head has separate weights.
 """
 
 CHOICES = [*MODELS, *FAMILIES]
-"""All names that ``--model`` takes."""
+"""All names that ``--model`` accepts."""
 
 
 def read_release(release: str) -> dict:
-    """The config.json of a release, which is a file in `CONFIGS` or a name in `RELEASES`."""
+    """The config.json of a release. The release is a file in `CONFIGS` or a name in `RELEASES`."""
     return copy.deepcopy(RELEASES[release]) if release in RELEASES else json.loads((CONFIGS / release).read_text())
 
 
@@ -138,15 +138,15 @@ def read_config(name: str) -> dict:
 
 
 def changed(config: dict, changes: dict) -> dict:
-    """A config with other settings, also within its parts."""
+    """A config with changed settings, including settings in nested configs."""
     return config | {key: changed(config[key], new) if isinstance(new, dict) else new for key, new in changes.items()}
 
 
 def keep_layers(config: dict, layers: int, tower_layers: int | None = None) -> None:
-    """Cut the language model of a config to its first layers, and a vision tower to its own or twice as many."""
+    """Cut a config's language model to its first layers, and a vision tower to ``tower_layers`` or twice as many."""
     # The language model.
     text = text_part(config)
-    if text.get("num_kv_shared_layers"):  # the released share, if a layer of each type remains
+    if text.get("num_kv_shared_layers"):  # the release's share, if a layer of each type remains
         shared = text["num_kv_shared_layers"] * layers // text["num_hidden_layers"]
         complete = {*text["layer_types"][: layers - shared]} == {*text["layer_types"]}
         text["num_kv_shared_layers"] = shared if complete else 0
@@ -169,7 +169,7 @@ def keep_layers(config: dict, layers: int, tower_layers: int | None = None) -> N
 
 
 def keep_first(config: dict, depth: str, layers: int) -> None:
-    """Set the number of layers, whose key is ``depth``, and shorten all that has one entry for each layer."""
+    """Set the number of layers, which has the key ``depth``, and shorten all values that have one entry per layer."""
     released = config.get(depth)
     for key, value in config.items():
         is_pattern = isinstance(value, str) and key.endswith("_pattern")  # has one letter for each layer
@@ -179,18 +179,18 @@ def keep_first(config: dict, depth: str, layers: int) -> None:
 
 
 def text_part(config: dict) -> dict:
-    """The settings of the language model."""
+    """The settings of the language model in a config."""
     return config.get("text_config", config)
 
 
 def flops_per_token(config: dict, T: int) -> float:
-    """FLOPs of forward and backward: matrix products and causal attention of a dense model without sliding windows."""
-    # Multiplications by weights of one token, in the blocks and in the head.
+    """FLOPs per token in forward and backward: products and causal attention of a dense model without windows."""
+    # Multiplications with weights for one token, in the blocks and in the head.
     C, F, H = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     D = config.get("head_dim") or C // H
     G = config.get("num_key_value_heads") or H
     F = sum(F) / len(F) if isinstance(F, list) else F  # Gemma 3n has one for each layer
     layer = C * (H + 2 * G) * D + H * D * C + 3 * C * F
     products = config["num_hidden_layers"] * layer + C * config["vocab_size"]
-    attention = config["num_hidden_layers"] * H * D * T  # half of the pairs, for q · k and for p · v
+    attention = config["num_hidden_layers"] * H * D * T  # half of all pairs of tokens, for q · k and for p · v
     return 6.0 * (products + attention)

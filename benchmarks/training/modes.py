@@ -1,4 +1,4 @@
-"""The language of modes: a library and its options, as in ``ours+adamw+offload10+selective12``.
+"""The syntax of modes: a library and its options, as in ``ours+adamw+offload10+selective12``.
 
 | word | library | meaning |
 | --- | --- | --- |
@@ -36,7 +36,7 @@
 | ``epK`` | ours | in ``fsdp``: expert parallel over K GPUs |
 | ``hsdpK`` | ours | in ``fsdp``: K replicas, each sharded over its part of the GPUs |
 
-Without a number, K is the number of all blocks.
+If the number is omitted, K is the number of all blocks.
 """
 
 import re
@@ -49,7 +49,7 @@ MODES = (
     "ours+lora+float8", "ours+lora+mxfp4+full", "ours+lora+nvfp4+full", "ours+lora+fp8blocks+full",
     "hf+liger+medusa", "ours+medusa", "titan+compile", "titan+compile+selective",
 )  # fmt: skip
-"""The modes that ``--help`` names."""
+"""The modes that ``--help`` lists."""
 
 MODE = (
     r"hf(\+(ac|bf16|compile|graph|liger|medusa|noexperts|lora(\+nf4)?))*"
@@ -62,7 +62,7 @@ MODE = (
 """The regular expression of a valid mode."""
 
 COUNTED = re.compile(r"(ep|full|hsdp|moments|offload|plan|selective|tp)(\d*)")
-"""Matches words with a number of blocks, GB, GPUs or replicas."""
+"""Matches words that may have a number of blocks, GB, GPUs or replicas."""
 
 TITLES = {
     "hf": "transformers", "ours": "liger_models", "unsloth": "Unsloth", "titan": "torchtitan",
@@ -94,8 +94,8 @@ class Mode:
     """A parsed mode.
 
     Args:
-        library: "hf", "ours", "unsloth", "titan", or a mode of ``families``: "error", which compares both, and "floor".
-        extras: further word -> its number, or None for a word without a number.
+        library: "hf", "ours", "unsloth" or "titan"; or, in ``families``, "error" (compares both libraries) or "floor".
+        extras: each further word -> its number, or None for a word without a number.
     """
 
     library: str
@@ -117,16 +117,16 @@ class Mode:
         return extra in self.extras
 
     def number(self, extra: str, total: int) -> int:
-        """The number of an extra: 0 without the extra, and ``total`` if it has no number."""
+        """The number of an extra: 0 if the mode lacks the extra, and ``total`` if the extra has no number."""
         count = self.extras.get(extra, 0)
         return total if count is None else count
 
 
 def title(mode: str) -> str:
-    """A mode in the words of the tables."""
+    """The text for a mode in tables."""
     words = ""
     for part in mode.split("+"):
-        # A word without its number, but "8bit", "bf16" and "fp8" are words themselves.
+        # Split the number off a word. "8bit", "bf16" and "fp8" are words without a number.
         word = part if part in TITLES else part.rstrip("0123456789")
         number = part[len(word) :]
         if number:

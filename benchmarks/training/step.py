@@ -14,7 +14,7 @@ from .modes import Mode
 
 @dataclass
 class Step:
-    """A training step. Called with a batch, it returns the loss."""
+    """A training step. It takes a batch and returns the loss."""
 
     model: nn.Module
     forward: Callable[..., Any]
@@ -25,7 +25,7 @@ class Step:
     """Whether forward and backward are one `CapturedStep`."""
     replay: Any = None
     balanced: bool = False
-    """Whether `balanced_experts` replace the choice of the routers."""
+    """Whether `balanced_experts` replaces the routers' choice."""
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         if self.balanced:
@@ -43,7 +43,7 @@ class Step:
 
 
 def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape: tuple[int, int] | None = None) -> Step:
-    """Make the step of a mode on one GPU, or ``sharded`` over the process group. A plan needs a batch's ``shape``."""
+    """Make a mode's step on one GPU, or ``sharded`` over the process group. A plan needs the batch's ``shape``."""
     ours, plan = mode.library == "ours", None
     if mode.library in ("unsloth", "titan"):
         assert shape is not None
@@ -52,7 +52,7 @@ def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape:
         model = build_sharded(config, mode) if sharded else build(config, mode)
         plan = make_plan(model, mode, *shape) if shape and "plan" in mode else None
 
-    # Compilation and CUDA graphs around the forward.
+    # Wrap the forward in compilation and CUDA graphs.
     model.train()
     whole = "compile" in mode and (ours or (mode.library == "hf" and not sharded))
     forward = torch.compile(model, fullgraph=ours) if whole else model
@@ -63,10 +63,10 @@ def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape:
 
 
 def balanced_experts(model: Any, ids: Tensor) -> Tensor:
-    """The experts [B, T, L, K] of tokens [B, T] in each of L layers. All experts have the same number of tokens.
+    """Experts [B, T, L, K] for tokens [B, T] in each of L layers. All experts get the same number of tokens.
 
     This holds if the number of tokens is a multiple of the number of experts. The K experts of a token are evenly
-    spread over all experts, and so over the ranks of expert parallelism.
+    spread over all experts, and thus over expert-parallel ranks.
     """
     routers = model.routers
     if not routers:
@@ -89,11 +89,11 @@ def build_peer(config: dict, mode: Mode, sharded: bool, tokens: int) -> nn.Modul
 
 
 def make_plan(model: nn.Module, mode: Mode, B: int, T: int) -> Any:
-    """Plan a step on one GPU, and apply the plan to the model. Only modes with LigerAdamW let it move the optimizer."""
+    """Plan a step on one GPU and apply the plan to the model. Only with LigerAdamW may the plan move the optimizer."""
     from liger_models.memory import plan_memory
     from liger_models.train import estimate
 
-    # The estimate of this package's own training, without gathered weights.
+    # The estimate that this package's own training makes, without gathered weights.
     in_bits = {"four_bit": "nf4" in mode, "float8": "float8" in mode, "moments_8bit": "8bit" in mode}
     memory = estimate(model, B * T, **in_bits)
     if not (in_bits["four_bit"] or in_bits["float8"]):
@@ -112,7 +112,7 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
     from liger_models import LigerAdamW, step_in_backward  # not imported by processes of transformers
     from liger_models.memory.search import host_blocks
 
-    # The moments of some blocks may be in host memory.
+    # Keep the moments of some blocks in host memory, if the mode says so.
     body = model.model if "medusa" in mode else model
     total = len(body.layers)
     moments = plan.host_moments if plan else host_blocks(total, mode.number("moments", total), body.offloaded)
@@ -124,7 +124,7 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
 
 
 class Loss(nn.Module):
-    """The loss of a batch of text. Its arguments are only tensors, as CUDA graphs require."""
+    """The loss of a text batch. All arguments are tensors, as CUDA graphs require."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Loss(nn.Module):
 
 
 def graphed(model: nn.Module) -> Callable[..., Any]:
-    """The model's loss from CUDA graphs of forward and backward. All batches must have the shapes of the first."""
+    """The model's loss, computed by CUDA graphs of forward and backward. All batches must have the same shapes."""
     replay: Any = None
 
     def forward(input_ids: Tensor, labels: Tensor) -> Any:

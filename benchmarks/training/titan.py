@@ -1,6 +1,6 @@
-"""torchtitan's Llama 3: its model, checkpointing, compilation and FSDP2, in the order of its own trainer.
+"""torchtitan's Llama 3: model, checkpointing, compilation and FSDP2, in the order of torchtitan's own trainer.
 
-torchtitan 0.2.2 is the latest release that imports with torch 2.11. Release 0.3.0 needs a later torch.
+torchtitan 0.2.2 is the latest release that can be imported with torch 2.11. Release 0.3.0 needs a later torch.
 """
 
 from contextlib import nullcontext
@@ -15,10 +15,10 @@ from .modes import Mode
 
 
 class TitanLoss(nn.Module):
-    """The mean loss of a batch from torchtitan's model and loss.
+    """The mean loss of a batch, computed with torchtitan's model and loss.
 
     Args:
-        config: the config.json of an untied Llama without scaled positions.
+        config: the config.json of a Llama with untied head and without rope scaling.
         mode: a mode with ``compile``, ``selective`` (by op, as in torchtitan's own configuration) or ``full``.
         sharded: whether weights are sharded in fp32 over the process group. Otherwise they are in bf16 on one GPU.
     """
@@ -32,7 +32,7 @@ class TitanLoss(nn.Module):
 
         super().__init__()
 
-        # One dimension of ranks, over which the weights are sharded.
+        # A mesh with one dimension, over which the weights are sharded.
         ranks = torch.distributed.get_world_size() if sharded else 1
         dims = ParallelDims(dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=ranks)
         job = JobConfig()
@@ -55,7 +55,7 @@ class TitanLoss(nn.Module):
 
 
 def build_model(config: dict, tokens: int, device: str) -> nn.Module:
-    """The model in bf16 with the weights of `build.weight`, for sequences of up to ``tokens`` tokens."""
+    """The model in bf16 with weights from `build.weight`, for sequences of up to ``tokens`` tokens."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -71,7 +71,7 @@ def build_model(config: dict, tokens: int, device: str) -> nn.Module:
         multiple_of=config["intermediate_size"],  # to which 8 / 3 dim is rounded up
     )  # fmt: skip
 
-    # The weights come from Hugging Face's names, through torchtitan's own adapter.
+    # torchtitan's own adapter converts weights with Hugging Face's names.
     with torch.device("meta"):
         model = Transformer(sizes)
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))

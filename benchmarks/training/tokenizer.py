@@ -1,13 +1,13 @@
-"""A tokenizer for models with random weights, for libraries that only take texts."""
+"""A tokenizer for models with random weights. Libraries that only take texts need it."""
 
 from typing import Any
 
 SPECIAL = ("<bos>", "<eos>", "<pad>", "<unk>")
-"""Words 0 to 3. No other word contains them, because a tokenizer also finds special words inside of words."""
+"""Words with the ids 0 to 3. No other word contains them, because a tokenizer also finds special words inside words."""
 
 
 def words_tokenizer(vocabulary: int) -> Any:
-    """A tokenizer of transformers with `SPECIAL` and the words t4, t5, .... The id of a word is its number."""
+    """A transformers tokenizer with `SPECIAL` and the words t4, t5, .... The number in a word is the word's id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Unsloth's adapters on a checkpoint with random weights, with the calls of its notebooks."""
+"""Unsloth's adapters on a checkpoint with random weights, with the same calls as in Unsloth's notebooks."""
 
 import os
 from pathlib import Path
@@ -24,18 +24,18 @@ def save(job: Job) -> dict:
 
 
 class UnslothLoss(nn.Module):
-    """The loss of a batch from the model in $CHECKPOINT with adapters.
+    """The loss of a batch, computed by the model in $CHECKPOINT with adapters.
 
     Args:
         mode: a mode with ``nf4`` for 4-bit frozen weights, or ``ac`` for Unsloth's own activation checkpointing.
-        tokens: tokens of a sequence.
+        tokens: number of tokens in a sequence.
     """
 
     def __init__(self, mode: Mode, tokens: int) -> None:
         from unsloth import FastLanguageModel
 
         super().__init__()
-        # The calls are those of a notebook, with the adapters of the other modes.
+        # The calls are the same as in a notebook, but the adapters are the same as in the other modes.
         checkpointing = "ac" in mode
         model, _ = FastLanguageModel.from_pretrained(
             os.environ["CHECKPOINT"], max_seq_length=tokens, dtype=torch.bfloat16, load_in_4bit="nf4" in mode,

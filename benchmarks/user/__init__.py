@@ -1,1 +1,1 @@
-"""What the modes of `benchmarks.paths` do: the training command, TRL's trainers, generation, and first steps."""
+"""Implementation of the modes of `benchmarks.paths`: the training command, TRL's trainers, generation, first steps."""

@@ -1,4 +1,4 @@
-"""The training command, with its own defaults, in this process."""
+"""Runs the training command, with its own defaults, in this process."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from .trainers import WARM_UP, WORKERS
 
 LOG_EVERY = 4
 GRPO_STEPS, GRPO_WARM_UP = 3, 1
-"""Number of steps of GRPO, and of the first ones, in which kernels compile."""
+"""Number of GRPO steps, and how many of them are untimed first steps in which kernels compile."""
 
 
 def arguments(job: Job, start: str, output: str) -> list[str]:
@@ -47,14 +47,14 @@ def arguments(job: Job, start: str, output: str) -> list[str]:
 
 @contextmanager
 def counted_images() -> Iterator[list[dict[str, Any]]]:
-    """Context in which each step of the training command adds its tokens, without padding, and images to a list."""
+    """Context manager with a list, to which each step of the training command adds its numbers of tokens and images."""
     from liger_models.train.metrics import Log
 
     counts: list[dict[str, Any]] = []
     original = Log.count
 
     def count(self: Any, batches: Any, operations: float) -> None:
-        # A row of several examples ends with padding of one token.
+        # Do not count padding: a row of several examples ends with padding documents of one token.
         for batch in batches:
             ids = batch["input_ids"].flatten()
             tokens = (torch.arange(1, len(ids) + 1, device=ids.device) * (ids != ids[-1])).amax()
@@ -69,7 +69,7 @@ def counted_images() -> Iterator[list[dict[str, Any]]]:
 
 
 def measure_command(job: Job) -> Row:
-    """Run the training command. It logs its tokens per second and its memory."""
+    """Run the training command, which logs its tokens per second and its memory."""
     from liger_models.cli.commands import app
 
     path, (rows, length) = job.mode.library, shape_of(job.mode.library, job)
@@ -82,7 +82,7 @@ def measure_command(job: Job) -> Row:
     speed = statistics.median(line["tokens_per_s"] for line in timed)
     row: Row = {"tokens_per_s": round(speed), "peak_gib": round(max(line.get("memory_gib", 0.0) for line in timed), 2)}
     if path == "vision":
-        steps_per_s = speed / (rows * length)  # of the log, which counts padding
+        steps_per_s = speed / (rows * length)  # from the log, which counts padding
         for name in ("tokens", "images"):
             row[f"{name}_per_s"] = round(steps_per_s * statistics.mean(int(c[name]) for c in counts[warm_up:]), 2)
     if path == "grpo":

@@ -1,4 +1,4 @@
-"""What all modes of a path start from, in $START: a checkpoint with random weights, a tokenizer, and data."""
+"""The files in $START from which all modes of a path start: a checkpoint with random weights, a tokenizer, and data."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from ..training.tokenizer import words_tokenizer
 from .path import PATHS, shape_of
 
 PHOTOS, SIZE = 64, (1280, 960)
-"""Number of different photographs, and their width and height. A photograph has about 1500 tokens of Qwen2.5-VL."""
+"""Number of different photographs, and their width and height. A photograph has about 1500 tokens in Qwen2.5-VL."""
 REWARDS = """def even(completion_ids, **_):
     return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 """
@@ -29,7 +29,7 @@ def write_lines(file: Path, examples: Iterable[dict[str, Any]]) -> None:
 
 
 def save(job: Job) -> Row:
-    """Save a model of text, texts of 100 to 1,500 words, preference pairs, prompts and a reward in $SAVE."""
+    """Save a text model, texts of 100 to 1,500 words, preference pairs, prompts and a reward function in $SAVE."""
     folder, config = Path(os.environ["SAVE"]), read_config(job.model)
     tokenizer = words_tokenizer(config["vocab_size"])
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
@@ -40,7 +40,7 @@ def save(job: Job) -> Row:
     def words(count: int) -> str:
         return " ".join(f"t{draw.randrange(10, config['vocab_size'])}" for _ in range(count))
 
-    # Twice the tokens that the steps need.
+    # The texts have twice as many tokens as the steps need.
     (B, T), texts, total = shape_of("full", job), [], 0
     while total < 2 * max(job.steps, PATHS["full"].steps) * B * T:
         length = draw.randrange(100, 1500)
@@ -48,7 +48,7 @@ def save(job: Job) -> Row:
         total += length
     write_lines(folder / "texts.jsonl", texts)
 
-    # Pairs of exactly T tokens: a prompt of one half, and answers whose end token completes the other half.
+    # Pairs of exactly T tokens: the prompt is one half, and an answer with its end token is the other half.
     B, T = shape_of("dpo", job)
     half = T // 2
     pairs = (
@@ -57,7 +57,7 @@ def save(job: Job) -> Row:
     )
     write_lines(folder / "pairs.jsonl", pairs)
 
-    # Prompts, and a reward that every answer of random tokens gets a part of.
+    # Prompts, and a reward function that gives every answer of random tokens a partial reward.
     B, T = shape_of("grpo", job)
     write_lines(folder / "prompts.jsonl", ({"prompt": words(T)} for _ in range(4 * B)))
     (folder / "rewards.py").write_text(REWARDS)
@@ -65,7 +65,7 @@ def save(job: Job) -> Row:
 
 
 def save_vision(job: Job) -> Row:
-    """Save a model of Qwen2.5-VL, its processor, photographs, and chats about one photograph each in $SAVE."""
+    """Save a Qwen2.5-VL model, its processor, photographs, and chats about one photograph each in $SAVE."""
     folder, config = Path(os.environ["SAVE"]), read_config(job.model)
     tower = config["vision_config"]
     settings = {

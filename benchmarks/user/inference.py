@@ -1,4 +1,4 @@
-"""Generation, first tokens, and the requests of lm-evaluation-harness."""
+"""Generation, the time to the first token, and requests of lm-evaluation-harness."""
 
 import os
 import random
@@ -18,19 +18,19 @@ from .trainers import load_model
 
 REPEATS = 5
 FIRST = ((1, 16), (8, 256), (1, 512))
-"""Prompts and their tokens, of whose first token the times are measured."""
+"""Numbers of prompts and of tokens per prompt for which the time to the first token is measured."""
 FIRST_REPEATS = 41
-"""Number of calls for a first token. The host's time, which single calls mostly take, varies by a factor of two."""
+"""Number of calls for a first token. Single calls mostly take host time, which varies by a factor of two."""
 LMEVAL_BATCH = 16
 
 
 def median(function: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """The median time of the calls, without the first, in milliseconds."""
+    """The median time of the calls in milliseconds, without the first call."""
     return 1e3 * statistics.median([seconds(function) for _ in range(repeats)][1:])
 
 
 def generator(mode: Mode) -> tuple[Any, dict[str, Any]]:
-    """A model with a method ``generate``, and the options with which it never stops early."""
+    """A model with a method ``generate``, and options with which generation never stops early."""
     options: dict[str, Any] = {"do_sample": False}
     if "ours" in mode:
         from liger_models import AutoLigerModel
@@ -44,7 +44,7 @@ def generator(mode: Mode) -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def measure_generate(job: Job) -> Row:
-    """Time greedy decoding: the first token of a second call, and each further token."""
+    """Time greedy decoding: the first token in a second call, and each further token."""
     model, options = generator(job.mode)
     rows, length = shape_of("generate", job)
     prompts = torch.randint(10, model.config.vocab_size, (rows, length // 8), device=build.DEVICE)
@@ -61,7 +61,7 @@ def measure_generate(job: Job) -> Row:
 
 @torch.no_grad()
 def measure_first(job: Job) -> Row:
-    """Time the first token of several prompts: one forward, and ``generate``."""
+    """Time the first token for several prompts, with one forward and with ``generate``."""
     model, options = generator(job.mode)
     times: dict[str, dict[str, float]] = {}
     for rows, length in FIRST:
@@ -79,10 +79,10 @@ def measure_first(job: Job) -> Row:
 
 
 def measure_lmeval(job: Job) -> Row:
-    """Time requests of lm-evaluation-harness by its own model, or by the one of this package.
+    """Time requests of lm-evaluation-harness, answered by its own model class or by this package's.
 
-    Prompts have up to the tokens of the job's batch. Each request of ``generate_until`` is answered by exactly
-    ``job.steps`` tokens, and each of ``loglikelihood`` rates a continuation of 16 tokens.
+    The job's batch gives the maximum number of tokens in a prompt. Each ``generate_until`` request is answered with
+    exactly ``job.steps`` tokens, and each ``loglikelihood`` request rates a continuation of 16 tokens.
     """
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

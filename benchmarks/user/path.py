@@ -1,4 +1,4 @@
-"""The paths of a user: their names, and how large a measurement is."""
+"""The paths of a user: their names, and the sizes of their measurements."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ class Path(NamedTuple):
     """A path of a user.
 
     Args:
-        name: the text in tables.
-        ways: a regular expression of what follows the path's name in a mode.
-        modes: the ways that are measured if a command names only the path.
-        batch: rows x tokens by default; empty if the sizes are fixed.
-        steps: the number of steps by default, or of new tokens of an answer.
+        name: the text for the path in tables.
+        ways: a regular expression that matches everything after the path's name in a mode.
+        modes: the modes that are measured if a command names only the path.
+        batch: default rows x tokens; empty if the sizes are fixed.
+        steps: the default number of steps, or of new tokens in an answer.
     """
 
     name: str
@@ -39,8 +39,9 @@ PATHS = {
 }
 """First word of a mode -> its path.
 
-Rows are sequences, except that ``dpo`` has pairs, ``grpo`` answers, whose prompts have as many tokens, and ``lmeval``
-requests. ``generate`` has prompts of 1/8 of the tokens. An example of ``vision`` has an image.
+Rows are sequences, with three exceptions: pairs in ``dpo``, answers in ``grpo`` (whose prompts have equally many
+tokens), and requests in ``lmeval``. In ``generate``, prompts have 1/8 of the tokens. An example of ``vision`` has an
+image.
 """
 
 MODES = "|".join(rf"{name}(\+({path.ways}))?" for name, path in PATHS.items())
@@ -53,7 +54,7 @@ NAMES = {
 
 
 def shape_of(path: str, job: Job) -> tuple[int, int]:
-    """Rows and tokens of a path: those of the job, or the path's own."""
+    """Rows and tokens of a path: from the job or, by default, from the path."""
     rows, length = (job.batch or PATHS[path].batch).split("x")
     return int(rows), int(length)
 

@@ -1,6 +1,6 @@
 """The time from the start of a process to the end of its first training step.
 
-``python -m benchmarks.user.start MODE MODEL BATCH FILE`` trains by TRL, and makes the file after the first step.
+``python -m benchmarks.user.start MODE MODEL BATCH FILE`` trains with TRL, and creates the file after the first step.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from . import command
 from .trainers import train
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "HF_HOME", "XDG_CACHE_HOME")
-"""Variables with the folders of what a first step leaves for the next one."""
+"""Environment variables that name the cache folders which a first step fills for later processes."""
 
 
 def measure_start(job: Job) -> Row:
-    """Start a process with empty caches, and another one with the caches of the first."""
+    """Start a process with empty caches, and then another process with the caches that the first process has filled."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: f"{folder}/{name}" for name in CACHES}
         cold, warm = (first_step_s(job, Path(folder, name), caches) for name in ("cold", "warm"))
@@ -33,7 +33,7 @@ def measure_start(job: Job) -> Row:
 
 
 def first_step_s(job: Job, folder: Path, caches: dict[str, str]) -> float:
-    """Seconds from the start of a process to the end of its first step, after which the process is ended."""
+    """Seconds from the start of a process to the end of its first step. The process is then killed."""
     folder.mkdir()
     start, done = os.environ["START"], folder / "done"
     mode = "+".join((job.mode.library, *job.mode.extras))
@@ -54,12 +54,12 @@ def first_step_s(job: Job, folder: Path, caches: dict[str, str]) -> float:
         return time.perf_counter() - begun
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with its workers
+            os.killpg(process.pid, signal.SIGKILL)  # together with its workers
         process.wait()
 
 
 def has_line(file: Path) -> bool:
-    """Whether the process has made its first step."""
+    """Whether the process has finished its first step."""
     return file.is_file() and file.read_text().endswith("\n")
 
 

@@ -1,4 +1,4 @@
-"""TRL's trainers, with their own defaults, on a model of transformers with Liger Kernel, or of `liger_models.hf`."""
+"""TRL's trainers, with their own defaults, on a model of transformers with Liger Kernel or of `liger_models.hf`."""
 
 import itertools
 import json
@@ -20,13 +20,13 @@ from ..training.modes import Mode
 from .path import shape_of
 
 WARM_UP = 8
-"""Number of steps before the timed ones, in which kernels compile."""
+"""Number of untimed steps at the beginning, in which kernels compile."""
 WORKERS = 4
-"""Number of processes that decode images, for TRL as for the training command."""
+"""Number of processes that decode images, the same for TRL and for the training command."""
 
 
 def load_model(mode: Mode) -> Any:
-    """The checkpoint in $START, by transformers' auto class."""
+    """The model from the checkpoint in $START, loaded with transformers' auto class."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if "door" in mode:
@@ -38,7 +38,7 @@ def load_model(mode: Mode) -> Any:
 
 
 def image_processor(start: str) -> Any:
-    """Transformers' processor of Qwen2.5-VL without its part for videos, which needs torchvision."""
+    """transformers' processor for Qwen2.5-VL, without the video part, which would need torchvision."""
     from transformers import AutoTokenizer, ProcessorMixin, Qwen2_5_VLProcessor
 
     try:
@@ -66,7 +66,7 @@ def load_data(path: str) -> Any:
         file = start / ("pairs.jsonl" if path == "dpo" else "texts.jsonl")
         return datasets.load_dataset("json", data_files=str(file), split="train")
 
-    # TRL takes images from a column of their own.
+    # TRL takes images from a separate column.
     examples = []
     for line in (start / "chats.jsonl").read_text().splitlines():
         question, answer = json.loads(line)["messages"]
@@ -77,7 +77,7 @@ def load_data(path: str) -> Any:
 
 
 def train(job: Job, after_step: Callable[[], None]) -> list[dict[str, int]]:
-    """Train, and call ``after_step`` after each step. Returns the tokens, without padding, and images of each batch."""
+    """Train, calling ``after_step`` after each step. Returns each batch's numbers of tokens and images."""
     import peft
     import trl
     from transformers import AutoTokenizer, TrainerCallback
@@ -130,7 +130,7 @@ def train(job: Job, after_step: Callable[[], None]) -> list[dict[str, int]]:
 
 
 def measure_trainer(job: Job) -> Row:
-    """Time the steps of a trainer after the first `WARM_UP`."""
+    """Time the steps of a trainer after the first `WARM_UP` steps."""
     ends: list[float] = []
 
     def after_step() -> None:
@@ -149,7 +149,7 @@ def measure_trainer(job: Job) -> Row:
 
 
 def measure_grpo(job: Job) -> Row:
-    """Time the steps of GRPO by TRL's trainer, and their sampling."""
+    """Time the GRPO steps of TRL's trainer, and the sampling in these steps."""
     rows, length = shape_of("grpo", job)
     model = load_model(job.mode)
     model.generation_config.eos_token_id = None  # all answers have the full length
