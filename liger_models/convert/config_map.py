@@ -158,7 +158,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             )
         hf = {key: value for key, value in hf.items() if key not in ("quantization_config", "compression_config")}
 
-    # Rename the keys to the names of the class's fields, and read the fields. Rope settings have rules of their own.
+    # Rename the keys to the names of the class's fields, and read the fields. Rope settings are read by separate rules.
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()

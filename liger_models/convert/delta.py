@@ -41,8 +41,8 @@ class WeightDelta(NamedTuple):
         tensors: the changed tensors. If few elements of a tensor have changed, ``NAME:indices`` holds the increasing
             positions in the flattened tensor ([n], int32, or int64 for tensors of at least 2**31 elements), and
             ``NAME:values`` the new elements ([n], the dtype of the tensor). Otherwise, ``NAME`` is the new tensor.
-        metadata: checksums in JSON. ``base`` has those of all tensors of the earlier version, ``content`` those of
-            ``tensors``.
+        metadata: checksums in JSON. ``base`` has the checksums of all tensors in the earlier version, ``content`` the
+            checksums of ``tensors``.
     """
 
     tensors: dict[str, Tensor]
@@ -62,7 +62,7 @@ def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, ran
     function. Parameters are gathered and compared one at a time.
 
     Args:
-        model: the model, which may be sharded or have adapters, as for `hf_tensors`.
+        model: the model, which may be sharded or have adapters; see `hf_tensors`.
         base: the weights that the receivers hold, on any device. Before the first call, get ``base`` from
             `get_hf_state_dict` with the same ``merge`` and ``rank``, and start every receiver with these weights.
         merge, rank: see `hf_tensors`. On ranks that get no tensors, both ``base`` and the result are empty.
@@ -264,7 +264,7 @@ def _write(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor], sources:
 
     Args:
         target: all tensors by name.
-        tensors: the changes, as in `WeightDelta`.
+        tensors: the changes; see `WeightDelta`.
         sources: maps each tensor that has another name in the target to the name of its changed tensor.
     """
     for name, tensor in target.items():

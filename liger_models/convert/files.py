@@ -41,7 +41,7 @@ ASSETS = (
     "NOTICE",
     "USE_POLICY.md",
 )
-"""Files of a checkpoint besides config.json and the weights, which are loaded and saved unchanged."""
+"""Files of a checkpoint, besides config.json and the weights, that are loaded and saved unchanged."""
 CODE = "*.py"
 """Pattern for code files in a checkpoint. They are kept if config.json has an ``auto_map``, but are never run."""
 MODELOPT = "hf_quant_config.json"
@@ -316,7 +316,7 @@ def list_files(folder: Path) -> str:
 
 
 def some(names: Iterable[str], count: int | None = None) -> str:
-    """Return the first five names and the number of further names, as text for an error message."""
+    """Return the first five names and how many more names there are, as text for an error message."""
     names = list(names)
     count = len(names) if count is None else count
     return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")

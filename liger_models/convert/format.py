@@ -17,7 +17,7 @@ class MTPFormat:
         block: prefix of the tensors of the block itself. ``{}`` stands for the number of a layer in the block.
         names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names in the
             checkpoint.
-        copies: maps each further tensor, which is a copy of a parameter of the model, to this parameter.
+        copies: maps each other tensor, which is a copy of one of the model's parameters, to this parameter.
     """
 
     sizes: Mapping[str, Any]
@@ -39,7 +39,7 @@ def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
 
     Args:
         config: config of the model.
-        sizes: further entries of `MTPFormat.sizes`.
+        sizes: other entries of `MTPFormat.sizes`.
     """
     block = f"model.layers.{config.num_hidden_layers}."
     return MTPFormat(
@@ -69,7 +69,7 @@ class CheckpointFormat:
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
         weight_map: function that takes a config and returns the `WeightMap` of the main layout, which is written, and
             preferred when reading.
-        other_maps: function that takes a config and returns the `WeightMap` of each further layout. These layouts are
+        other_maps: function that takes a config and returns the `WeightMap` of each other layout. These layouts are
             read but never written.
         quantized_maps: maps each supported ``quant_method`` in config.json to a function that takes a config and
             returns the `WeightMap` of a quantized checkpoint. The weights are dequantized when they are read.
@@ -107,7 +107,7 @@ class CheckpointFormat:
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """Return the maps from `weight_maps`, and those of quantized checkpoints, whose layouts exist only in files."""
+        """Return the maps from `weight_maps`, and the maps of quantized checkpoints, which exist only in files."""
         return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:

@@ -67,10 +67,10 @@ def load_pretrained(
 ) -> Model:
     """Load a model from a folder.
 
-    The model is built on the meta device. Its parameters are then read one by one, directly to ``device`` in ``dtype``.
-    If ``shard`` is given, all ranks of the process group must call this function. Rank 0 reads the headers of the files
-    for all ranks. Each rank opens only the files that contain rows of its shards, and reads only these rows. An error
-    on one rank is raised on all ranks.
+    The model is built on the meta device. Its parameters are then read one at a time, directly to ``device`` in
+    ``dtype``. If ``shard`` is given, all ranks of the process group must call this function. Rank 0 reads the headers
+    of the files for all ranks. Each rank opens only the files that contain rows of its shards, and reads only these
+    rows. An error on one rank is raised on all ranks.
 
     Args:
         model_class: a class of ``liger_models.arch``, or a custom class.
@@ -382,7 +382,7 @@ def _fill_codes(
 
     Args:
         parameter: the codes.
-        frozen: the tensors of the weight besides its codes.
+        frozen: the tensors of the weight in addition to its codes.
         expression: the expression of the parameter.
         stored: the tensors of the checkpoint.
     """

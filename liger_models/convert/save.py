@@ -346,7 +346,7 @@ def _warn_of_derived_class(model: Decoder) -> None:
     """Warn if the class of a model derives from the class that loading the checkpoint will choose."""
     classes = type(model).__mro__
     saved_as = next((cls for cls in classes if cls in FORMATS), classes[0])
-    # FSDP creates a derived class of its own.
+    # Leave out classes of torch, because FSDP derives its own class from the model's class.
     derived = [cls for cls in classes[: classes.index(saved_as)] if not cls.__module__.startswith("torch.")]
     if derived and rank() == 0:
         warnings.warn(

@@ -94,7 +94,7 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
     return gathered
 
 
-@functools.lru_cache(maxsize=256)  # layers are alike
+@functools.lru_cache(maxsize=256)  # equal layers have equal results
 def _parts_to(rank: int, shape: torch.Size, mesh: Any, placements: Any) -> dict[int, Part] | None:
     """Map each rank that sends a part of a DTensor to ``rank`` to this part. Of ranks with equal parts, only one sends.
 

@@ -105,9 +105,9 @@ def hf_gradients(
     """Iterate over the gradients, with the names and the layout that `hf_tensors` uses for the weights.
 
     Call this function after the backward and before the gradients are set to None. Parameters without a gradient,
-    such as frozen ones, are skipped. Adapters are skipped as well, because they have no name in a checkpoint. If the
-    model is sharded, all ranks must call this function and read the iterator to the end. The yielded gradients are
-    unsharded. They are averaged over the ranks, like the gradients that the optimizer uses.
+    such as frozen parameters, are skipped. Adapters are skipped as well, because they have no name in a checkpoint.
+    If the model is sharded, all ranks must call this function and read the iterator to the end. The yielded gradients
+    are unsharded. They are averaged over the ranks, like the gradients that the optimizer uses.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -438,8 +438,8 @@ def as_stored(
     if tied:
         stored.pop("lm_head.weight", None)
 
-    # Take the parameters that are in the weight map. Adapters and further tensors of frozen weights are left out, and
-    # any other parameter is an error.
+    # Take the parameters that are in the weight map. Adapters and the additional tensors of frozen weights are left
+    # out. Any other parameter is an error.
     weights = format_of(type(model)).weight_map(config)
     frozen = {} if parameters is not None else frozen_weights(model)
     added = tuple(f"{path}.lora." for path in layers)

@@ -94,7 +94,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
             if not rows:
                 del rows_with[room], rooms[fullest]
             room -= size
-        # Put the row among the rows with the room that it has left now. A full row takes no more pieces.
+        # List the row under the room that it has now. A full row takes no more pieces.
         row_of.append(row)
         if room >= smallest:
             if room in rows_with:

@@ -158,7 +158,8 @@ class TokenFile:
         if first == last:
             return []
 
-        # The table of images says where headers and contents end. They begin where those of the previous image end.
+        # The table of images says where headers and contents end. They begin where the header and content of the
+        # previous image end.
         rows = self._places[max(first - 1, 0) : last].tolist()  # [images, 4]
         _, _, header_start, content_start = [0, 0, 0, 0] if first == 0 else rows.pop(0)
         media = []

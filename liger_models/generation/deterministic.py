@@ -21,10 +21,10 @@ def deterministic_forward(model: Decoder) -> Iterator[None]:
     """Context manager that makes the result of each row bitwise identical to the result of this row alone.
 
     If weights, dtype, device and software versions are the same, the log-probabilities of a forward with labels are
-    bitwise identical to those of ``rollout(..., deterministic=True)``. This holds for ``return_log_probs=True``, for
-    the losses of `losses.grpo`, and for `fused_linear_logprobs` without the entropy. It also holds for packed,
-    padded, chunked and continuous batches. The backward may run outside of the context. It always uses the ordinary
-    kernels, whose results depend on the batch.
+    bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. This holds for
+    ``return_log_probs=True``, for the losses of `losses.grpo`, and for `fused_linear_logprobs` without the entropy.
+    It also holds for packed, padded, chunked and continuous batches. The backward may run outside of the context. It
+    always uses the ordinary kernels, whose results depend on the batch.
 
     Args:
         model: the model that runs in the context. It may have unmerged adapters, and may be sharded by FSDP.

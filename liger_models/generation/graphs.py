@@ -171,7 +171,7 @@ class DecodeStep:
         """Whether the padding of prompts is moved to the right."""
         self._prompts: dict[Hashable, PromptGraph] = {}
         self._seen: set[Hashable] = set()
-        """The shapes of the prompts so far, as in `PromptBatch.key`."""
+        """The values of `PromptBatch.key` for all prompts so far."""
         self._pool: Any = None
         self._called = False
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)

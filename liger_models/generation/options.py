@@ -280,7 +280,7 @@ class Settings:
 
 
 def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
-    """Fill in defaults, including those of the checkpoint, and check that all options are valid."""
+    """Fill in defaults, including the checkpoint's, and check that all options are valid."""
     if model.bidirectional:
         raise ValueError(
             "generate: the model must be causal, got one that attends to later tokens. Call set_bidirectional(False)."

@@ -37,7 +37,7 @@ class Row:
         prompt: index of the row's prompt.
         tokens: the prompt and the new tokens.
         begin: length of the prompt.
-        end: maximum number of tokens, including those of the prompt.
+        end: maximum number of tokens, including the prompt.
         stops: tokens that end the row.
         seed: seed of the row's random draws.
         log_probs: log-probabilities of the new tokens.

@@ -138,7 +138,7 @@ class Sampler:
 
         Args:
             logits: [B, V], the result of `restrict`.
-            step: as for `draw`.
+            step: see `draw`.
         """
         settings = self.settings
         if not settings.do_sample:

@@ -20,7 +20,7 @@ def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model
 
     All ranks must be given the same complete batch, and all return the same loss. Tokens of different ranks interact
     only in attention. During attention, each rank has all tokens for 1 / R of the heads, so packed documents,
-    padding, windows and softcaps work as they do on one rank. Vision towers run in full on every rank.
+    padding, windows and softcaps work as they do on one rank. Every rank runs the complete vision tower.
 
     Weights are replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights over all ranks and
     to average the gradients. DistributedDataParallel over all ranks averages the gradients, too. Without either of

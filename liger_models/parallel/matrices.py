@@ -1,5 +1,4 @@
-"""Computations on whole matrices of sharded parameters: one rank gathers a matrix and sends back shards of the
-result.
+"""Computations on whole matrices of sharded parameters: one rank gathers a matrix and returns shards of the result.
 
 The result for each matrix is computed only once. The matrices are divided among all ranks that hold shards, including
 the ranks of all HSDP replicas. If ranks hold a whole matrix, for example of an expert, one of these ranks computes

@@ -26,9 +26,9 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
     """Shard a model's layers over the R ranks of a mesh, in place. All these ranks process the same tokens.
 
     Each rank has 1 / R of the attention heads, of the width of each MLP and expert, and of the vocabulary. Norms and
-    routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. Of an
-    adapter's two matrices (`apply_lora`), the one on the side along which the weight is sharded is sharded, and the
-    other is replicated. Quantized weights (`quantize_base`, ``keep_quantized``) are sharded in their quantized form,
+    routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. An adapter
+    (`apply_lora`) has two matrices: the matrix on the sharded side of the weight is sharded, too, and the other
+    matrix is replicated. Quantized weights (`quantize_base`, ``keep_quantized``) are sharded in their quantized form,
     together with their scales.
 
     A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if

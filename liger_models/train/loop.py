@@ -302,8 +302,7 @@ def prepare_paths(options: TrainOptions) -> None:
 
 
 def select_device(name: str | None) -> torch.device:
-    """Set and return the current device: ``name`` if given, otherwise the rank's accelerator if any, otherwise the
-    CPU.
+    """Set and return the current device: ``name`` or, by default, the rank's accelerator if any, otherwise the CPU.
 
     Raises:
         ValueError: there is no such device, or several processes would share one device.
@@ -424,8 +423,7 @@ class Progress:
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
-        """Continue after step ``start``. The run still ends with the last batch, even if the size of a step has
-        changed.
+        """Continue after step ``start``. The run still ends with the last batch if the size of a step has changed.
 
         For example, suppose that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If its steps now
         have 4 batches, the run has 5 more steps, so `steps` becomes 15.
@@ -523,7 +521,7 @@ class Checkpoints:
         output: folder of the run.
         keep: number of checkpoints to keep.
         state: the positional arguments of `save_state`, starting with ``model``.
-        settings: as for `save_state`.
+        settings: see `save_state`.
     """
 
     def __init__(self, output: Path, keep: int, state: Sequence[Any], settings: Mapping[str, Any]) -> None:
@@ -708,7 +706,7 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
 def freeze_images(model: CausalLM) -> None:
     """Freeze the parameters that only process images, such as the vision tower's parameters.
 
-    Otherwise, sharded ones among these parameters would get zero gradients, and weight decay would shrink them.
+    Otherwise, these parameters would get zero gradients if they are sharded, and weight decay would shrink them.
     """
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
@@ -801,7 +799,7 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None, *, 
     """Read the options and train. The process exits with 130 or 143 if SIGINT or SIGTERM has stopped the run.
 
     Args:
-        arguments: the arguments. Default: those of the process.
+        arguments: the arguments. Default: the arguments of the process.
         command: name of the command in messages. Default: the name of the process.
         standalone: whether an error with a self-explanatory message ends the process with exit code 1 after
             printing the message in one line. If False, the error is raised.

@@ -20,7 +20,7 @@ SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""Maps ``adjust_lr_fn`` to the formula for s, the factor that scales an orthogonal update besides the learning rate."""
+"""Maps ``adjust_lr_fn`` to the formula for s, which scales an orthogonal update in addition to the learning rate."""
 
 
 class LigerMuon(LigerAdamW):
@@ -32,9 +32,9 @@ class LigerMuon(LigerAdamW):
         U = orthogonal factor of (1 - μ) G + μ M, or of M without ``nesterov``
         W = W - lr λ W - lr s U         s = 0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))
 
-    The matrices are those of the Hugging Face checkpoint: q, k and v are three matrices, each with all of its
-    heads. Gate and up are two matrices, unless the checkpoint stores both in one tensor (Phi-3). Each expert has
-    its own matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers' layout.
+    The matrices are divided as in the Hugging Face checkpoint: q, k and v are three matrices, each with all of its
+    heads. Gate and up are two matrices, unless the checkpoint stores both in one tensor (Phi-3). Each expert has its
+    own matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers' layout.
     `newton_schulz` multiplies in bfloat16 on accelerators, and in at least fp32 on the CPU.
 
     For DTensors (FSDP2, HSDP, tensor and expert parallelism), the ranks that hold shards divide the matrices among
@@ -50,8 +50,8 @@ class LigerMuon(LigerAdamW):
         nesterov: whether to use Nesterov momentum, which looks one step ahead.
         adjust_lr_fn: the name of the formula for s, as in torch: "match_rms_adamw" or "original".
         adamw_lr: learning rate of all other parameters. Default: ``lr``.
-        betas, eps: as for AdamW.
-        stochastic_rounding: as for `LigerAdamW`; Muon's momentum is rounded to nearest.
+        betas, eps: see AdamW.
+        stochastic_rounding: see `LigerAdamW`. Muon's momentum is always rounded to nearest.
         state_dtype: dtype of momentum and moments. Default: the parameter's. Moments in 8 bits are not supported.
         seed: seed of the stochastic rounding.
 

@@ -235,9 +235,7 @@ class Compared(Objective):
         return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
-        """See `Objective.eval_dataset`. Batches of pairs may be incomplete, but batches of labeled answers must be
-        full.
-        """
+        """See `Objective.eval_dataset`. Batches of pairs may be incomplete, but labeled answers need full batches."""
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
@@ -280,7 +278,7 @@ class Compared(Objective):
 
     def _counted(self, batch: Batch) -> Tensor:
         """Return a bool for each example of a batch, [examples]: whether it has labels and thus counts in metrics."""
-        # [rows, T] -> [rows] -> [rows of an example, examples]: all chosen answers come before all rejected ones.
+        # [rows, T] -> [rows] -> [rows of an example, examples]: all chosen answers come before all rejected answers.
         return (batch["labels"] != -100).any(1).view(-1, len(batch["labels"]) // self.rows_of_example).any(0)
 
 

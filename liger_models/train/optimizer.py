@@ -25,7 +25,7 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, tor
 
 
 class LigerAdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` in one kernel launch, whatever the number of parameters and groups.
+    """`torch.optim.AdamW` in one kernel launch for all parameters and groups.
 
     The kernel computes in fp32 and rounds each result once, to the dtype of the tensor. The state uses the same
     names as torch's AdamW, so each of the two optimizers loads the ``state_dict`` of the other. DTensors (FSDP2,
@@ -33,7 +33,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters, or dicts with the options of a group, as for every PyTorch optimizer.
-        lr, betas, eps, weight_decay, maximize: as for torch's AdamW.
+        lr, betas, eps, weight_decay, maximize: see torch's AdamW.
         stochastic_rounding: whether bfloat16 parameters and moments are rounded up or down at random such that the
             expected value is unchanged. Updates smaller than half a bfloat16 step are then not lost. Other dtypes
             are rounded to nearest.
@@ -185,7 +185,7 @@ class LigerAdamW(torch.optim.Optimizer):
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. ``closure`` is as for every optimizer of torch.
+        """Update every parameter that has a gradient. ``closure`` works as in every PyTorch optimizer.
 
         Raises:
             RuntimeError: `step_in_backward` is in use and there were several backward passes since the last step.
@@ -315,8 +315,8 @@ def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list
 def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     """Make the backward update each parameter as soon as its gradient is ready, and free the gradient right afterwards.
 
-    The results are bitwise identical to those of ``backward(); optimizer.step(); optimizer.zero_grad()``. The last
-    two calls may stay in the loop, as learning rate schedulers expect, although they have nothing left to do.
+    The results are bitwise identical to the results of ``backward(); optimizer.step(); optimizer.zero_grad()``. The
+    last two calls may stay in the loop, as learning rate schedulers expect, although they have nothing left to do.
     Methods that need all gradients at once do not work: clipping by the norm (it finds no gradients and does
     nothing), loss scaling, and gradient accumulation (`step` raises an error). `step_in_backward` works with FSDP2,
     but not with DistributedDataParallel, which averages gradients too late.

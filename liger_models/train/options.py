@@ -122,7 +122,7 @@ def read_options(
         cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list of these.
             ``metadata["help"]`` of a field is its help text. The help output has one group for each base class,
             titled with the first line of the base class's docstring.
-        arguments: the arguments. Default: those of the process.
+        arguments: the arguments. Default: the arguments of the process.
         command: name of the command in messages. Default: the name of the process.
         positionals: names of options that may be given without their names, such as ("model", "data") for
             ``train MODEL DATA``. A single argument without a name is always a file of options.

@@ -128,7 +128,7 @@ class Planner:
         most = getattr(self.config, "max_position_embeddings", None) or LENGTHS[0]
         lengths = [min(preferred, most) for preferred in LENGTHS] if length is None else [length]
         methods = list(METHODS) if method == "auto" else [method]
-        for longest in (lengths[:1], lengths[1:]):  # shorter rows only where no method fits with long ones
+        for longest in (lengths[:1], lengths[1:]):  # shorter rows only if no method fits with long rows
             for candidate in methods:
                 recipe = self._plan(memory, candidate, longest)
                 if recipe is not None:

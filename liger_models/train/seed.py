@@ -9,7 +9,7 @@ import torch
 
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
-    """Seed the generators of Python, NumPy and PyTorch, including those of all devices.
+    """Seed the random number generators of Python, NumPy and PyTorch, including PyTorch's generators on all devices.
 
     Args:
         seed: 0 ≤ seed < 2³². Use different seeds, such as ``seed + rank``, on ranks that must draw different random

@@ -54,7 +54,7 @@ class StepPlan:
         model: the model as it is trained.
         dtype: the dtype of the computation.
         budget: ``options.memory`` in bytes; None without this option.
-        restarts: as for `train`.
+        restarts: see `train`.
 
     Attributes:
         is_estimated: whether the memory of a step can be estimated.
