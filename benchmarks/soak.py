@@ -101,7 +101,7 @@ class Work:
 
     @contextmanager
     def short_of_memory(self) -> Iterator[None]:
-        """Context manager that makes memory scarce: little is free on a GPU, and on the CPU, a block raises an error."""
+        """Context manager that makes memory scarce: little is free on a GPU, or a block on the CPU raises an error."""
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # so that all reserved memory is in use
             total = torch.cuda.get_device_properties(self.model.device).total_memory
