@@ -330,8 +330,7 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
 
     Raises:
         TypeError: the optimizer is of another class, whose step updates all parameters together.
-        RuntimeError: a parameter already has a gradient, or its gradient would have to be averaged by
-        DistributedDataParallel.
+        RuntimeError: a parameter already has a gradient, or only DistributedDataParallel would average its gradient.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
     """
