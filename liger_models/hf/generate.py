@@ -93,9 +93,7 @@ class EngineGenerationMixin(GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         reason = fallback_reason(self, input_ids, generation_config, stopping_criteria, synced_gpus, model_kwargs)
-        cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, LigerCache):
-            cache.is_unused = False
+        _use_cache(model_kwargs)
         if reason is None:
             return _run(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         _report(reason)
@@ -106,6 +104,7 @@ class EngineGenerationMixin(GenerationMixin):
     @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(self, *args: Any, **options: Any) -> Any:
         _report("num_beams")
+        _use_cache(options)
         return super()._beam_search(*args, **options)
 
     @functools.wraps(GenerationMixin._assisted_decoding)
@@ -125,7 +124,15 @@ class EngineGenerationMixin(GenerationMixin):
                 "its layers. Pass a smaller model as assistant_model, or prompt_lookup_num_tokens."
             )
         _report("drafts of an assistant")
+        _use_cache(options)
         return super()._assisted_decoding(*args, **options)
+
+
+def _use_cache(inputs: dict[str, Any]) -> None:
+    """Mark the cache in the arguments of a decoding loop as used, so that a later call continues from it."""
+    cache = inputs.get("past_key_values")
+    if isinstance(cache, LigerCache):
+        cache.is_unused = False
 
 
 def _report(reason: str) -> None:
