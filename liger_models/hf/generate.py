@@ -284,7 +284,9 @@ def _run(
     cache = inputs.get("past_key_values")
     if cache is not None:
         # The sequences are cloned, because the caller may change them before the cache is filled.
-        cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), mask, positions, pixels))
+        # If images shift positions, the decoder must compute them, because only then the cache keeps the shift.
+        filled = None if is_usual and decoder.images_shift_positions else positions
+        cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), mask, filled, pixels))
     kept = output.steps
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
@@ -422,9 +424,12 @@ def _positions(
 
 
 def _filling(
-    decoder: CausalLM, ids: Tensor, mask: Tensor | None, positions: Tensor, pixels: dict[str, Any]
+    decoder: CausalLM, ids: Tensor, mask: Tensor | None, positions: Tensor | None, pixels: dict[str, Any]
 ) -> Callable[[], DecodeCache]:
-    """Return a function that computes the cache for tokens ``ids`` [B, S]; ``mask`` is the mask of the prompts."""
+    """Return a function that computes the cache for tokens ``ids`` [B, S]; ``mask`` is the mask of the prompts.
+
+    ``positions`` covers prompts and new tokens; if it is None, the decoder computes the positions.
+    """
 
     def fill() -> DecodeCache:
         S, cache = ids.shape[1], DecodeCache()
@@ -432,7 +437,7 @@ def _filling(
         with torch.no_grad(), evaluating(list(decoder.modules())):
             decoder(
                 ids.to(decoder.device), attention_mask=padded, cache=cache, return_logits=False,
-                position_ids=positions[..., :S], **pixels,
+                position_ids=None if positions is None else positions[..., :S], **pixels,
             )  # fmt: skip
         return cache
 

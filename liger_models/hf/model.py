@@ -818,17 +818,11 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *rest, **options)
         return updated if types is None else {**updated, "token_type_ids": types}
 
-    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-        decoder = self.model.decoder
-        pixels = {name: model_kwargs.get(name) for name in decoder.prompt_inputs}
-        ids = model_kwargs.get("input_ids", inputs_tensor)
-        if all(value is None for value in pixels.values()) or ids.dim() != 2:
-            # Without images, positions count the tokens.
-            positions: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-            return positions
-        # [3 or 1, B, T], in time, height and width.
-        positions = decoder.prompt_positions(ids, model_kwargs.get("attention_mask"), 0, pixels)
-        return positions.expand(*positions.shape[:-2], len(ids), -1)
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        # If positions depend on images, also on cached ones, the decoder computes them in each forward.
+        if self.model.decoder.images_shift_positions:
+            return None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
 
 def _resolve(argument: bool | None, config: PreTrainedConfig, name: str) -> bool:

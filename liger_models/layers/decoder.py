@@ -146,6 +146,8 @@ class Decoder(nn.Module):
     """Arguments of `forward` that belong to a prompt in addition to its tokens, such as pixels."""
     prompts_are_causal: ClassVar[bool] = True
     """Whether the tokens of a prompt attend only to earlier tokens, so that a prompt may be computed in pieces."""
+    images_shift_positions: ClassVar[bool] = False
+    """Whether the position of a token depends on the images before it. The decode cache then keeps the difference."""
     replays_routing: ClassVar[bool] = False
     """Whether blocks pass `BatchLayout.experts` to their layers with routed experts."""
     embed_tokens: LigerEmbedding

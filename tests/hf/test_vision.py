@@ -157,3 +157,30 @@ def test_an_assistant_sees_the_images(hf):
     # The next turn needs no pixels.
     mask = torch.ones_like(want)
     ours.generate(want, attention_mask=mask, past_key_values=got.past_key_values, max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
+)
+@pytest.mark.cases(20)
+@pytest.mark.parametrize("first", [{}, {"output_hidden_states": True}], ids=["engine", "loop"])
+def test_a_second_turn_continues_from_the_cache(hf, rows, first):
+    """The second turn has no pixels; its tokens are those after the whole conversation with all pixels."""
+    family, _, _, ours = hf
+    ids, mask, _, inputs = batch_of(ours, family, rows)
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True}
+    ours.generation_config.eos_token_id = None
+    ours.config.get_text_config().output_router_logits = False
+    answer = ours.generate(ids, attention_mask=mask, **inputs, **options, **first)
+
+    both = torch.cat([answer.sequences, torch.tensor([[7, 8, 9]]).expand(len(ids), -1)], 1)
+    new = both.shape[1] - ids.shape[1]
+    mask = torch.nn.functional.pad(mask, (0, new), value=1)
+    got = ours.generate(both, attention_mask=mask, past_key_values=answer.past_key_values, **options)
+    types = {
+        name: torch.nn.functional.pad(x, (0, new), value=int(family == "paligemma"))
+        for name, x in inputs.items()
+        if "token_type" in name
+    }
+    want = ours.generate(both, attention_mask=mask, **inputs | types, **options)
+    assert torch.equal(got.sequences, want.sequences)

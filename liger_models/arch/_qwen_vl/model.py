@@ -22,6 +22,7 @@ class MRopeModel(GridImageModel):
     """A vision-language model that takes images and videos and has positions in time, height and width (M-RoPE)."""
 
     processor_class = QwenVLProcessor
+    images_shift_positions = True
     interleaved: ClassVar[bool] = False
     """Whether rotary frequencies alternate between time, height and width. Otherwise, each has its own section."""
 
