@@ -60,6 +60,13 @@ class VisionLanguageModel(CausalLM):
         return {name: x.repeat_interleave(times, 0) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
     @property
+    def placeholders(self) -> list[int]:
+        """The tokens of the vocabulary that stand for images and videos. Without pixels, `forward` refuses them."""
+        names = ("image_token_id", "image_token_index", "video_token_id")
+        tokens: set[int] = {getattr(self.config, name, -1) for name in names}
+        return sorted(token for token in tokens if 0 <= token < self.config.vocab_size)
+
+    @property
     def tower_is_sharded(self) -> bool:
         """Whether FSDP shards parameters of the tower, so that all ranks must run the tower together.
 

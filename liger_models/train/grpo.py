@@ -143,6 +143,9 @@ class GRPOObjective(Objective):
         documents = [torch.tensor([*(~token for token in prompt), *answer]) for prompt, answer in pairs]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
         T = batch["input_ids"].shape[1]
+        # A placeholder in an answer has no image. It stays a label, and the tokens after it see padding instead.
+        sampled = torch.isin(batch["labels"], torch.tensor(getattr(model, "placeholders", []), dtype=torch.int64))
+        batch["input_ids"] = batch["input_ids"].masked_fill(sampled, model.tokenizer.padding_id)
         if self.replays:  # [B, T, L, K]
             padding = (0, 0, 0, 0, 0)
             batch["routed_experts"] = torch.stack([F.pad(ids, (*padding, T - len(ids)), value=-1) for ids in experts])

@@ -15,6 +15,7 @@ from liger_models.adapters import load_adapter
 from liger_models.data import AnswerDataset, PromptDataset
 from liger_models.train import TrainOptions, train
 from liger_models.train.loop import add_adapters
+from liger_models.train.objective_options import make_objective
 
 from ..data.examples import write
 from ..data.vision import chat, make_model, save_pictures
@@ -171,6 +172,33 @@ def test_answers_about_images_are_sampled_and_rewarded(folder, family, monkeypat
     alone = before.processor.apply_chat_template(rows[1]["example"]["prompt"], add_generation_prompt=True)
     assert rows[1]["ids"] == alone["input_ids"][0].tolist()
     assert rows[1]["pixels"]["pixel_values"].equal(alone["pixel_values"])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mllama"])
+def test_answers_with_placeholders(folder, family):
+    """Their images are missing in the training forward. The head prefers placeholders after every other token."""
+    model = load(folder / family)
+    placeholders = model.placeholders
+    assert len(placeholders) == {"qwen2_5_vl": 2, "gemma3": 1, "mllama": 0}[family]
+    with torch.no_grad():
+        model.norm.weight.zero_()[0] = 1
+        model.lm_head.weight[:, 0] = 0
+        model.lm_head.weight[placeholders, 0] = 99
+    given = {"reward": f"{folder}/reward.py:short", "num_generations": 4, "max_new_tokens": 8}
+    run = options(folder, family, "unused", objective="grpo", **given)
+    objective = make_objective(run)
+    objective.prepare(model, lambda name: None)
+    for wanted in (True, False):
+        rows = [json.loads(line) for line in (folder / "asked.jsonl").read_text().splitlines()]
+        rows = [row for row in rows if ("image" in str(row["prompt"])) == wanted]
+        (folder / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = objective.dataset(folder / "some.jsonl", model, length=128, overflow=None, batch_size=2)
+        batch = objective.batch(model, next(iter(data)))
+        sampled = torch.isin(batch["labels"], torch.tensor(placeholders, dtype=torch.int64))
+        assert sampled.any() == bool(placeholders)
+        assert (batch["input_ids"] == batch["labels"])[(batch["labels"] != -100) & ~sampled].all()
+        loss, _ = objective.loss(model, batch, objective.num_items([batch]))
+        assert loss.isfinite()
 
 
 def test_pairs_with_broken_images(folder, tmp_path):
