@@ -130,6 +130,12 @@ class Node(nn.Module):
                 if getattr(owner, owner_name) is not module:
                     setattr(owner, owner_name, module)
             else:
+                layers = [f"{name}.{path}" for path in _layers_inside(module)]
+                if layers:
+                    raise ValueError(
+                        f"{name}: modules_to_save must name single layers, got a module that holds several. Load the "
+                        f"model again, which PEFT has changed, and name {', '.join(layers)}."
+                    )
                 raise ValueError(
                     f"{name}: PEFT must replace linear layers, norms, the embedding or the head, got another module. "
                     "Experts, routers and patch embeddings have no adapters: load the model again, which PEFT has "
@@ -552,6 +558,16 @@ class UnpackedModel(Node):
 
     def _unpacked_paths(self) -> list[str]:
         return [path for path, layer in self.causal_lm.named_modules() if isinstance(layer, UnpackedLinear)]
+
+
+def _layers_inside(module: nn.Module) -> list[str]:
+    """Return the paths of the layers in a node of `modules_to_save`; none if it holds other parameters, too."""
+    node = getattr(module, "original_module", None)
+    if not isinstance(node, Node):
+        return []
+    parts = dict(node.named_modules())
+    nodes = {path: part for path, part in parts.items() if isinstance(part, Node)}
+    return [] if any(part._parameters for part in nodes.values()) else [path for path in parts if path not in nodes]
 
 
 def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
