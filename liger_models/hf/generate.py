@@ -286,7 +286,7 @@ def _run(
         # The sequences are cloned, because the caller may change them before the cache is filled.
         # If images shift positions, the decoder must compute them, because only then the cache keeps the shift.
         filled = None if is_usual and decoder.images_shift_positions else positions
-        cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), mask, filled, pixels))
+        cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), ids.shape[1], mask, filled, pixels))
     kept = output.steps
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
@@ -424,21 +424,27 @@ def _positions(
 
 
 def _filling(
-    decoder: CausalLM, ids: Tensor, mask: Tensor | None, positions: Tensor | None, pixels: dict[str, Any]
+    decoder: CausalLM, ids: Tensor, length: int, mask: Tensor | None, positions: Tensor | None, pixels: dict[str, Any]
 ) -> Callable[[], DecodeCache]:
-    """Return a function that computes the cache for tokens ``ids`` [B, S]; ``mask`` is the mask of the prompts.
+    """Return a function that computes the cache for tokens ``ids`` [B, S] of prompts and answers.
 
-    ``positions`` covers prompts and new tokens; if it is None, the decoder computes the positions.
+    ``length``, ``mask`` and ``pixels`` describe the prompts. ``positions`` covers prompts and answers; if it is None,
+    the decoder computes the positions.
     """
 
     def fill() -> DecodeCache:
         S, cache = ids.shape[1], DecodeCache()
         padded = None if mask is None else nn.functional.pad(mask, (0, S - mask.shape[1]), value=1)
+        # Answers may contain placeholders of images, so pixels go with the prompts alone.
+        bounds = sorted({0, length, S}) if decoder.prompt_inputs else [0, S]
         with torch.no_grad(), evaluating(list(decoder.modules())):
-            decoder(
-                ids.to(decoder.device), attention_mask=padded, cache=cache, return_logits=False,
-                position_ids=None if positions is None else positions[..., :S], **pixels,
-            )  # fmt: skip
+            for first, last in itertools.pairwise(bounds):
+                decoder(
+                    ids[:, first:last].to(decoder.device), cache=cache, return_logits=False,
+                    attention_mask=None if padded is None else padded[:, :last],
+                    position_ids=None if positions is None else positions[..., first:last],
+                    **({} if first else pixels),
+                )  # fmt: skip
         return cache
 
     return fill

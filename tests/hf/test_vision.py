@@ -184,3 +184,34 @@ def test_a_second_turn_continues_from_the_cache(hf, rows, first):
     }
     want = ours.generate(both, attention_mask=mask, **inputs | types, **options)
     assert torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
+)
+def test_a_placeholder_in_an_answer_needs_no_image_in_the_next_turn(hf, rows):
+    family, _, _, ours = hf
+    ids, mask, _, inputs = batch_of(ours, family, rows)
+    ours.generation_config.eos_token_id = None
+    ours.config.get_text_config().output_router_logits = False
+    placeholder = next(iter(ours.model.decoder.placeholders), 3)  # Llama 3.2 Vision has none in its vocabulary
+
+    def second_is_placeholder(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_second = tokens.shape[1] == ids.shape[1] + 1
+        return scores.index_fill(1, torch.tensor([placeholder]), 1e9) if is_second else scores
+
+    options = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+    mask_of_both = torch.nn.functional.pad(mask, (0, 5), value=1)
+    continued = []
+    for loop in (False, True):  # the engine fills the cache later, and the loop of transformers token by token
+        answer = ours.generate(
+            ids, attention_mask=mask, logits_processor=[second_is_placeholder], return_dict_in_generate=True,
+            output_hidden_states=loop, **inputs, **options,
+        )  # fmt: skip
+        assert (answer.sequences[:, -3] == placeholder).all()
+        both = torch.nn.functional.pad(answer.sequences, (0, 1), value=7)
+        continued.append(
+            ours.generate(both, attention_mask=mask_of_both, past_key_values=answer.past_key_values, **options)
+        )
+    assert torch.equal(*continued)
