@@ -127,6 +127,19 @@ class EngineGenerationMixin(GenerationMixin):
         _use_cache(options)
         return super()._assisted_decoding(*args, **options)
 
+    @functools.wraps(GenerationMixin._get_candidate_generator)
+    def _get_candidate_generator(self, *args: Any, **options: Any) -> Any:
+        given: Any = inspect.signature(GenerationMixin._get_candidate_generator).bind(self, *args, **options).arguments
+        draft = given.get("assistant_model")
+        if draft is not None:
+            # A draft model of texts gets no pixels, which its generate would refuse.
+            model: Any = self
+            unread = {*model.model.decoder.prompt_inputs} - {*inspect.signature(draft.forward).parameters}
+            inputs = given["model_kwargs"].items()
+            given["model_kwargs"] = {name: value for name, value in inputs if name not in unread}
+        del given["self"]
+        return super()._get_candidate_generator(**given)
+
 
 def _use_cache(inputs: dict[str, Any]) -> None:
     """Mark the cache in the arguments of a decoding loop as used, so that a later call continues from it."""

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from liger_models.hf.auto import model_class
+
 from ..arch import (
     test_gemma3,
     test_gemma4_images,
@@ -17,7 +19,7 @@ from ..arch import (
     test_mllama,
     test_tiles,
 )
-from ..arch.families import LIMIT, assert_same_gradients, error
+from ..arch.families import LIMIT, assert_same_gradients, error, hf_model, make_folder
 from ..arch.test_vision import ONE, SEVERAL, VIDEO, Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
@@ -157,6 +159,20 @@ def test_an_assistant_sees_the_images(hf):
     # The next turn needs no pixels.
     mask = torch.ones_like(want)
     ours.generate(want, attention_mask=mask, past_key_values=got.past_key_values, max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("hf", dict.fromkeys(CROPPABLE), indirect=True, ids="-".join)
+def test_an_assistant_of_texts_gets_no_images(hf, root):
+    family, _, _, ours = hf
+    ids, mask, _, inputs = batch_of(ours, family, "one")
+    options = {"attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 0, "do_sample": False, **inputs}
+    ours.generation_config.eos_token_id = None
+    ours.config.get_text_config().output_router_logits = False
+    folder = make_folder("llama", "gqa", root)
+    want = ours.generate(ids, **options)
+    for draft in (hf_model(folder), model_class("llama").from_pretrained(folder)):
+        assert torch.equal(ours.generate(ids, assistant_model=draft, **options), want)
 
 
 @pytest.mark.parametrize(
