@@ -249,7 +249,8 @@ def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
     steps = complete_checkpoints(folder)
     surplus = len(steps) - (keep or len(steps))
     for outdated in [step for step in steps if step != checkpoint][: max(surplus, 0)]:
-        shutil.rmtree(outdated)
+        # A process that is killed in between leaves no part of a checkpoint under the name of a complete one.
+        shutil.rmtree(outdated.rename(folder / f".{outdated.name}.tmp"))
 
 
 def load_state(

@@ -270,6 +270,25 @@ def test_folder(tmp_path):
         assert len([*(tmp_path / "four").glob("step-*")]) == min(step, 4)
 
 
+def test_killed_while_it_deletes_an_outdated_checkpoint(tmp_path):
+    """What is left of it is not taken for a checkpoint, and the next save removes it."""
+    model = Run({}).model
+    for step in (1, 2):
+        save_state(tmp_path, step, model)
+
+    def die(folder: Path, **_: Any) -> None:
+        if folder.exists():
+            (folder / "shared.pt").unlink()
+            raise KeyboardInterrupt
+
+    with mock.patch.object(shutil, "rmtree", die), pytest.raises(KeyboardInterrupt):
+        save_state(tmp_path, 3, model, keep=2)
+    with pytest.raises(FileNotFoundError, match="got step-00000002, step-00000003 in"):
+        load_state(tmp_path, model, step=1)
+    save_state(tmp_path, 4, model)
+    assert {path.name for path in tmp_path.iterdir()} == {*(f"step-0000000{step}" for step in (2, 3, 4)), "latest"}
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
 def test_a_pointer_that_is_lost(tmp_path, damage):
     """As where the machine lost power. A run that began anew would write over its checkpoints."""
