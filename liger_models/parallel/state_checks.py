@@ -43,10 +43,10 @@ def incomplete(checkpoint: Path, failed_rank: int, reason: BaseException, file: 
     if not checkpoint.exists():
         return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
     hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
-    earlier = [path.name for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name]
-    if earlier:
-        return OSError(f"{message} {hint}, delete {checkpoint} to resume from {earlier[-1]}, which is unchanged.")
-    return OSError(f"{message} {hint}, delete {checkpoint.parent} to start again: there is no earlier checkpoint.")
+    others = [path.name for path in complete_checkpoints(checkpoint.parent) if path != checkpoint]
+    if others:
+        return OSError(f"{message} {hint}, delete {checkpoint} to resume from {others[-1]}, which is unchanged.")
+    return OSError(f"{message} {hint}, delete {checkpoint.parent} to start again: there is no other checkpoint.")
 
 
 def _checksums(checkpoint: Path, writer: int) -> Path:

@@ -465,7 +465,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it(tmp_path, file, how
         assert load_state(tmp_path, *run.parts) == 1
     assert all(value.equal(expected[name]) for name, value in run.state().items())
     damage(tmp_path / "step-00000001" / "shared.pt", how)
-    with pytest.raises(OSError, match=f"delete {tmp_path} to start again: there is no earlier checkpoint"):
+    with pytest.raises(OSError, match=f"delete {tmp_path} to start again: there is no other checkpoint"):
+        load_state(tmp_path, *run.parts, step=1)
+    save_state(tmp_path, 3, *run.parts)
+    with pytest.raises(OSError, match=f"delete {tmp_path}/step-00000001 to resume from step-00000003"):
         load_state(tmp_path, *run.parts, step=1)
 
 
