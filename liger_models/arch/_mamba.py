@@ -13,7 +13,7 @@ from liger_models.layers.mamba2 import LigerMamba2, StateDecay
 
 @dataclass(frozen=True, kw_only=True)
 class MambaHybridConfig(RMSNormDecoderConfig):
-    """The config of a decoder with state-space mixers, whose keys in config.json begin with ``mamba_``.
+    """The config of a decoder with state-space mixers. The mixers' keys in config.json begin with ``mamba_``.
 
     ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None stands for no
     limits.

@@ -7,7 +7,7 @@ parameters sets another fraction; at the top level of config.json, this key has 
 
 Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
 convolution do not enter the state. Without ``position_ids``, new tokens continue the positions of the cached tokens.
-Step sizes are limited in cached decoding, too; transformers 5.23 limits them only for whole prompts.
+Step sizes are also limited in cached decoding; transformers 5.23 limits them only for whole prompts.
 
 Source: https://huggingface.co/blog/bamba, transformers ``models/bamba``.
 """

@@ -57,7 +57,8 @@ class Ernie4_5MoeConfig(RMSNormDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The sum of a token's routing weights is always above the released minimum.
+        # The sum of a token's routing weights is always above the released ``moe_norm_min``, so this limit has no
+        # effect.
         check_values(self, attention_dropout=(0.0,), moe_norm_min=(1e-12,))
 
     @property

@@ -6,7 +6,7 @@ parts of the mixer's projection, the MLP's gate and output, and the logits. As i
 the caller passes are not scaled. Without ``mamba_rms_norm``, the mixer has a gate but no norm.
 
 Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
-convolution do not enter the state. Step sizes are limited in cached decoding, too; transformers 5.23 limits them only
+convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
 for whole prompts.
 
 Source: https://arxiv.org/abs/2507.22448, transformers ``models/falcon_h1``.
@@ -93,8 +93,9 @@ class FalconH1Config(MambaHybridConfig):
 class FalconH1Block(nn.Module):
     """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``.
 
-    The input of attention has a multiplier c, and the keys have a multiplier κ. Both are applied later: the attention
-    scores get the factor c² · κ, and the result gets the factor c.
+    The constants ``s`` and ``a`` multiply the outputs of the mixer and of attention. Two further constants multiply the
+    input of attention (``c``) and the keys (``κ``), but are applied later: the attention scores get the factor ``c² ·
+    κ``, and the result of attention gets the factor ``c``.
     """
 
     def __init__(self, config: FalconH1Config, layer: int, kernels: KernelOptions) -> None:

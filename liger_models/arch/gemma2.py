@@ -1,10 +1,10 @@
 """Gemma 2: model_type ``gemma2``.
 
 Differs from Llama: attention and the MLP have a norm before and a norm after them, and norms multiply by 1 + weight in
-fp32. Even layers attend only to the last ``sliding_window`` tokens. Attention scores s become c · tanh(s / c) with c =
-``attn_logit_softcapping``, and logits are capped in the same way with c = ``final_logit_softcapping``. Scores are
-divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension). Embeddings are multiplied by
-sqrt(hidden_size), and this factor is first rounded to the dtype of the weights. The MLP's activation is
+fp32. Even layers attend only to the last ``sliding_window`` tokens. An attention score ``s`` becomes ``c · tanh(s /
+c)``, where ``c`` is ``attn_logit_softcapping``. Logits are capped in the same way, with ``final_logit_softcapping`` as
+``c``. Scores are divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension). Embeddings are multiplied
+by sqrt(hidden_size), and this factor is first rounded to the dtype of the weights. The MLP's activation is
 tanh-approximated GELU. The head is tied to the embedding.
 
 Source: https://arxiv.org/abs/2408.00118, transformers ``models/gemma2``.

@@ -1,4 +1,4 @@
-"""Granite 3.0 to 3.3, the dense models: model_type ``granite``.
+"""Granite 3.0 to 3.3 (dense models): model_type ``granite``.
 
 Differs from Llama by four factors. A factor whose key is missing is 1. Embeddings are multiplied by
 ``embedding_multiplier``. The outputs of attention and MLP are multiplied by ``residual_multiplier`` before they are

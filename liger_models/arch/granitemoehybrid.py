@@ -1,11 +1,11 @@
-"""Granite 4.0, the hybrid models with and without experts, and the dense models: model_type ``granitemoehybrid``.
+"""Granite 4.0 (hybrid models with and without experts, and dense models): model_type ``granitemoehybrid``.
 
 Differs from Granite 3: most layers of the models with "h" in their names have a state-space mixer (`LigerMamba2`)
 instead of attention. The MLP is a mixture of experts plus a shared MLP for all tokens, or the shared MLP alone. Queries
 and keys are rotated only if ``position_embedding_type`` is "rope". The four factors are the same as in ``granite``.
 
 Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
-convolution do not enter the state. Step sizes are limited in cached decoding, too; transformers 5.23 limits them only
+convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
 for whole prompts.
 
 Source: https://www.ibm.com/granite, transformers ``models/granitemoehybrid``.

@@ -1,6 +1,6 @@
 """Kimi Linear 48B-A3B: model_type ``kimi_linear``.
 
-Differs from DeepSeek V3: most layers have linear attention by the Kimi delta rule (`LigerKimiDeltaAttention`), the
+Differs from DeepSeek V3: most layers have linear attention with the Kimi delta rule (`LigerKimiDeltaAttention`), the
 others have latent attention, and nothing is rotated. The ``qk_rope_head_dim`` columns that DeepSeek rotates remain:
 they are the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention and lists
 the layers of both kinds, counted from 1. Files that transformers 5 writes have ``layer_types`` instead of these lists.
@@ -48,8 +48,8 @@ DENSE, SPARSE = "dense", "sparse"
 class KimiLinearConfig(LatentDecoderConfig):
     """Sizes and constants of a Kimi Linear model.
 
-    Without ``layer_types``, every fourth layer after the first has latent attention, and without ``mlp_layer_types``,
-    all layers but the first have experts.
+    Without ``layer_types``, layers 4, 8, 12 and so on (counted from 0) have latent attention. Without
+    ``mlp_layer_types``, all layers but the first have experts.
     """
 
     layer_kinds = (LINEAR, FULL)
@@ -146,7 +146,7 @@ class LigerKimiLinear(CausalLM):
 
 
 def _by_unit(parts: Sequence[str], sizes: Sequence[int], units: int) -> Expression:
-    """Join several parts such that the rows of each unit are adjacent; ``sizes`` has each part's rows per unit."""
+    """Join parts such that the rows of each unit are adjacent; ``sizes`` has each part's number of rows per unit."""
     groups = [Rearrange("(u n) ... -> u n ...", part, u=units) for part in parts]
     return Rearrange("u n ... -> (u n) ...", Cat(groups, dim=1, sizes=sizes), u=units)
 
@@ -182,8 +182,8 @@ def weight_map(
     Args:
         config: config of the model.
         moe, dense: names of a block's mixture of experts and of its dense MLP.
-        fused: whether the layout is the one of transformers' modules in memory. It has one tensor for each projection
-            of all experts in a layer, and one tensor for all convolutions in a layer.
+        fused: whether to return the layout of transformers' modules in memory. This layout has one tensor for each
+            projection of all experts in a layer, and one tensor for all convolutions in a layer.
     """
     layers = range(config.num_hidden_layers)
     experts, mlp = f"model.layers.{{sparse}}.{moe}", f"model.layers.{{dense}}.{dense}"

@@ -80,7 +80,7 @@ def weight_map(config: LlavaConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaConfig) -> list[WeightMap]:
-    """Return the weight maps of other layouts that are read: of transformers 5, and of its modules since 4.52."""
+    """Return the weight maps of further layouts: transformers 5's checkpoints, and transformers' modules since 4.52."""
     levels = tower_levels(config)
     return [
         *(llava_map(config, HUB, level) for level in levels[1:]),

@@ -33,7 +33,7 @@ from liger_models.layers.linear import local
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaNextConfig(LlavaTextConfig):
-    """Sizes and constants of a LLaVA-NeXT. ``image_grid_pinpoints`` has the height and width of each canvas.
+    """Sizes and constants of a LLaVA-NeXT model. ``image_grid_pinpoints`` has the height and width of each canvas.
 
     Raises:
         ValueError: the tower is not CLIP, the language model reads the tower's class token, or a canvas does not
@@ -82,7 +82,7 @@ class LlavaNextTower(LlavaClipTower):
         tiles = torch.cat([own[:count] for own, count in zip(pixels, counts, strict=True)])
         tokens = self.project(tiles)  # [tiles · tokens, C]
 
-        # One list of indices selects the result from the tokens of all tiles, which are followed by the newline token.
+        # One list of indices selects the result from the tokens of all tiles and the newline token, which comes last.
         order, before, per_tile = [], 0, self.tokens
         side = int(per_tile**0.5)
         for image, count in zip(images, counts, strict=True):
@@ -160,7 +160,7 @@ def weight_map(config: LlavaNextConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaNextConfig) -> list[WeightMap]:
-    """Return the weight maps of other layouts that are read: of transformers 5, and of its modules since 4.52."""
+    """Return the weight maps of further layouts: transformers 5's checkpoints, and transformers' modules since 4.52."""
     shallow, deep = "", tower_levels(config)[0]
     return [_map(config, HUB, shallow), _map(config, MODULES, shallow), _map(config, MODULES, deep)]
 

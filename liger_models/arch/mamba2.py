@@ -6,7 +6,7 @@ as in the kernels of the package mamba_ssm. The residual stream is in the dtype 
 ``residual_in_fp32`` says.
 
 Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
-convolution do not enter the state. Step sizes are limited in cached decoding, too; transformers 5.23 limits them only
+convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
 for whole prompts. With ``rescale_prenorm_residual``, transformers 5.23 divides the output projections of a loaded
 checkpoint by the square root of the number of layers; this package leaves them unchanged.
 

@@ -84,11 +84,11 @@ class Mistral3Tower(PixtralTower):
     def forward(self, pixels: Tensor, sizes: Tensor) -> Tensor:
         """Turn pixels [n, channels, height, width] of images with ``sizes`` [n, 2] into image tokens [N / merge², C].
 
-        In a compiled graph, rows for padding follow at the end of the result.
+        In a compiled graph, the result ends with rows for padding.
         """
         normed = self.norm.add(*self.run_blocks(pixels, sizes))[0]
         # The patches of a square are adjacent. The layer takes their values ordered by channel first, as in the
-        # checkpoint, so that its matrix and adapters are those of the checkpoint.
+        # checkpoint, so that its matrix and its adapters match the checkpoint.
         squares = rearrange(normed, "one (n m) c -> (one n) (c m)", m=self.merge**2)  # [N / merge², C · merge²]
         tokens: Tensor = self.projection(self.merging(squares))
         return tokens

@@ -1,8 +1,8 @@
 """Mistral Small 4 (text): model_type ``mistral4``.
 
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
-(`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where beta is
-``llama_4_scaling_beta`` and length is ``original_max_position_embeddings`` of the YaRN scaling. From layer
+(`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where ``beta`` is
+``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling. From layer
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
 experts process all tokens; together they are one MLP, whose output is not gated. Experts are scored by the softmax of
 the logits and chosen from the ``topk_group`` best of ``n_group`` groups, where the score of a group is the sum of its
@@ -146,8 +146,8 @@ OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the language model of a file with images, and move the query scaling out of the rope parameters.
 
-    Without rope parameters, the defaults of the class apply. The length and the share of rotated dimensions in the rope
-    parameters are dropped, because they follow from other keys.
+    Without rope parameters, the defaults of the class apply. ``max_position_embeddings`` and ``partial_rotary_factor``
+    in the rope parameters are dropped, because they follow from other keys.
 
     Raises:
         ValueError: the language model of a file with images has another ``model_type``.

@@ -5,8 +5,9 @@ the layers: a state-space mixer (`LigerMamba2`) for "M", attention for "*", an M
 "E". There are no rotary embeddings, and attention has no biases. The activation of MLPs and experts is the square of
 ReLU, without a gate. Norms multiply by their weight in fp32.
 
-Differs from transformers 5.23: step sizes are limited by ``time_step_limit``, as in the published code, and not by
-``time_step_min``, also in cached decoding. At padding, the bias of the projection does not enter the state.
+Differs from transformers 5.23: step sizes are limited by ``time_step_limit`` instead of ``time_step_min``, as in the
+published code. This limit also applies in cached decoding. At padding, the bias of the projection does not enter the
+state.
 
 Source: https://arxiv.org/abs/2504.03624, https://arxiv.org/abs/2512.20848, transformers ``models/nemotron_h``.
 """
@@ -176,13 +177,13 @@ class LatentExperts(LigerMoE):
         *,
         router_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `LigerMoE.forward`. ``router_input`` is the input of the router; None stands for x."""
+        """See `LigerMoE.forward`. ``router_input`` is the input of the router; None stands for ``x``."""
         rows = x if router_input is None else router_input
         return self._mix(x, *self._route(self.gate(rows.reshape(-1, rows.shape[-1])), experts), addend)
 
 
 class NemotronHMoE(Layer):
-    """``fc2(experts(fc1(x))) + shared_experts(x)``, where the router reads x; fc1 and fc2 may be missing.
+    """``fc2(experts(fc1(x))) + shared_experts(x)``, where the router reads ``x``; ``fc1`` and ``fc2`` may be missing.
 
     The routed experts are a separate layer, because expert parallelism distributes only them.
 
@@ -225,7 +226,7 @@ class NemotronHMoE(Layer):
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
-        if not self.has_latents and not torch.is_grad_enabled():  # the kernel that sums the experts adds the shared one
+        if not self.has_latents and not torch.is_grad_enabled():  # the kernel that sums experts adds the shared expert
             shared, _ = self.shared_experts.add_norm(None, None, x)
             out: tuple[Tensor, Tensor] = self.experts(x, experts, shared)
             return out
@@ -372,7 +373,7 @@ KEPT = ("mtp.",)
 
 
 def mtp_format(config: NemotronHConfig) -> MTPFormat:
-    """Describe where the block for multi-token prediction is: an attention layer and a layer of experts."""
+    """Return where a checkpoint stores the block for multi-token prediction, which has attention and experts."""
     pattern = f"{ATTENTION}{MOE}"
     names = {"fc": "0.eh_proj", "pre_fc_norm_embedding": "0.enorm", "pre_fc_norm_hidden": "0.hnorm"}
     names |= {"norm": "1.final_layernorm"}
@@ -425,7 +426,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_KEYS = (
-    "attention_bias",  # attention has no biases, also in transformers
+    "attention_bias",  # attention has no biases, in transformers as well
     "chunk_size",
     "expand",
     "hidden_dropout",

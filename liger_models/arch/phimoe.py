@@ -2,11 +2,11 @@
 
 Differs from Llama: norms are LayerNorms with bias, and the projections of attention and the head may have biases. The
 MLP of every layer is a mixture of experts, and each token passes through two experts. The router is sparsemixer: it
-chooses the two experts one after the other. The routing weight of each is a softmax over only those logits that are
-close to the largest one: the relative difference is at most 2 · ``router_jitter_noise``. The two weights need not add
-up to 1. If ``sliding_window`` is set, all layers attend only to the last ``sliding_window`` tokens. LongRoPE divides
-the rotary frequencies by one set of divisors for texts of up to ``original_max_position_embeddings`` tokens and by
-another set for longer ones, and multiplies cos and sin by ``short_mscale`` or ``long_mscale``.
+chooses the two experts one after the other. The routing weight of each expert is a softmax over only those logits that
+are close to the largest one: the relative difference is at most 2 · ``router_jitter_noise``. The two weights need not
+add up to 1. If ``sliding_window`` is set, all layers attend only to the last ``sliding_window`` tokens. LongRoPE
+divides the rotary frequencies by one set of divisors for texts of up to ``original_max_position_embeddings`` tokens and
+by another set for longer ones, and multiplies cos and sin by ``short_mscale`` or ``long_mscale``.
 
 Differs from transformers 5.23: long texts are rotated with ``long_factor``, as in the published code; transformers uses
 ``short_factor`` at every length. In training, experts are chosen as in evaluation; transformers samples them at random.

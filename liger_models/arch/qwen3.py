@@ -1,4 +1,4 @@
-"""Qwen3, the dense models: model_type ``qwen3``.
+"""Qwen3 (dense models): model_type ``qwen3``.
 
 Differs from Llama: each head of q and k is normalized by an RMSNorm before the rotation, and all heads share the weight
 of this norm; the head dimension is 128 for every hidden size. As in Qwen2, the layers from ``max_window_layers`` on can

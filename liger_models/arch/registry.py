@@ -102,8 +102,8 @@ def register(
             and JSON must be able to represent its fields; `DecoderConfig` has the usual fields.
         weight_map: function from a config to the `WeightMap` of its checkpoints. By default parameters are stored under
             their own names.
-        other_maps: function from a config to a list of the `WeightMap` of each further checkpoint layout. These layouts
-            are read but never written.
+        other_maps: function from a config to a list with one `WeightMap` for each further checkpoint layout. These
+            layouts are read but never written.
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         hf_class: name of the class in transformers, for ``architectures`` in config.json; by default the name of

@@ -24,9 +24,9 @@ class CapturedStep:
     """Forward and backward for batches of one shape: ``loss = step(batch)`` also calls ``loss.backward()``.
 
     As ``backward`` does, the step sets gradients that are None and adds to gradients that exist. The step allocates the
-    gradients itself and uses the same tensors in every call. Between calls all gradients must be None, or all must
-    still be these tensors; an optimizer and clipping may change their values. Every call draws new random numbers for
-    dropout. The optimizer is not part of the step.
+    gradients itself and uses the same tensors in every call. Between calls, either all gradients must be None, or all
+    must still be the step's tensors; an optimizer and clipping may change the values in these tensors. Every call draws
+    new random numbers for dropout. The optimizer is not part of the step.
 
     On a GPU there are two graphs: one sets gradients, and the other adds to existing gradients. Each graph is captured
     when it is first needed, and the two graphs share their memory. On the CPU the step runs without a graph.
@@ -55,8 +55,8 @@ class CapturedStep:
             for name, value in batch.items()
         }
 
-        # A change of this state is an error, because a graph would miss it. The gradients stay at the addresses of the
-        # first capture.
+        # If this state changes, calls raise an error, because a graph would miss the change. The gradients stay at the
+        # addresses that they have in the first capture.
         self._state = self._model_state()
         self._gradients: list[Tensor | None] | None = None
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -152,7 +152,7 @@ class CapturedStep:
                 ours.copy_(batch[name], non_blocking=True)
 
     def _model_state(self) -> list[Any]:
-        """Return the identity, address and ``requires_grad`` of each parameter, and the mode of each module."""
+        """Return each parameter's identity, address and ``requires_grad``, and each module's attribute ``training``."""
         parameters = [
             # 4-bit parameters have no memory of their own.
             (id(weight), weight.data_ptr() if type(weight) is nn.Parameter else None, weight.requires_grad)
@@ -171,7 +171,7 @@ class CapturedStep:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _record(self, way: str) -> None:
-        """Capture the graph that sets gradients ("set") or adds to gradients ("add"). No kernel runs."""
+        """Capture the graph that sets gradients ("set") or the graph that adds to gradients ("add"). No kernel runs."""
         device, graph = self.model.device, torch.cuda.CUDAGraph()
         stream = capture_stream(device)
         # The two graphs never run at the same time, so the second can use the memory of the first.

@@ -1,4 +1,4 @@
-"""The base class of all models: a decoder that loads, saves, generates, and works with transformers' Trainer."""
+"""The base class of models: it loads and saves checkpoints, generates text, and works with transformers' Trainer."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class CausalLM(Decoder):
     loss_type: ClassVar[str] = "ForCausalLM"
     """Tells transformers' Trainer that the first label of a row is not a target."""
     _keys_to_ignore_on_save: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
-    """Tells transformers' Trainer to tie the weights again if a checkpoint lacks this parameter."""
+    """Tells transformers' Trainer to tie the weights again if a checkpoint lacks ``lm_head.weight``."""
 
     @property
     def peft_config(self) -> Any:
@@ -78,7 +78,7 @@ class CausalLM(Decoder):
         )
 
     def get_input_embeddings(self) -> LigerEmbedding:
-        """Return the embedding. transformers' Trainer calls this method for NEFTune."""
+        """Return the token embedding. transformers' Trainer calls this method for NEFTune."""
         return self.embed_tokens
 
     def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
@@ -90,7 +90,7 @@ class CausalLM(Decoder):
         shard the model.
 
         Args:
-            new_num_tokens: V, more than the largest id in use.
+            new_num_tokens: V, the new number of rows, which must be above the largest token id in use.
             pad_to_multiple_of: V is rounded up to a multiple of this number.
 
         Returns:
@@ -146,9 +146,10 @@ class CausalLM(Decoder):
 
         Args:
             policy, offload_layers: as for `Decoder.set_checkpointing`. With policy "auto",
-                `liger_models.memory.plan_memory` chooses both, such that a step with AdamW fits into the budget and is
-                as fast as possible. The moments are assumed to be on the device, in the dtype of the weights.
-            budget: with "auto", the device memory in bytes, or as text such as "60GB" or "80%".
+                `liger_models.memory.plan_memory` chooses the policy and the number of layers, such that a step with
+                AdamW fits into the budget and is as fast as possible. The plan assumes that AdamW's moments are on the
+                device, in the dtype of the weights.
+            budget: with "auto", the available device memory, either in bytes or as a text such as "60GB" or "80%".
             tokens: with "auto", the number of tokens in a batch, B · T.
 
         Raises:
@@ -167,8 +168,8 @@ class CausalLM(Decoder):
                 f"{budget}, {tokens} and {offload_layers}."
             )
 
-        # Moments stay on the device and the optimizer steps after the backward, because
-        # the model does not own the optimizer.
+        # The plan keeps the moments on the device and runs the optimizer after the backward, because the model does not
+        # own the optimizer.
         plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
 
     def capture(self, batch: Mapping[str, Any]) -> CapturedStep:
@@ -181,14 +182,15 @@ class CausalLM(Decoder):
 
         Args:
             batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, and a call may
-                pass other tensors of the same shapes and dtypes. All other arguments keep the values given here.
+                pass other tensors of the same shapes and dtypes. All other arguments must keep the values that they
+                have in ``batch``.
 
         Returns:
             A `CapturedStep`. Calling it with a batch returns the loss, [] fp32. The capture itself sets no gradients.
 
         Raises:
-            ValueError: the batch has no labels, a gradient is not None, or the model does something that a graph would
-                not repeat: it is sharded, has hooks, offloads activations, recomputes whole blocks ("full"), has an
+            ValueError: the batch has no labels, a gradient is not None, or a graph could not repeat the step, because
+                the model is sharded, has hooks, offloads activations, recomputes whole blocks ("full"), has an
                 optimizer in its backward, or is under autocast or ``no_grad``.
             RuntimeError: an operation cannot be captured, such as one that waits for the GPU.
         """
@@ -232,7 +234,7 @@ class CausalLM(Decoder):
         return tokenizer
 
     def current_assets(self) -> dict[str, bytes]:
-        """Return the files that are saved with the weights, with the current state of the tokenizer."""
+        """Return the files that are saved next to the weights. The tokenizer's files contain its current state."""
         tokenizer: Tokenizer | None = self.__dict__.get("_tokenizer")
         return self.assets | (tokenizer.changed_files(self.assets) if tokenizer else {})
 
@@ -315,7 +317,7 @@ class CausalLM(Decoder):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()
         model.to_empty(device=device)
-        if model.device.type != "meta":  # meta tensors have no values to draw, and trying takes seconds
+        if model.device.type != "meta":  # meta tensors have no values, and drawing them takes seconds
             model.initialize()
         return model
 

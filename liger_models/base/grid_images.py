@@ -19,8 +19,8 @@ class GridLayout(BatchLayout):
     """The layout of a batch of text with images or videos.
 
     Attributes:
-        deepstack: DeepStack features [B, T, C]. If R ranks share the tokens, only the features of this rank's tokens,
-            [B, T / R, C]. Entry i is added to the residual stream after block i.
+        deepstack: a list of DeepStack features, each [B, T, C]. Entry i is added to the residual stream after block i.
+            If R ranks share the tokens, each entry is [B, T / R, C] and covers only this rank's tokens.
     """
 
     deepstack: list[Tensor] = field(default_factory=list)
@@ -29,9 +29,9 @@ class GridLayout(BatchLayout):
 class GridImageModel(VisionLanguageModel):
     """A vision-language model that takes the patches and the grid of each image and each video.
 
-    The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C], and a list
-    of DeepStack features of the same shape, which may be empty. The tower's attribute ``merge`` is the side of the
-    square of patches that becomes one token, and the tower's layer ``patch_embed`` embeds patches.
+    The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C] and a list
+    of DeepStack features, each of the same shape. The list may be empty. The tower's attribute ``merge`` is the side of
+    the square of patches that becomes one token, and the tower's layer ``patch_embed`` embeds patches.
     """
 
     layout_class = GridLayout
@@ -69,8 +69,8 @@ class GridImageModel(VisionLanguageModel):
             input_ids: [B, T] int64, with one placeholder per image token.
             pixel_values: [N, values], the patches of all images, concatenated. The processor determines the order of
                 the values of a patch.
-            image_grid_thw: [images, 3] int64, each image's number of frames, rows and columns of patches, in the order
-                of the text.
+            image_grid_thw: [images, 3] int64, the number of frames, rows and columns of patches of each image. The
+                images are in the order of the text.
             pixel_values_videos, video_grid_thw: patches and grids of videos.
             second_per_grid_ts: [videos], seconds between consecutive frames of patches, for models whose positions
                 depend on this time. Default: 1.
@@ -118,7 +118,7 @@ class GridImageModel(VisionLanguageModel):
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
-        """Return the arguments of `run`: embeddings, with image tokens in place of placeholders, and the layout.
+        """Return the arguments of `run`: embeddings, in which image tokens replace placeholders, and the layout.
 
         Args: as in `forward`.
         """
@@ -130,7 +130,8 @@ class GridImageModel(VisionLanguageModel):
             if images is not None or videos is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
-        # Placeholders must match the patches. Decoding steps have none, and compiled code can't look at values.
+        # Placeholders must match the patches. Decoding steps have no placeholders, and compiled code can't look at
+        # values.
         check_input_ids(input_ids)
         check_tensors(attention_mask=attention_mask)
         self.groups.check_tokens(input_ids.shape[1], whole=False)
@@ -150,7 +151,7 @@ class GridImageModel(VisionLanguageModel):
         return embeds, layout
 
     def image_features(self, pixel_values: Tensor, image_grid_thw: Tensor) -> tuple[Tensor, ...]:
-        """Return the image tokens [tokens, C] of each image or video; the arguments are those of `forward`."""
+        """Return the image tokens [tokens, C] of each image or video; the arguments are the same as in `forward`."""
         tokens, _ = self.visual(pixel_values, image_grid_thw.to(pixel_values.device))
         counts = image_grid_thw.prod(1) // self.visual.merge**2
         parts: tuple[Tensor, ...] = tokens.split(counts.tolist())
@@ -201,7 +202,7 @@ class GridImageModel(VisionLanguageModel):
         *,
         skip: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the embeddings, with image tokens in place of placeholders, and the DeepStack features.
+        """Return the embeddings, in which image tokens replace the placeholders, and the DeepStack features.
 
         All results are [B, T, C], and DeepStack features are 0 for text tokens. The tower runs once for images and
         videos together. If there are no images or videos, a sharded tower runs on zeros, because all ranks must gather
@@ -244,7 +245,7 @@ class GridImageModel(VisionLanguageModel):
         videos: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raise ValueError unless the placeholders match the patches. Synchronizes with the device once."""
+        """Raise ValueError unless the placeholders match the patches. This method synchronizes with the device once."""
         side, width = self.visual.merge, self.visual.patch_embed.in_features
         image_places, video_places = self.media_places(input_ids, cu_seqlens)  # [B, T] each
         media = (

@@ -42,7 +42,7 @@ class ImageProcessor(Processor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; its attributes are the settings that users may change.
         image: the token that represents a part of an image.
-        tokens: number of tokens per image, or per tile of an image, if all have the same number.
+        tokens: number of tokens per image or per tile of an image, if all images or tiles have the same number.
     """
 
     adds_special_tokens: ClassVar[bool] = True

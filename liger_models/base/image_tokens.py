@@ -27,7 +27,7 @@ class ImageTokenModel(VisionLanguageModel):
     """A vision-language model whose vision tower returns the image tokens of all images, concatenated."""
 
     image_inputs: ClassVar[tuple[str, ...]]
-    """Names of the arguments of `forward` for the tower. Each has one row per image, in the order of the text."""
+    """Names of the tower's arguments of `forward`. Each argument has one row per image, in the order of the text."""
     placeholder_key: ClassVar[str] = "image_token_index"
     """The field of the configuration that holds `placeholder_id`."""
 
@@ -50,10 +50,10 @@ class ImageTokenModel(VisionLanguageModel):
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
             images: the arguments of the vision tower; None if there are no images.
-            prefix: [B, T] bool, the tokens at the start of each document that attend to each other in both directions.
+            prefix: [B, T] bool, which tokens at the start of each document attend to each other in both directions.
                 Default: none.
-            types: [B, T] integers, 1 at image tokens. They are read only with ``inputs_embeds``, which do not show
-                where the images are.
+            types: [B, T] integers, 1 at image tokens. The types are read only with ``inputs_embeds``, because
+                embeddings do not show where the images are.
             position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`.
 
         Raises:
@@ -84,10 +84,10 @@ class ImageTokenModel(VisionLanguageModel):
 
         # All ranks must gather the weights of a sharded tower together, even if only some ranks have images.
         tower_inputs = images
-        if images is None and not decoding and self.tower_is_sharded:  # which visits every module of the tower
+        if images is None and not decoding and self.tower_is_sharded:  # the last check visits every module
             tower_inputs = self.blank_image(embeds)
-        # The host waits for the device in the check. A tower that takes only pixels runs before the check, to keep the
-        # device busy.
+        # The check makes the host wait for the device. A tower that takes only pixels runs before the check, to keep
+        # the device busy.
         tokens = self.visual(*tower_inputs) if tower_inputs is not None and len(tower_inputs) == 1 else None
         # Placeholders must match the images. Compiled code can't read values, so it skips the check.
         if not decoding and not is_traced():
@@ -99,7 +99,7 @@ class ImageTokenModel(VisionLanguageModel):
         if tokens is not None:
             embeds = insert_tokens(embeds, torch.zeros_like(places) if images is None else places, tokens)
         if images is not None and self.images_are_bidirectional:
-            batch["visible_until"] = ends_of_runs(places)  # [B, T], for an image token the last token of its image
+            batch["visible_until"] = ends_of_runs(places)  # [B, T]: for each image token, the last token of its image
 
         # The rest is the language model's forward on these embeddings.
         shape = embeds.shape[0], embeds.shape[1]

@@ -1,4 +1,4 @@
-"""Functions that read, resize and normalize images, bitwise identical to transformers' Pillow backend."""
+"""Functions that read, resize and normalize images, with bitwise the same results as transformers' Pillow backend."""
 
 import base64
 import contextlib
@@ -151,9 +151,10 @@ def image_size(source: "Source") -> tuple[int, int]:
         _check_size(image, name)
         if image.format == "PNG" and _may_turn_late(getattr(image, "fp", None)):
             return open_image(source).size
-        # The method of a PNG image would decode all pixels if no orientation comes before them.
+        # A PNG image's own ``getexif`` would decode all pixels if no orientation comes before them.
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in TURNED
-        # Pillow has already applied the orientation tag of a TIFF to its size, but not the orientation in its XMP.
+        # For a TIFF, Pillow has already applied the orientation tag to the size, but not the orientation in the XMP
+        # data.
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         return image.size[::-1] if turned and tags.get(ExifTags.Base.Orientation) not in TURNED else image.size
 
@@ -206,7 +207,7 @@ def _check_pillow() -> None:
 
 @contextlib.contextmanager
 def _naming(located: "Path | bytes") -> "Iterator[str]":
-    """Context manager that yields the image's name for messages, and converts errors to those of `open_image`."""
+    """Context manager that yields the image's name for messages, and converts errors to errors of `open_image`."""
     from PIL import Image
 
     name = f"{len(located)} bytes" if isinstance(located, bytes) else str(located)
@@ -321,8 +322,8 @@ def slots_of_frame(number: int, frames: int, depth: int) -> range:
 def join(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along the first dimension, after padding all other dimensions with zeros to the largest size.
 
-    The other dimensions differ only where images are padded: Llama 3.2 Vision has the images of a row in its second
-    dimension, LLaVA-NeXT has tiles there, and images of Pixtral and Mistral Small 3 keep their own height and width.
+    The other dimensions differ only where images are padded: in Llama 3.2 Vision, the second dimension holds the images
+    of a row; in LLaVA-NeXT, it holds tiles; and in Pixtral and Mistral Small 3, images keep their own height and width.
     A single tensor is returned without a copy.
     """
     if len(tensors) == 1:
@@ -356,7 +357,7 @@ BLOCKS = 16
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Maps a size in bytes to the integer dtype of this size."""
 PORTION = 1 << 17
-"""The number of values that are normalized at a time. In fp32, they fit into a cache."""
+"""The number of values that are normalized at a time. In fp32, these values fit into a processor cache."""
 
 
 class Normalize:
@@ -364,7 +365,7 @@ class Normalize:
 
     Args:
         settings: the content of a preprocessor_config.json.
-        mean, std: default values, one per channel, for settings without them.
+        mean, std: default values, one per channel, which are used if the settings have none.
 
     Raises:
         ValueError: a value is not finite, or a factor or a standard deviation is not positive.
@@ -467,7 +468,7 @@ def image_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the image settings in a checkpoint's files.
 
     Raises:
-        ValueError: there are no image settings. Default means and sizes could be wrong.
+        ValueError: there are no image settings, and default means and sizes could be wrong.
     """
     settings = settings_of(assets, "image_processor")
     if not settings:
@@ -493,7 +494,8 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
     if not isinstance(images, list | tuple):
         images = [] if images is None else [images]
 
-    # The list of a text must be as long as the text has placeholders. A flat list must be as long as all texts have.
+    # The list for a text must have one image per placeholder in the text. A flat list must have one image per
+    # placeholder in all texts.
     counts = [text.count(token) for text in texts]
     if any(isinstance(row, list | tuple) for row in images):
         lengths = [len(row) if isinstance(row, list | tuple) else None for row in images]
@@ -512,7 +514,7 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
     """Call ``make`` with the elements at each index of the columns, and return the list of results.
 
-    If the same objects occur at several indices, for example because answers share their images, ``make`` is called
+    If the same objects occur at several indices, for example because several answers share an image, ``make`` is called
     only once for them.
     """
     results: dict[tuple[int, ...], Any] = {}
@@ -529,7 +531,7 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
-    """Raise ValueError if preprocessor_config.json differs from ``fixed``, the only supported values.
+    """Raise ValueError if a setting in preprocessor_config.json differs from its only supported value in ``fixed``.
 
     As in transformers, null switches a step of `STEPS` off. For all other keys, null stands for the default.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
-"""Keys of a message part with which qwen_vl_utils sets the size of an image or a video."""
+"""Keys of a message part that set the size of an image or a video in qwen_vl_utils."""
 
 BOUNDS = ("min_pixels", "max_pixels")
 """The keys of `RESIZING` that an image may have if the processor supports bounds for single images."""
@@ -44,7 +44,7 @@ class TextOptions(TypedDict, total=False):
             image tokens do not all fit is an error. (False)
         max_length: number of tokens; needs ``truncation=True`` or ``padding="max_length"``.
         return_tensors: "pt", or None for ``input_ids``, ``attention_mask`` and ``assistant_masks`` as lists of rows.
-            The inputs made of images are always tensors. ("pt")
+            The inputs that hold images are always tensors. ("pt")
         answers: for each text, the start and the end (exclusive) of each answer in characters, as
             `Tokenizer.render_answers` returns them. The result then has ``assistant_masks``, which are 1 on tokens of
             answers.
@@ -69,14 +69,14 @@ class Edit(NamedTuple):
 
 
 def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
-    """Replace parts of a text. Returns the new text, and the positions of ``spans`` in the new text.
+    """Replace parts of a text. Return the new text, and the positions of ``spans`` in the new text.
 
     Args:
         text: the text.
         edits: the replacements, in order and without overlaps.
-        spans: start and end (exclusive) of parts of the text. Neither may lie inside an edit.
+        spans: start and end (exclusive) of parts of the text. Neither the start nor the end may lie inside an edit.
     """
-    # The result alternates between the text between edits and the replacements.
+    # The result alternates between unchanged pieces of the text and replacements.
     pieces, last = [], 0
     for edit in edits:
         pieces += [text[last : edit.start], edit.text]
@@ -255,11 +255,11 @@ class Processor(ABC):
         return f"images={vars(self).get('images')}"
 
     __call__: Callable[..., ModelInputs]
-    """Convert a batch of texts, and their images in the order of the placeholders, into model inputs."""
+    """Convert a batch of texts and their images into model inputs. The images are in the order of the placeholders."""
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """Maps "image" and "video" to regular expressions for the placeholders, which texts from `written` replace."""
+        """Maps "image" and "video" to regular expressions for placeholders; `written` gives the replacement texts."""
         return {"image": re.escape(self.image)}
 
     @property
@@ -292,9 +292,9 @@ class Processor(ABC):
         """Return the inputs of ``forward`` for the images and videos of one row of text.
 
         If the processor supports bounds for single images, ``bounds`` holds two sequences: the ``min_pixels`` of all
-        images, and their ``max_pixels``.
+        images, and the ``max_pixels`` of all images.
 
-        To combine the inputs of several rows, pad their dimensions after the first with zeros, and concatenate them
+        To combine the inputs of several rows, pad all dimensions after the first with zeros, and concatenate the inputs
         along the first dimension.
         """
 
@@ -551,14 +551,15 @@ class Processor(ABC):
 
     def changed_files(self) -> dict[str, bytes]:
         """Return the new contents of the files that changed settings affect, by file name."""
-        # One file may hold both parts, so each change is applied on top of the changes before it.
+        # One file may hold the settings of images and of videos, so each change is applied on top of the changes before
+        # it.
         changed: dict[str, bytes] = {}
         for part, settings in self.changed_settings().items():
             changed |= settings_file({**self.files, **changed}, part, settings)
         return changed
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the files of the processor and the tokenizer, including changes. `AutoLigerProcessor` can load them.
+        """Write the files of the processor and the tokenizer, with all changes, for `AutoLigerProcessor` to load.
 
         The files have the names and the format of the checkpoint, so transformers' ``AutoProcessor`` reads them as
         well. If the folder has no config.json, this method writes one, because config.json determines the class of the

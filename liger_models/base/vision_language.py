@@ -38,8 +38,8 @@ class VisionLanguageModel(CausalLM):
 
         Args:
             policy, offload_layers, budget, tokens: settings for the blocks of the language model.
-            vision_policy: policy for the blocks of the tower. Default: ``policy`` if it is one policy for all blocks,
-                the policy of the first block if it is "auto", and "none" otherwise.
+            vision_policy: policy for the blocks of the tower. Default: the same as ``policy`` if that is one policy for
+                all blocks, the first block's policy if ``policy`` is "auto", and "none" otherwise.
         """
         super().set_checkpointing(policy, offload_layers=offload_layers, budget=budget, tokens=tokens)
         if vision_policy is None:
@@ -61,7 +61,7 @@ class VisionLanguageModel(CausalLM):
 
     @property
     def placeholders(self) -> list[int]:
-        """The tokens of the vocabulary that stand for images and videos. Without pixels, `forward` refuses them."""
+        """The tokens that stand for images and videos. Without pixels, `forward` refuses these tokens."""
         names = ("image_token_id", "image_token_index", "video_token_id")
         tokens: set[int] = {getattr(self.config, name, -1) for name in names}
         return sorted(token for token in tokens if 0 <= token < self.config.vocab_size)
@@ -91,7 +91,7 @@ class VisionLanguageModel(CausalLM):
         return self.__dict__["_processor"]
 
     def current_assets(self) -> dict[str, bytes]:
-        """Return the files that are saved with the weights, with the state of the tokenizer and the processor."""
+        """Return the files that are saved next to the weights, including changes to the tokenizer and the processor."""
         processor: Processor | None = self.__dict__.get("_processor")
         return super().current_assets() | (processor.changed_files() if processor else {})
 

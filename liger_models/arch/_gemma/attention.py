@@ -78,7 +78,7 @@ class GemmaAttention(LigerAttention):
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
-        """Return ``(y, residual, k, v)`` with k, v [B, S, G, D], or ``(y, residual)`` if another layer has k, v."""
+        """Return ``(y, residual, k, v)`` with k, v [B, S, G, D], or only ``(y, residual)`` if k and v are shared."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
         if context is not None:

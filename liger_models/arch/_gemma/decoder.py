@@ -21,7 +21,7 @@ class GemmaDecoder(CappedGemmaModel):
     def build_blocks(self, config: Any) -> nn.ModuleList:
         """Build the blocks, and the module that computes the blocks' second inputs from the tokens."""
         norm = fp32_norm(config, self.kernels)
-        # Create this module before the blocks: optimizer states number the parameters in this order.
+        # Create this module before the blocks, because optimizer states number parameters in the order of creation.
         self.per_layer = PerLayerInputs(config, norm) if config.hidden_size_per_layer_input else None
         return super().build_blocks(config)
 
@@ -69,7 +69,7 @@ class GemmaDecoder(CappedGemmaModel):
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return a block's router logits, and a layout with the block's keys and values for blocks of its type."""
+        """Return a block's router logits, and a layout that passes its keys and values to later blocks of its type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout
@@ -80,7 +80,7 @@ class GemmaDecoder(CappedGemmaModel):
         return routed, layout
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """See `Decoder.stand_ins`. Placeholders replace all second inputs, and keys and values of each layer type."""
+        """See `Decoder.stand_ins`. Placeholders replace all second inputs and each layer type's keys and values."""
         config, shape = self.config, like.shape[:2]
         # Shapes differ between layer types. As in `carry`, each type has the keys and values of its last layer.
         width, shared = config.hidden_size_per_layer_input, {}

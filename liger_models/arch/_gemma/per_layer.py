@@ -60,7 +60,7 @@ class PerLayerInputs(Layer):
 
 
 class PerLayerBranch(Layer):
-    """Computes ``norm(projection(gelu(gate(x)) · input))`` from the residual stream x and the block's second input.
+    """Computes ``norm(projection(gelu(gate(x)) · input))`` from the stream ``x`` and the block's second ``input``.
 
     Args:
         config: sizes and constants.

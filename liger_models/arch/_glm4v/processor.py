@@ -18,7 +18,7 @@ CLIP = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
 LEAST_PIXELS = 112 * 112
 MOST_PIXELS = {"image": 28 * 28 * 15000, "video": 28 * 28 * 2 * 30000}
 MAX_DURATION = 300
-"""Duration in seconds beyond which videos have a fixed number of sampled frames, unless the settings set it."""
+"""Default limit in seconds: a fixed number of frames is sampled from longer videos."""
 
 
 class Glm4vVideos(QwenVLImages):
@@ -47,7 +47,7 @@ class Glm4vVideos(QwenVLImages):
 
 
 class Glm4vProcessor(QwenVLProcessor):
-    """Turns texts with placeholders, images and videos into the inputs of ``forward`` and ``generate``."""
+    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``."""
 
     @classmethod
     def makers(
@@ -68,6 +68,6 @@ class Glm4vProcessor(QwenVLProcessor):
         return (self.image_token,)
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: ``frame`` and a whole second for each group of frames that patches span."""
+        """Return the text of a video: ``frame`` and the time in whole seconds for each group of frames in a patch."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

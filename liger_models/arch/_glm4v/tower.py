@@ -74,7 +74,7 @@ class Glm4vVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4vFields:
-    """The fields that the configs of both models have in addition to the language model's fields.
+    """The fields that the configs of GLM-4.1V and GLM-4.5V have in addition to the language model's fields.
 
     ``video_token_id`` is the placeholder of a whole video in the text. The processor replaces it with the placeholders
     of the frames, which are image placeholders.

@@ -1,4 +1,4 @@
-"""The configuration of LLaVA and LLaVA-NeXT: Llama or Mistral with CLIP's or Pixtral's vision tower."""
+"""The configuration of LLaVA and LLaVA-NeXT, which combine Llama or Mistral with CLIP's or Pixtral's vision tower."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -180,7 +180,7 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
 
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
-    """The levels of names below the tower's prefix. For CLIP, transformers 5 writes the second level."""
+    """The possible name levels between the tower's prefix and its parts. For CLIP, transformers 5 writes the second."""
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 

@@ -36,14 +36,14 @@ class Prefixes(NamedTuple):
 
 HUB = Prefixes("language_model.model", "vision_tower", "", "language_model.lm_head.weight")
 MODULES = Prefixes("model.language_model", "model.vision_tower", "model.", "lm_head.weight")
-"""The names of transformers' modules since 4.52, which some versions also wrote to checkpoints."""
+"""The prefixes that transformers' modules have since 4.52. Some of these versions also wrote them to checkpoints."""
 
 
 def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ...]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and rope settings of the tower into ``vision_config``.
+    """Move the keys of ``text_config`` to the top, and the tower's rope parameters to the top of ``vision_config``.
 
     ``image_token_id`` is also accepted for ``image_token_index``. If ``tie_word_embeddings`` is missing at the top
-    level, the value in ``text_config`` counts. If that is missing too, it is false.
+    level, the value in ``text_config`` counts. If both are missing, ``tie_word_embeddings`` is false.
 
     Args:
         config_class: the config class of the model.
@@ -69,7 +69,7 @@ def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, .
 
 
 def write_llava(keys: Mapping[str, Any], top: tuple[str, ...], text_type: str, vision_type: str) -> dict[str, Any]:
-    """Invert `read_llava`, and write the ``model_type`` of the language model and of the tower into their parts."""
+    """Invert `read_llava`, and add each part's ``model_type`` to ``text_config`` and ``vision_config``."""
     vision = {**keys["vision_config"], "model_type": vision_type}
     theta = vision.pop("rope_theta", None)
     if theta is not None:

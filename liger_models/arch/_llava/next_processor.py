@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LlavaNextImages(ImageConverter):
-    """Resizes an image to one tile, and also into a canvas, which is cut into tiles.
+    """Resizes an image twice: to one tile, and to a canvas that is cut into tiles.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -60,7 +60,7 @@ class LlavaNextImages(ImageConverter):
         return f"LlavaNextImages(side={self.side}, canvases={self.config.image_grid_pinpoints})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, tuple[int, int]]:
-        """Return tiles [tiles, 3, side, side] fp32, the whole image first, and the image's height and width."""
+        """Return tiles [tiles, 3, side, side] fp32, starting with the whole image, and the image's height and width."""
         image, side = read_image(source), self.side
         width, height = image.size
         tiles = self.config.arrange(height, width)
@@ -84,7 +84,7 @@ class LlavaNextProcessor(LlavaProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to tiles.
-        image: the token that is repeated for each image. Before that, it is the image's placeholder in the text.
+        image: the placeholder of an image in the text, which is repeated for the image's tokens.
         tokens: number of tokens per tile.
     """
 
@@ -107,8 +107,8 @@ class LlavaNextProcessor(LlavaProcessor):
         """See `ImageProcessor.joined`.
 
         Returns:
-            ``pixel_values`` [n, tiles, 3, side, side], padded to the largest number of tiles, and ``image_sizes``
-            [n, 2], height and width before resizing.
+            ``pixel_values`` [n, tiles, 3, side, side], padded to the largest number of tiles; ``image_sizes`` [n, 2],
+            the height and width of each image before resizing.
         """
         if not converted:
             return {}

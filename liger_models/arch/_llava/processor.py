@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
-    """Read a size from preprocessor_config.json, which is a number or a mapping with some of ``names`` as keys.
+    """Read a size from preprocessor_config.json. The size is a number, or a mapping with some of ``names`` as keys.
 
     The result is None if the size is missing, or if the values of ``names`` differ.
     """
@@ -41,7 +41,7 @@ def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
 
 
 class LlavaImages(ImageConverter):
-    """Resizes the shorter side of an image, and crops the center to the tower's image size.
+    """Resizes an image by its shorter side, and crops the center to the tower's image size.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -98,15 +98,16 @@ class LlavaProcessor(ImageProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels.
-        image: the token that is repeated for each image. Before that, it is the image's placeholder in the text.
+        image: the placeholder of an image in the text, which is repeated for the image's tokens.
         tokens: number of tokens per image.
     """
 
     @classmethod
     def of(cls, model: CausalLM) -> Any:
-        """Build the processor of a model from its checkpoint's settings; a `PixtralProcessor` for Pixtral's tower.
+        """Build a model's processor from its checkpoint's settings. For Pixtral's tower, it is a `PixtralProcessor`.
 
-        The number of tokens per image follows from the model; its copy in the processor's files is not read.
+        The number of tokens per image follows from the model; the copy of this number in the processor's files is not
+        read.
 
         Raises:
             ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the

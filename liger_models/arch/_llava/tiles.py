@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Choose the canvas (height, width) that keeps most pixels of an image or, among equals, has least empty space."""
+    """Choose the canvas (height, width) that keeps the most pixels or, among equals, has the least empty space."""
     best, most, least = (0, 0), -1, 0
     for canvas_height, canvas_width in resolutions:
         scale = min(canvas_width / width, canvas_height / height)

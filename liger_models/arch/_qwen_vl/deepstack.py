@@ -94,7 +94,7 @@ class Qwen3VLTower(QwenTower):
             grid_thw: [n, 3] int64.
 
         Returns:
-            ``(tokens, levels)``: the image tokens, and a list of DeepStack features, all [N / merge², C].
+            ``(tokens, levels)``: the image tokens [N / merge², C], and a list of DeepStack features of the same shape.
         """
         # Embedded patches with their learned positions, [1, N, C]. Patches of a frame attend to each other.
         patches = locate_patches(grid_thw, len(pixels), self.merge)

@@ -24,7 +24,7 @@ class MRopeModel(GridImageModel):
     processor_class = QwenVLProcessor
     images_shift_positions = True
     interleaved: ClassVar[bool] = False
-    """Whether rotary frequencies alternate between time, height and width. Otherwise, each has its own section."""
+    """Whether rotary frequencies alternate between time, height and width, instead of each having its own section."""
 
     def build_visual(self, config: Any) -> nn.Module:
         """The vision tower."""
@@ -83,7 +83,7 @@ class MRopeModel(GridImageModel):
                 f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, preceded by the cached "
                 f"tokens if there are any, got {None if mask is None else list(mask.shape)}."
             )
-        # Some models space the frames of a video by their time, in positions per frame.
+        # In some models, the number of positions from one frame of a video to the next depends on the frame rate.
         interval = None
         if rate is not None and video_grid_thw is not None:
             seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts

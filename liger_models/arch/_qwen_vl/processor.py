@@ -44,7 +44,7 @@ MOST_ELONGATED = 200
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: tuple[int, int] = (1, 1)
 ) -> tuple[int, int]:
-    """Return the size nearest to an image's size with sides that are multiples of ``factor`` and an area within bounds.
+    """Return the nearest size whose sides are multiples of ``factor`` and whose area is within the bounds.
 
     Args:
         height, width: size of the image in pixels.
@@ -76,7 +76,7 @@ def smart_resize(
 
 BOUNDS = ("image", "repeated image", "frame", "video")
 FPS = 2.0
-"""Frames per second to sample if the settings have no number. The authors' qwen_vl_utils has the same default."""
+"""Frames per second to sample if the settings have no ``fps``. The authors' qwen_vl_utils has the same default."""
 
 
 class QwenVLImages:
@@ -112,7 +112,8 @@ class QwenVLImages:
             int(settings.get(key) or value)
             for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
         )
-        # The bounds of the area, whose names depend on the version of transformers, and further settings of videos.
+        # The bounds of the area, whose names depend on the version of transformers. Some of these settings are for
+        # videos.
         self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
         self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
         self.as_read = self.min_pixels, self.max_pixels
@@ -140,12 +141,13 @@ class QwenVLImages:
         not a multiple of the frames per patch, the last frame is repeated.
 
         Args:
-            frames: the frames of a video, all of one size, or a single image, as PIL images or anything that
+            frames: the frames of a video (all of one size) or a single image, given as PIL images or anything that
                 `locate_image` takes.
             min_pixels, max_pixels: bounds of this image's area; by default the bounds for all images.
 
         Returns:
-            ``(patches, grid)``: [frames · rows · columns, 3 · depth · side · side] fp32, [3] int64.
+            ``(patches, grid)``: the patches [frames · rows · columns, 3 · depth · side · side] fp32, and the grid [3]
+            int64.
 
         Raises:
             ValueError: there are too few frames, frames differ in size, or the bounds allow no size.
@@ -192,7 +194,7 @@ class QwenVLImages:
                 "QwenVLImages: min_pixels and max_pixels must be positive numbers of pixels, the second at least the "
                 f"first, got {min_pixels!r} and {max_pixels!r}."
             )
-        # The area of a video counts all frames. Their number is rounded to a multiple of the frames per token.
+        # The area of a video counts all frames. The number of frames is rounded to a multiple of the frames per token.
         deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
         if whole and min(height, width) < factor:
             scale = factor / min(height, width)
@@ -236,7 +238,7 @@ class QwenVLImages:
             )
 
     def bounds(self) -> dict[str, Any]:
-        """Return the bounds of the area as settings, under the names that the versions of transformers read."""
+        """Return the bounds of the area as settings, under all names that versions of transformers read."""
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return bounds | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
@@ -264,7 +266,7 @@ class QwenVLImages:
 
 
 class QwenVLProcessor(Processor):
-    """Turns texts with placeholders, images and videos into the inputs of ``forward`` and ``generate``.
+    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -356,11 +358,11 @@ class QwenVLProcessor(Processor):
 
         Args:
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
-            videos: the sampled frames of each video, all frames of a video in one size.
-            fps: sampled frames per second of each video, required by Qwen2.5-VL and Qwen3-VL.
-            min_pixels, max_pixels: bounds of an image's area after resizing, one for all images or one for each image.
-                None stands for the processor's bound, such as ``processor.images.max_pixels``.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            videos: the sampled frames of each video. All frames of a video have one size.
+            fps: sampled frames per second of each video; Qwen2.5-VL and Qwen3-VL require this argument.
+            min_pixels, max_pixels: bounds of an image's area after resizing: one number for all images, or one number
+                per image. None stands for the processor's bound, such as ``processor.images.max_pixels``.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -429,14 +431,14 @@ class QwenVLProcessor(Processor):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`. With timestamps, a video's placeholder includes the tokens around it."""
+        """See `Processor.placeholders`. With timestamps, the tokens around a video belong to its placeholder."""
         image, video = re.escape(self.image_token), re.escape(self.video_token)
         wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>")
         return {"image": image, "video": f"{wrapped}|{video}" if self.frames_apart else video}
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`. The last one represents parts of a video."""
+        """See `Processor.media_tokens`. The last token represents parts of a video."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:
@@ -479,7 +481,7 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: a timestamp and ``frame`` for each group of frames that patches span.
+        """Return the text of a video: a timestamp and ``frame`` for each group of frames in a patch.
 
         The timestamp is the mean of the times of the group's first and last frame.
         """
@@ -501,7 +503,7 @@ class QwenVLProcessor(Processor):
         }
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """Return the bounds of images and videos if any bound was changed, and otherwise nothing."""
+        """Return the bounds of images and videos if any bound was changed, and {} otherwise."""
         parts = {"image_processor": self.images, "video_processor": self.videos}
         return {part: images.bounds() for part, images in parts.items()} if any(map(_changed, parts.values())) else {}
 

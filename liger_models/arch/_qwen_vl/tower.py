@@ -49,7 +49,7 @@ def check_token_width(config: Any, width: str) -> None:
 
 
 class QwenTower(nn.Module):
-    """Base class of the vision towers, which builds their parts. Subclasses define the forward.
+    """Base class of the vision towers. It builds a tower's parts, and subclasses define the forward.
 
     Args:
         config: sizes.
@@ -128,7 +128,7 @@ def tower_entries(
 
 
 def merger_entries(ours: str, theirs: str, parts: Mapping[str, str], *, norm_bias: bool = True) -> dict[str, str]:
-    """Return the entries of a weight map for a `PatchMerger`; ``parts`` maps its parts' names to the checkpoint's."""
+    """Return the entries of a weight map for a `PatchMerger`; ``parts`` maps names of its parts to checkpoint names."""
     return {
         f"{ours}.{part}.{parameter}": f"{theirs}.{name}.{parameter}"
         for part, name in parts.items()

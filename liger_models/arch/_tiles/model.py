@@ -9,7 +9,7 @@ from liger_models.base.image_tokens import EqualImageModel
 
 
 class TileModel(EqualImageModel):
-    """A model whose images are tiles. Its config has ``image_token_id`` and `tokens_per_tile`.
+    """A model whose images are cut into tiles. Its config has ``image_token_id`` and ``tokens_per_tile``.
 
     ``vision_config`` has ``num_channels`` and ``side``, the height and width of a tile in pixels.
     """

@@ -20,7 +20,7 @@ from liger_models.layers.vision import VisionBlock
 
 
 class ClipTower(nn.Module):
-    """The vision tower without a projector. Families derive their towers, which project the patches to image tokens.
+    """The vision tower without a projector. The towers of families derive from it, and project patches to image tokens.
 
     Args:
         config: sizes of the tower.
@@ -85,7 +85,7 @@ def clip_entries(vision: Any, layers: int, theirs: str) -> dict[str, Expression 
 
 
 def block_entries(ours: str, theirs: str, vision: Any) -> dict[str, Expression | str]:
-    """Return the entries of a block of CLIP or SigLIP with the sizes ``vision`` and the given prefixes of names."""
+    """Return the weight-map entries of a CLIP or SigLIP block whose names begin with ``ours`` and ``theirs``."""
     entries: dict[str, Expression | str] = {}
     for k in ("weight", "bias"):
         rows = tower_rows(f"{theirs}.self_attn", k, vision.num_attention_heads, vision.hidden_size)

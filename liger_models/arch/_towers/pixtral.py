@@ -64,7 +64,7 @@ class PixtralRotaryEmbedding(RotaryEmbedding):
     """
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [B, N, width / 2] fp32; ``position_ids`` [2, B, N] int64 has rows and columns."""
+        """Return cos and sin, each [B, N, width / 2] fp32; ``position_ids`` [2, B, N] int64 holds rows and columns."""
         cos, sin = super().forward(position_ids)  # [2, B, N, width / 2]
         row, column = slice(0, None, 2), slice(1, None, 2)
         cos, sin = (torch.cat([table[0][..., row], table[1][..., column]], -1) for table in (cos, sin))
@@ -76,7 +76,7 @@ def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[
 
     Args:
         sizes: [n, 2] int64, the number of rows and columns of patches of each image.
-        rows, columns: the number of rows and columns of patches with padding.
+        rows, columns: the number of rows and columns of patches, including padding.
         merge: side of a square block of patches, which becomes one image token.
 
     Returns:
@@ -95,7 +95,7 @@ def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[
 
 
 class PixtralTower(nn.Module):
-    """The vision tower without a projector. Families derive their towers, which project the patches to image tokens.
+    """The vision tower without a projector. The towers of families derive from it, and project patches to image tokens.
 
     Args:
         config: sizes of the tower.

@@ -68,7 +68,7 @@ class SiglipVisionConfig(SiglipSizes):
 
 
 class SiglipTower(nn.Module):
-    """The vision tower without a projector. Families derive their towers, which project the patches to image tokens.
+    """The vision tower without a projector. The towers of families derive from it, and project patches to image tokens.
 
     Args:
         config: sizes of the tower.

@@ -108,8 +108,8 @@ class Gemma3Processor(ImageProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; set its attribute ``scans`` to True for pan and scan.
-        begin, image, end: the token before an image, the token that is repeated for the image, and the token after it.
-            Before that, ``begin`` is the placeholder in the text.
+        begin, image, end: the token before an image, the token that is repeated for the image, and the token after the
+            image. In the text of a caller, ``begin`` is the placeholder of an image.
         tokens: number of tokens per image.
     """
 

@@ -1,7 +1,7 @@
 """The language model of a Gemma 3n (E2B, E4B) with images and audio: model_type ``gemma3n``.
 
 The language model is ``gemma3n_text``. The towers of images and audio are not implemented: their tensors are kept in
-host memory and saved unchanged, and images, audio and the tokens that stand for them are refused.
+host memory and saved unchanged, and the model refuses images, audio, and the tokens that stand for images or audio.
 
 Source: https://ai.google.dev/gemma/docs/gemma-3n, transformers ``models/gemma3n``.
 """
@@ -43,7 +43,8 @@ class LigerGemma3n(text.Gemma3nDecoder):
         """See `Decoder.forward`. ``token_type_ids`` are ignored; transformers' processor returns them.
 
         Raises:
-            ValueError: there are images or audio, or tokens that stand for them. The model has no towers for them.
+            ValueError: there are images, audio, or tokens that stand for images or audio. The model has no towers for
+                these inputs.
         """
         media = {
             "pixel_values": pixel_values, "input_features": input_features, "input_features_mask": input_features_mask,

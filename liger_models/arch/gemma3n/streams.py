@@ -1,4 +1,4 @@
-"""AltUp (the several residual streams of Gemma 3n) and LAuReL (its low-rank branch).
+"""AltUp and LAuReL: the residual streams of Gemma 3n, and the low-rank branch of its blocks.
 
 A block runs on one stream. Before the block, each stream is predicted as a mixture of all streams. After the block,
 each stream is corrected by the difference between the block's output and the prediction of the stream that the block
@@ -20,7 +20,7 @@ from liger_models.layers.linear import ReplicatedLinear, replicated
 from liger_models.layers.norm import LigerRMSNorm, call_linear
 
 LEAST = 1e-5
-"""Lower bound of a stream's mean square where the stream is divided by its RMS."""
+"""Lower bound of a stream's mean square when the stream is divided by its RMS."""
 
 
 def magnitude(x: Tensor, least: float) -> Tensor:
@@ -66,8 +66,8 @@ class Streams(Layer):
 class AltUp(Layer):
     """Predicts the streams before a block, and corrects them after it.
 
-    In training, the coefficients are clipped to ±``altup_coef_clip``. transformers writes clipped coefficients of the
-    prediction into the weight; this package leaves the weight unchanged.
+    In training, the coefficients are clipped to ±``altup_coef_clip``. transformers writes the clipped prediction
+    coefficients into the weight; this package leaves the weight unchanged.
 
     Args:
         config: sizes and constants.
@@ -83,7 +83,7 @@ class AltUp(Layer):
         self.correction = nn.Linear(self.streams, self.streams, bias=False)
         self.scales = config.altup_correct_scale
         self.scale = nn.Parameter(torch.zeros(C), requires_grad=self.scales)
-        """A factor that scales the corrected first stream for the per-layer branch. All checkpoints have it."""
+        """A factor that scales the corrected first stream for the per-layer branch, stored in all checkpoints."""
         self.group: Group | None = None
 
     def draw(self, std: float) -> bool:
@@ -128,7 +128,7 @@ class AltUp(Layer):
 
 
 class Laurel(Layer):
-    """``x + norm(right(left(x)))``, where left and right are projections to a small width and back.
+    """``x + norm(right(left(x)))``, where ``left`` projects to a small width and ``right`` projects back.
 
     Args:
         config: sizes and constants.

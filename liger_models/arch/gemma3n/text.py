@@ -2,14 +2,15 @@
 
 Differs from Gemma 3: there are several residual streams (AltUp), and a block runs on the first of them. A low-rank
 branch (LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the first
-layers, all gates become 0 except those far above the mean of their token's gates: with mean m, standard deviation s and
-sparsity p, a gate g becomes ``max(0, g − m − s · Φ⁻¹(p))`` before its activation. A second token embedding gives each
-block a second input, which is added to the other streams. Norms multiply by their weight, and values are normalized
-without a weight. Attention scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers``
-layers compute no keys and values; they use the keys and values of the last earlier layer of their type.
+layers, all gates become 0 except those far above the mean of their token's gates: before its activation, a gate ``g``
+becomes ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` is the mean, ``s`` the standard deviation and ``p`` the sparsity. A
+second token embedding gives each block a second input, which is added to the other streams. Norms multiply by their
+weight, and values are normalized without a weight. Attention scores are not scaled. Every fifth layer has no window.
+The last ``num_kv_shared_layers`` layers compute no keys and values; each of them uses the keys and values of the last
+earlier layer of its type that computes keys and values.
 
-``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. transformers leaves the
-second embedding out if it is given ``inputs_embeds``.
+``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. If a caller passes
+``inputs_embeds``, transformers leaves the second embedding out.
 
 Source: https://ai.google.dev/gemma/docs/gemma-3n, transformers ``models/gemma3n``.
 """
@@ -46,8 +47,8 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Gemma 3n language model. In config.json, ``hidden_act`` is called ``hidden_activation``.
 
     ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``intermediate_size`` is one number for
-    all layers or a list with one for each layer, and ``activation_sparsity_pattern`` has each layer's share of gates
-    that become 0.
+    all layers or a list with one number per layer, and ``activation_sparsity_pattern`` lists the share of gates that
+    become 0 in each layer.
 
     Raises:
         ValueError: a list does not have a value for each layer, or a setting is not supported.
@@ -162,7 +163,7 @@ class SparseMLP(GatedMLP):
     def __init__(self, hidden_size: int, intermediate_size: int, sparsity: float, *, kernel: bool = True) -> None:
         super().__init__(hidden_size, intermediate_size, act="gelu_tanh", kernel=kernel)
         self.cutoff = NormalDist().inv_cdf(sparsity)
-        """Number of standard deviations above the mean up to which gates become 0."""
+        """Gates become 0 unless they exceed the mean by more than this number of standard deviations."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""
@@ -186,8 +187,8 @@ class SparseMLP(GatedMLP):
 class Gemma3nBlock(nn.Module):
     """``a = (h + norm(attention(norm(h))) + laurel(norm(h))) / sqrt(2); a += norm(mlp(norm(a)))`` on one stream.
 
-    The stream h is predicted from all streams, and a corrects all streams. The per-layer branch then reads the
-    corrected first stream, and its output is added to the other streams.
+    The stream ``h`` is predicted from all streams, and the result ``a`` is used to correct all streams. The per-layer
+    branch then reads the corrected first stream, and its output is added to the other streams.
     """
 
     def __init__(self, config: Gemma3nTextConfig, layer: int, kernels: KernelOptions) -> None:
@@ -211,8 +212,8 @@ class Gemma3nBlock(nn.Module):
         """Run the block on ``residual + x`` [B, T, C] and ``layout.streams``.
 
         Returns:
-            ``(None, residual)`` and tensors for `carry`: keys and values, unless another layer computed them, and
-            streams.
+            ``(None, residual)`` and the tensors for `carry`: keys and values (unless another layer computed them), and
+            the streams.
         """
         first = residual if x is None else residual + x
         predicted = self.altup.predict(torch.cat([first[None], layout.streams]))

@@ -70,7 +70,7 @@ class Gemma4Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
         """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and tensors for `carry`."""
-        # Attention. x is the branch's output, which the next norm adds to the stream.
+        # Attention. ``x`` is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless another layer computed them
         # The MLP, which all models have.
@@ -101,7 +101,7 @@ class Gemma4Decoder(GemmaDecoder):
 
     def build_rotary(self, config: Gemma4TextConfig) -> dict[str, nn.Module]:
         """One rotary embedding per layer type. Layers with full attention rotate only some pairs of dimensions."""
-        # Both types have their own head dimension, so their tables differ in width, too.
+        # The two layer types differ in head dimension, so their tables differ in width.
         full = ProportionalRotaryEmbedding(config.global_head_dim, config.rope_theta, config.partial_rotary_factor)
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         return {"full_attention": full, "sliding_attention": sliding}

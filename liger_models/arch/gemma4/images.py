@@ -122,11 +122,11 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return bool(self.config.use_bidirectional_attention == "vision")
 
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Return the ids, with the padding token in place of placeholders, which have no rows in the embedding."""
+        """Replace placeholders by the padding token, because the embedding has no rows for placeholders."""
         return input_ids.masked_fill(places | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
 
     def _refused(self, input_ids: Tensor) -> Tensor:
-        """Return [B, T] bool, whether tokens are placeholders of audio or videos. A prompt must not have them."""
+        """Return which tokens are placeholders of audio or videos, [B, T] bool. A prompt must not have such tokens."""
         refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
         return refused
 

@@ -62,11 +62,13 @@ class Gemma4Images(ImageConverter):
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the number of rows and columns of image tokens for an image of the given width and height."""
-        # The image keeps its shape and is scaled to the allowed area, rounded down to whole tokens.
+        # The image is scaled to the allowed area without changing its shape, and its sides are rounded down to whole
+        # tokens.
         side = self.patch * self.pool
         factor = math.sqrt(self.max_soft_tokens * self.pool**2 * self.patch**2 / (size[0] * size[1]))
         columns, rows = (math.floor(factor * length / side) for length in size)
-        # An image too narrow for one token gets one row or column, which is as long as its shape and the limit allow.
+        # An image too narrow for one token gets one row or column, which is as long as the image's shape and the limit
+        # allow.
         if rows == 0:
             return 1, min(size[0] // size[1], self.max_soft_tokens)
         if columns == 0:
@@ -94,7 +96,8 @@ class Gemma4Processor(ImageProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to patches; set ``images.max_soft_tokens`` for larger or smaller images.
-        begin, image, end: the tokens before, for and after an image. In a text, ``image`` is the placeholder.
+        begin, image, end: the token before an image, the token that is repeated for the image, and the token after the
+            image. In the text of a caller, ``image`` is the placeholder of an image.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: Gemma4Images, *, begin: str, image: str, end: str) -> None:

@@ -236,7 +236,7 @@ class Gemma4Tower(nn.Module):
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
         self.patch_embed = nn.Linear(config.patch_values, C, bias=False)
         self.pos_embed = nn.Embedding(2 * self.positions, C)
-        """The learned positions of all columns, followed by those of all rows."""
+        """The learned positions of all columns, followed by the learned positions of all rows."""
         self.blocks = nn.ModuleList(Gemma4VisionBlock(config, norm, kernels) for _ in range(config.num_hidden_layers))
         self.standard = Standardize(C) if config.standardize else None
         self.soft_emb_norm = norm(C, elementwise_affine=False)
@@ -254,7 +254,7 @@ class Gemma4Tower(nn.Module):
             [n · P / patches per token, C], the tokens of all images in order, followed by the tokens of padding.
         """
         (n, P), valid, coordinates = pixels.shape[:2], (positions >= 0).all(-1), positions.clamp_min(0)
-        # Embedded patches [1, n · P, C] with the learned positions of their column and row; padding has none.
+        # Embedded patches [1, n · P, C] with the learned positions of their column and row; padding has no position.
         table = local(self.pos_embed.weight)
         placed = F.embedding(coordinates[..., 0], table) + F.embedding(coordinates[..., 1] + self.positions, table)
         embedded = self.patch_embed((2 * (pixels - 0.5)).to(dtype_of(self.patch_embed)))

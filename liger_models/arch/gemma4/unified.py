@@ -67,7 +67,7 @@ class Gemma4UnifiedVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4UnifiedConfig(Placeholders, Gemma4UnifiedTextConfig):
-    """Sizes and constants, as in `Gemma4UnifiedTextConfig`; ``vision_config`` has the sizes of image tokens."""
+    """Sizes and constants, as in `Gemma4UnifiedTextConfig`; ``vision_config`` has the sizes for images."""
 
     vision_config: Gemma4UnifiedVisionConfig = field(default_factory=Gemma4UnifiedVisionConfig)
 
@@ -90,7 +90,7 @@ class PatchEmbedder(nn.Module):
         )
         self.patch_embed = nn.Linear(config.patch_values, C)
         self.pos_embed = nn.Embedding(2 * config.mm_posemb_size, C)
-        """The learned positions. Row 2i belongs to column i of an image, and row 2i + 1 belongs to row i."""
+        """The learned positions. Entry 2i belongs to column i of an image, and entry 2i + 1 belongs to row i."""
         self.soft_emb_norm = LigerRMSNorm(
             C, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm, elementwise_affine=False
         )
@@ -110,7 +110,7 @@ class PatchEmbedder(nn.Module):
         # Put the patches of all images first and padding last: [n · P, values of a patch].
         order = (~valid).flatten().int().argsort(stable=True)
         patches, coordinates = pixels.flatten(0, 1)[order], positions.flatten(0, 1)[order].clamp_min(0)
-        # Rows 2i and 2i + 1 of the table belong to column i and row i.
+        # Entries 2i and 2i + 1 of the table belong to column i and row i.
         table = local(self.pos_embed.weight)
         placed = F.embedding(2 * coordinates[:, 0], table) + F.embedding(2 * coordinates[:, 1] + 1, table)
         # Normalize the pixels, then their embedding, then the sum of embedding and position.

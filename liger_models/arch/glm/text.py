@@ -1,4 +1,4 @@
-"""GLM-4-9B of June 2024, the ``-hf`` releases (``glm``), and GLM-4-0414 (9B, 32B) and GLM-Z1 (``glm4``).
+"""The ``-hf`` releases of GLM-4-9B from June 2024 (``glm``), GLM-4-0414 (9B, 32B) and GLM-Z1 (``glm4``).
 
 Differ from Llama: only the first half (``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1). The
 q, k and v projections have biases if ``attention_bias`` is set, while the output projection never has one. Checkpoints

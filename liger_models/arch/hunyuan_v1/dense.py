@@ -67,7 +67,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """If rope scaling has type "dynamic" and ``alpha``, change the type to "ntk_alpha"."""
+    """If rope scaling has type "dynamic" and a key ``alpha``, change the type to "ntk_alpha"."""
     return _retyped(hf, "dynamic", {"rope_type": "ntk_alpha"})
 
 

@@ -1,11 +1,12 @@
-"""Idefics3 (8B) and SmolVLM (256M, 500M, 2.2B): model_type ``idefics3``. SmolVLM2 is ``smolvlm``, the same model.
+"""Idefics3 (8B) and SmolVLM (256M, 500M, 2.2B): model_type ``idefics3``. SmolVLM2 has model_type ``smolvlm``.
 
-The language model is Llama. An image is cut into square tiles, and a small copy of the whole image is added. The vision
-tower is SigLIP; each square of ``scale_factor`` x ``scale_factor`` patches is concatenated and projected to one token.
+Both model types have the same architecture. The language model is Llama. An image is cut into square tiles, and a small
+copy of the whole image is added. The vision tower is SigLIP; each square of ``scale_factor`` x ``scale_factor`` patches
+is concatenated and projected to one token.
 
-transformers removes every tile whose pixels are all exactly 0 as if it were padding, so that an image of one color can
-vanish. In this package, ``pixel_attention_mask`` decides which tiles are padding. The pixels decide only if there is no
-mask.
+transformers removes every tile whose pixels are all exactly 0 as if the tile were padding, so that an image of a single
+color can vanish. In this package, ``pixel_attention_mask`` decides which tiles are padding. The pixels decide only if
+there is no mask.
 
 Source: https://arxiv.org/abs/2408.12637, https://arxiv.org/abs/2504.05299, transformers ``models/idefics3``.
 """
@@ -62,7 +63,7 @@ class Idefics3Model(TileModel):
 
         Raises:
             ValueError: the number of placeholders does not match the number of image tokens, or a tile is not square or
-                padded in part; otherwise as in `Decoder.forward`.
+                is padded in part; otherwise as in `Decoder.forward`.
         """
         tiles = self._tiles(pixel_values, pixel_attention_mask)
         return self.run_with_images(input_ids, None if tiles is None else (tiles,), **options)
@@ -107,7 +108,7 @@ class Idefics3Model(TileModel):
     def image_features(  # type: ignore[override]
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return image tokens: [tiles, tokens, C] for tiles, or [tokens, C] of each row for pixels [B, M, ...]."""
+        """Return image tokens [tiles, tokens, C], or, for pixels [B, M, ...], one tensor [tokens, C] for each row."""
         tiles = self._tiles(pixel_values, pixel_attention_mask)
         assert tiles is not None
         tokens: Tensor = self.visual(tiles).unflatten(0, (len(tiles), -1))

@@ -52,7 +52,7 @@ def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
-    """Return the numbers of columns and rows of tiles to which an image is enlarged."""
+    """Return the number of columns and rows of tiles of an image after it is enlarged to whole tiles."""
     ratio = width / height
     if width >= height:
         columns = math.ceil(width / side)
@@ -99,14 +99,14 @@ class Idefics3Images(ImageConverter):
         return {"size": {"longest_edge": self.longest_edge}, "do_image_splitting": self.splits}
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the columns and rows of tiles of an image with the given width and height; (0, 0) if it is not cut."""
+        """Return the number of columns and rows of tiles for an image's width and height; (0, 0) if it is not cut."""
         if not self.splits:
             return 0, 0
         columns, rows = whole_tiles(*scaled(*size, self.longest_edge), self.side)
         return (columns, rows) if columns * rows > 1 else (0, 0)
 
     def __call__(self, source: "Source") -> Tensor:
-        """Return the tiles of an image, row by row, and then the tile of the whole image, [tiles, 3, side, side]."""
+        """Return [tiles, 3, side, side]: the tiles of an image, row by row, and then the tile of the whole image."""
         image = read_image(source)
         columns, rows = self.grid(image.size)
         size = scaled(*image.size, self.longest_edge)

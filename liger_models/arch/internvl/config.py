@@ -13,7 +13,7 @@ from liger_models.layers.config import (
 
 @dataclass(frozen=True, kw_only=True)
 class InternVLVisionConfig:
-    """Sizes of the vision tower. ``image_size`` and ``patch_size`` are one number, or a height and a width.
+    """Sizes of the vision tower. ``image_size`` and ``patch_size`` are each one number, or a height and a width.
 
     Raises:
         ValueError: the sizes do not fit together, tiles or patches are not square, or a setting is not supported.
@@ -152,7 +152,7 @@ class InternVLConfig(RMSNormDecoderConfig):
 
     @property
     def projection_biases(self) -> tuple[bool, bool]:
-        """Whether the projections to q, k and v have biases, and whether the output projection has one."""
+        """Whether the projections to q, k and v have biases, and whether the output projection has a bias."""
         return (True, False) if self.text_type == "qwen2" else (self.attention_bias, self.attention_bias)
 
     def window(self, layer: int) -> int | None:

@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
     },
 }  # fmt: skip
-"""Default values for keys that are missing in a type's ``text_config``, where they differ from ``qwen2``'s."""
+"""Maps each type of language model to the defaults of ``text_config`` that differ from the defaults of ``qwen2``."""
 
 MOE = (
     "decoder_sparse_step", "moe_intermediate_size", "num_experts_per_tok", "num_experts", "norm_topk_prob",

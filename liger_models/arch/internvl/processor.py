@@ -39,7 +39,7 @@ class InternVLImages(ImageConverter):
         image_size: height and width of a tile, in pixels.
 
     Attributes:
-        min_patches, max_patches: minimum and maximum number of tiles of an image, without the tile with the whole
+        min_patches, max_patches: minimum and maximum number of tiles of an image, not counting the tile of the whole
             image. With a maximum of 1, images are not cut.
 
     Raises:
@@ -64,7 +64,7 @@ class InternVLImages(ImageConverter):
         return {"min_patches": self.min_patches, "max_patches": self.max_patches}
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the columns and rows of tiles of an image with the given width and height."""
+        """Return the number of columns and rows of tiles for an image with the given width and height."""
         if self.max_patches <= 1:
             return 1, 1
         return choose_grid(size, self.side, self.min_patches, self.max_patches)
@@ -75,7 +75,7 @@ class InternVLImages(ImageConverter):
         return columns * rows + (columns * rows > 1)
 
     def __call__(self, source: "Source") -> Tensor:
-        """Return the tiles of an image, row by row, and then the tile of the whole image, [tiles, 3, side, side]."""
+        """Return [tiles, 3, side, side]: the tiles of an image, row by row, and then the tile of the whole image."""
         image = read_image(source)
         columns, rows = self.grid(image.size)
         tiles = cut_tiles(to_tensor(image, (rows * self.side, columns * self.side), BICUBIC), rows, columns)

@@ -23,11 +23,11 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 QK_NORM_EPS = 1e-6
 PROJECTOR_EPS = 1e-5
-"""The constants that transformers does not read from config.json."""
+"""The eps of these norms, which transformers does not read from config.json."""
 
 
 class InternVLVisionBlock(nn.Module):
-    """``h += a · attention(norm(h)); h += b · mlp(norm(h))`` with learned vectors a and b [C]."""
+    """``h += a · attention(norm(h)); h += b · mlp(norm(h))`` with learned vectors ``a`` and ``b`` [C]."""
 
     def __init__(self, config: InternVLVisionConfig, norm: Callable[[], Norm], kernels: KernelOptions) -> None:
         super().__init__()

@@ -41,8 +41,8 @@ class Grid(NamedTuple):
     """The tiles of an image.
 
     Attributes:
-        columns, rows: the numbers of tiles; 1 if the image is not cut.
-        height, width: the size in pixels of the whole image, which is the only tile or follows the tiles.
+        columns, rows: the number of columns and rows of tiles; 1 if the image is not cut.
+        height, width: size of the whole image in pixels. The whole image is the only tile, or follows the other tiles.
     """
 
     columns: int
@@ -238,7 +238,7 @@ class Lfm2VlProcessor(ImageProcessor):
 
         Returns:
             ``pixel_values`` [tiles, P, 3 · patch²], ``pixel_attention_mask`` [tiles, P], which is 0 on padding, and
-            ``spatial_shapes`` [tiles, 2], the rows and columns of patches of each tile.
+            ``spatial_shapes`` [tiles, 2], the number of rows and columns of patches of each tile.
         """
         if not converted:
             return {}

@@ -94,7 +94,7 @@ class Lfm2VlTower(SiglipTower):
 
         Returns:
             [N / merge², C], where N is the number of patches without padding. In a compiled graph, which cannot depend
-            on ``shapes``, rows for the padding follow at the end of the result.
+            on ``shapes``, the result ends with rows for the padding.
         """
         (n, P, _), unit, traced = pixels.shape, self.merge**2, is_traced()
         shapes = shapes.to(pixels.device)

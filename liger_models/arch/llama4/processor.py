@@ -34,7 +34,7 @@ BETWEEN_COLUMNS, AFTER_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
 
 
 def canvases(most: int) -> list[tuple[int, int]]:
-    """Return the rows and columns of all arrangements of at most ``most`` tiles.
+    """Return the numbers of rows and columns of all arrangements of at most ``most`` tiles.
 
     Arrangements of equal proportions follow each other, from the largest to the smallest.
     """
@@ -52,8 +52,8 @@ class Llama4Images(ImageConverter):
     Among the arrangements of tiles that do not shrink an image, the one that could enlarge it least is chosen. If all
     arrangements shrink the image, the one that shrinks it least is chosen. Among equally good arrangements, the one
     with the fewest tiles is chosen. An image is not enlarged beyond the size of one tile. With
-    ``resize_to_max_canvas``, it is enlarged further, and the arrangement that enlarges it most is chosen. If there are
-    several tiles, the whole image follows as one more tile.
+    ``resize_to_max_canvas``, an image is enlarged further, and the arrangement that enlarges the image most is chosen.
+    If there are several tiles, the whole image follows as one more tile.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -86,7 +86,7 @@ class Llama4Images(ImageConverter):
         return {"max_patches": self.max_patches, "resize_to_max_canvas": self.resize_to_max_canvas}
 
     def arrange(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles for an image of the given size in pixels."""
+        """Return the number of rows and columns of tiles for an image of the given size in pixels."""
         arrangements = canvases(self.max_patches)
         # Compute the factors by which the arrangements would enlarge the image. They are compared in fp32.
         sides = self.side * torch.tensor(arrangements)
@@ -107,7 +107,7 @@ class Llama4Images(ImageConverter):
         return high, max(min(math.floor(width * (high / height)), wide), 1)
 
     def __call__(self, source: "Source") -> tuple[Tensor, tuple[int, int]]:
-        """Return an image's tiles [n, 3, side, side] bf16, and its rows and columns of tiles."""
+        """Return an image's tiles [n, 3, side, side] bf16, and the number of rows and columns of tiles."""
         image = read_image(source)
         width, height = image.size
         rows, columns = self.arrange(height, width)

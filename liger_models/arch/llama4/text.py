@@ -3,15 +3,16 @@
 Differs from Llama: in three of four layers, a token attends only to tokens of its own chunk of the document. A chunk
 has ``attention_chunk_size`` tokens. These layers rotate neighboring pairs of q and k, and normalize each head of q and
 k without a weight after the rotation if ``use_qk_norm`` is set. Every fourth layer attends to all earlier tokens and
-does not rotate q and k. If ``attn_temperature_tuning`` is set, such a layer multiplies the query at position p by ``1 +
-attn_scale · ln(1 + floor((p + 1) / floor_scale))``. ``no_rope_layers`` has an entry per layer; despite its name, 1
-means rotation. An empty list means the default, as in released files.
+does not rotate q and k. If ``attn_temperature_tuning`` is set, such a layer multiplies the query at position ``p`` by
+``1 + attn_scale · ln(1 + floor((p + 1) / floor_scale))``. ``no_rope_layers`` has an entry per layer; despite its name,
+1 means rotation. An empty list means the default, as in released files.
 
 The MLP of layer i is a mixture of experts if i is in ``moe_layers`` or, without this list, if i + 1 is a multiple of
-``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of its logit, and a shared expert is
-added. ``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
+``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's logit. The output of
+a shared expert is added. ``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of
+a dense MLP.
 
-Queries are scaled by the same positions that the rotation uses, ``position_ids``. transformers counts cached and new
+The scaling of queries uses the same positions as the rotation (``position_ids``). transformers counts cached and new
 tokens instead. Its count includes the left padding of a prompt, so that padding changes the generated tokens.
 
 If ``attention_chunk_size`` is null, as in Llama Guard 4, no layer has chunks. transformers can't run such a file.
@@ -107,7 +108,7 @@ class Llama4TextConfig(RMSNormDecoderConfig):
 
 
 class Llama4Attention(LigerAttention):
-    """`LigerAttention` in chunks, with norms of q and k, or with queries scaled by position.
+    """`LigerAttention` that attends within chunks and normalizes q and k, or that scales queries by position.
 
     Args:
         config: sizes and constants.
@@ -216,7 +217,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``attn_temperature_tuning``, which is a number in some files, and an empty ``no_rope_layers`` as none.
+    """Read ``attn_temperature_tuning``, which may be a number, as a bool, and an empty ``no_rope_layers`` as None.
 
     If ``moe_layers`` is empty, the sizes of the mixtures have no effect, and sizes of 0 are ignored.
     """

@@ -114,7 +114,7 @@ def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor |
     before = torch.nn.functional.pad(here[:, :-1], (1, 0))
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     run = ((here & ~before) | begins).cumsum(1)
-    # count is the number of images up to each token, and order is the running number of each image.
+    # ``count`` is the number of images up to each token, and ``order`` is the running number of each image.
     count = here.cumsum(1)
     order = images.cumsum(1)
     placeholder = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder

@@ -55,9 +55,10 @@ class MllamaBlock(PreNormBlock):
 
 
 class MllamaCrossBlock(Layer):
-    """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with learned gates a and b.
+    """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with gates ``a`` and ``b``.
 
-    The MLP branch is zero for tokens that attend to no image. Both branches are zero in documents without images.
+    The gates are learned. The MLP branch is zero for tokens that attend to no image. Both branches are zero in
+    documents without images.
     """
 
     needs_images = True

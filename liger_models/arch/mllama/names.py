@@ -51,7 +51,7 @@ def _map(config: MllamaConfig, text: str, prefix: str, head: str) -> WeightMap:
     vision, visual, projector = config.vision_config, f"{prefix}vision_model", f"{prefix}multi_modal_projector"
     own, cross, kinds = f"{text}.layers.{{own}}", f"{text}.layers.{{cross}}", ("weight", "bias")
 
-    # The tower, the blocks with self-attention, and those with cross-attention.
+    # The tower, the blocks with self-attention, and the blocks with cross-attention.
     tower: dict[str, Expression | str] = {
         "visual.patch_embed.weight": Rearrange(
             "c p y x -> c (p y x)", f"{visual}.patch_embedding.weight", p=vision.num_channels, y=vision.patch_size

@@ -44,7 +44,7 @@ def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side:
 
     Args:
         height, width: size of the image in pixels.
-        ratios: rows and columns of tiles of each arrangement.
+        ratios: number of rows and columns of tiles of each arrangement.
         side: side of a tile in pixels.
 
     Returns:
@@ -76,7 +76,7 @@ class MllamaImages:
         settings: the content of preprocessor_config.json.
         image_size: height and width of a tile in pixels.
         max_tiles: maximum number of tiles per image.
-        ratios: rows and columns of tiles of each arrangement that the model supports.
+        ratios: number of rows and columns of tiles of each arrangement that the model supports.
 
     Raises:
         ValueError: the settings request a feature that is not implemented.

@@ -24,7 +24,7 @@ PATCHES_MULTIPLE = 8
 
 
 class MllamaGlobalBlock(VisionBlock):
-    """``h += tanh(a) · attention(norm(h)); h += tanh(b) · mlp(norm(h))`` with learned gates a and b."""
+    """``h += tanh(a) · attention(norm(h)); h += tanh(b) · mlp(norm(h))`` with learned gates ``a`` and ``b``."""
 
     def __init__(self, config: MllamaVisionConfig, norm: partial[LigerLayerNorm], kernels: KernelOptions) -> None:
         super().__init__(config.hidden_size, config.attention_heads, norm, _mlp(config, kernels), kernels,

@@ -2,11 +2,11 @@
 
 The language model differs from Llama: each branch has a norm before it and a norm after it. These norms multiply by 1 +
 weight, and the norms after branches have their own epsilon. Each head of q and k is normalized without a weight, and q
-is multiplied by ``qk_scale_factor``; this package multiplies the scale of the scores by it instead. The output of
-attention is multiplied by the sigmoid of a gate before the output projection. Every fourth layer, counted from the last
-one, attends to all tokens and has no rotation; the others attend to the last ``sliding_window`` tokens. Token
-embeddings are normalized without a weight; ``inputs_embeds`` that the caller passes are not. Logits are multiplied by
-``output_multiplier`` and capped.
+is multiplied by ``qk_scale_factor``; this package multiplies the scale of the scores by this factor instead. The output
+of attention is multiplied by the sigmoid of a gate before the output projection. Every fourth layer, counted from the
+last one, attends to all tokens and has no rotation; the others attend to the last ``sliding_window`` tokens. Token
+embeddings are normalized without a weight; ``inputs_embeds`` that the caller passes are not normalized. Logits are
+multiplied by ``output_multiplier`` and capped.
 
 The vision tower has LayerNorms, biases, learned positions that are interpolated to the grid of the image, and rotation
 by column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text:
@@ -48,7 +48,7 @@ class MuseGlimmerConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Muse Glimmer model; ``vision_config`` holds the sizes of the tower.
 
     In config.json, ``hidden_act`` is called ``hidden_activation``. ``layer_rope_theta`` is 0 for layers without
-    rotation; all other layers rotate by ``rope_theta``.
+    rotation; all other layers rotate with the base ``rope_theta``.
 
     Raises:
         ValueError: the sizes of the tower and the adapter do not fit together, or ``layer_rope_theta`` does not have a

@@ -108,11 +108,12 @@ class MuseGlimmerImages:
         A patch spans several frames. The last frame is repeated if there are too few frames.
 
         Args:
-            frames: the frames of a video, all of one size, or a single image, as PIL images or anything that
+            frames: the frames of a video (all of one size) or a single image, given as PIL images or anything that
                 `locate_image` takes.
 
         Returns:
-            ``(patches, grid)``: [frames · rows · columns, depth · 3 · side · side] fp32, [3] int64.
+            ``(patches, grid)``: the patches [frames · rows · columns, depth · 3 · side · side] fp32, and the grid [3]
+            int64.
 
         Raises:
             ValueError: there are no frames, or frames differ in size.
@@ -144,7 +145,7 @@ class MuseGlimmerImages:
 
 
 class MuseGlimmerProcessor(Processor):
-    """Turns texts with placeholders, images and videos into the inputs of ``forward`` and ``generate``.
+    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -205,8 +206,8 @@ class MuseGlimmerProcessor(Processor):
 
         Args:
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
-            images: PIL images or anything that `locate_image` takes, in one list or in a list for each text.
-            videos: the sampled frames of each video, all frames of a video in one size.
+            images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
+            videos: the sampled frames of each video. All frames of a video have one size.
             fps: sampled frames per second, which the timestamps need: one number for all videos, or one for each video.
             **options: how texts become rows; see `TextOptions`.
 

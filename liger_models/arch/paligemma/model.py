@@ -151,7 +151,7 @@ def find_prefix(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | None:
-    """Return which tokens belong to the prefix of their document, [B, T] bool; None if none does.
+    """Return which tokens belong to the prefix of their document, [B, T] bool; None if no token does.
 
     Args:
         shape: (B, T).
@@ -160,7 +160,8 @@ def find_prefix(
         cu_seqlens: the bounds of packed documents.
 
     Raises:
-        ValueError: ``token_type_ids`` has another shape, in a document a 0 follows a 1, or a 0 has a label.
+        ValueError: ``token_type_ids`` has the wrong shape, or in it a 0 follows a 1 of the same document or has a
+            label.
     """
     B, T = shape
     types = labels if token_type_ids is None else token_type_ids
@@ -213,7 +214,7 @@ def weight_map(config: PaliGemmaConfig) -> WeightMap:
 
 
 def other_maps(config: PaliGemmaConfig) -> list[WeightMap]:
-    """Return the weight maps of other layouts that are read: of transformers 5, and of its modules since 4.52."""
+    """Return the weight maps of further layouts: transformers 5's checkpoints, and transformers' modules since 4.52."""
     return [_map(config, HUB, ""), _map(config, MODULES, ""), _map(config, MODULES, ".vision_model")]
 
 

@@ -90,7 +90,8 @@ class PaliGemmaProcessor(LlavaProcessor):
             texts: one text or several, with one placeholder per image. If no text has a placeholder, images are placed
                 before the texts: one image or one list of images for each text.
             images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
-            suffix: the answer to each text, which is followed by the end token and gets ``labels``.
+            suffix: the answer to each text. The end token follows each answer, and the tokens of answers get
+                ``labels``.
             bos: whether `framed` is applied to the texts; False if a chat template has rendered them.
             **options: how texts become rows; see `TextOptions`.
 
@@ -149,7 +150,7 @@ class PaliGemmaProcessor(LlavaProcessor):
 
 
 def _types(masks: Any, seen: Any) -> Any:
-    """Return 1 for the tokens from the first answer on, and 0 for others and for padding; [B, T] or lists.
+    """Return 1 for the tokens from the first answer on, and 0 for all other tokens and padding; [B, T] or lists.
 
     Args:
         masks: 1 for the tokens of answers; None if there are no answers.

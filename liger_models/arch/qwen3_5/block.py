@@ -1,9 +1,9 @@
 """The block of Qwen3-Next and Qwen3.5, with linear attention in most layers and gated full attention in the others.
 
 Differs from Qwen3: three of every four layers are Gated DeltaNet (`LigerGatedDeltaNet`), whose state does not grow with
-the length of the sequence. Every fourth layer has full attention, which rotates only a part of each head. It multiplies
-its output by the sigmoid of a gate, which the projection of the queries computes as well. All norms except the norm
-inside Gated DeltaNet multiply by 1 + weight in fp32.
+the length of the sequence. Every fourth layer has full attention, which rotates only a part of each head. Full
+attention multiplies its output by the sigmoid of a gate, which the query projection computes as well. All norms except
+the norm inside Gated DeltaNet multiply by 1 + weight in fp32.
 
 Source: https://arxiv.org/abs/2412.06464, transformers ``models/qwen3_next``.
 """

@@ -63,7 +63,7 @@ class Qwen3_5MoeConfig(Qwen3_5MoeTextConfig):
 
 
 class LigerQwen3_5(MRopeModel, HybridModel):
-    """Qwen3.5 and 3.6 with images and videos, the dense models: model_type ``qwen3_5``.
+    """Qwen3.5 and 3.6 with images and videos (dense models): model_type ``qwen3_5``.
 
     The language model is ``qwen3_5_text``: three of every four layers have linear attention (Gated DeltaNet), and every
     fourth layer has gated full attention. The vision tower (without DeepStack), the positions and the processor are the
@@ -78,7 +78,7 @@ class LigerQwen3_5(MRopeModel, HybridModel):
 
 
 class LigerQwen3_5MoE(LigerQwen3_5):
-    """Qwen3.5, 3.6 and 3.8 with images and videos, the models with experts: model_type ``qwen3_5_moe``.
+    """Qwen3.5, 3.6 and 3.8 with images and videos (models with experts): model_type ``qwen3_5_moe``.
 
     The language model is ``qwen3_5_moe_text``. Everything else is as in ``qwen3_5``.
     """

@@ -31,7 +31,7 @@ def mtp_format(config: HybridConfig) -> MTPFormat:
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:
-    """Join several parts such that the rows of each head are adjacent; ``sizes`` has each part's rows per head."""
+    """Join parts such that the rows of each head are adjacent; ``sizes`` has each part's number of rows per head."""
     groups = [Rearrange("(g n) ... -> g n ...", part, g=heads) for part in parts]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=heads)
 
@@ -44,7 +44,7 @@ def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
 
 
 def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
-    """Return the number of key heads, of rows per key head, and of rows of all values that share a key head."""
+    """Return the number of key heads, the number of rows per key head, and the number of value rows per key head."""
     heads = config.linear_num_key_heads
     return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
 
@@ -106,7 +106,7 @@ def hybrid_map(
 def _linear_attention_entries(config: HybridConfig, theirs: str, four_projections: bool) -> dict[str, Expression | str]:
     """Return the entries of linear attention; one projection packs the checkpoint's projections by key head."""
     heads, keys, values = _linear_sizes(config)
-    scalars = config.linear_num_value_heads // heads  # number of update rates, and of decays, per key head
+    scalars = config.linear_num_value_heads // heads  # number of update rates (and of decays) per key head
     projections: list[Expression | str]
     if four_projections:
         projections = [_qkv_by_head(f"{theirs}.in_proj_qkv.weight", config)]
@@ -169,7 +169,7 @@ def check_gate(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 TEXT_IGNORED_KEYS = (
     "language_model_only",  # true for text models, and redundant
-    "attn_output_gate",  # attention always has its gate, also in transformers
+    "attn_output_gate",  # attention always has its gate, in transformers as well
     "mtp_num_hidden_layers",  # the layers are kept, and `LigerMTP` builds them
     "mtp_use_dedicated_embeddings",
     "mamba_ssm_dtype",  # states and decays are always computed in fp32
@@ -196,7 +196,7 @@ def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `read_text`."""
-    # A model with experts has no dense MLP, so no size of it is written.
+    # A model with experts has no dense MLP, so the size of a dense MLP is not written.
     unused = {"intermediate_size"} if "num_experts" in keys else set()
     out = {key: value for key, value in keys.items() if key not in unused}
     sections = {"mrope_section": out.pop("mrope_section"), "mrope_interleaved": True}

@@ -1,4 +1,4 @@
-"""Qwen3-VL, the dense models: model_type ``qwen3_vl``.
+"""Qwen3-VL (dense models): model_type ``qwen3_vl``.
 
 The language model is Qwen3 with positions in time, height and width, whose rotary frequencies are interleaved. The
 vision tower is Qwen2-VL's with learned positions and DeepStack: features from some of its blocks are added to the

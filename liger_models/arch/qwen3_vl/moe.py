@@ -1,7 +1,7 @@
 """Qwen3-VL with a mixture of experts (30B-A3B, 235B-A22B): model_type ``qwen3_vl_moe``.
 
-Vision tower, positions and DeepStack are as in dense Qwen3-VL. The language model has the blocks of Qwen3-MoE, but
-always renormalizes routing weights and has no attention window.
+The vision tower, the positions and DeepStack are the same as in dense Qwen3-VL. The language model has the blocks of
+Qwen3-MoE, but always renormalizes routing weights and has no attention window.
 
 Source: https://arxiv.org/abs/2511.21631, transformers ``models/qwen3_vl_moe``.
 """
