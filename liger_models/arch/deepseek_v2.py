@@ -51,7 +51,7 @@ class DeepseekV2Config(LatentDecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen, and the factor that scales their weights."""
+        """How experts are chosen, and the factor that scales the routing weights."""
         if self.topk_method == "greedy":
             return Routing(self.top_k, scale=self.routed_scaling_factor)
         groups, top_groups = self.n_group or 1, self.topk_group or 1

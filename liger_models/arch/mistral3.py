@@ -153,7 +153,7 @@ def weight_map(config: Mistral3Config) -> WeightMap:
 
 
 def other_maps(config: Mistral3Config) -> list[WeightMap]:
-    """The layout of transformers' modules since 4.52, which some of these versions also wrote to checkpoints."""
+    """The layout of transformers' modules since version 4.52. Some versions also wrote this layout to checkpoints."""
     return [_map(config, MODULES)]
 
 

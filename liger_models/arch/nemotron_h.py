@@ -395,7 +395,7 @@ RENAMED = {
     "mamba_conv_bias": "use_conv_bias",
     "num_local_experts": "n_routed_experts",
 }
-"""Maps the names of settings that transformers prefers to the names of the fields."""
+"""For each setting, maps the name that transformers prefers to the name of the field."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -401,7 +401,7 @@ class CausalLM(Decoder):
                 `parallel.apply_fsdp`.
             keep_quantized: whether weights that are quantized in the checkpoint stay quantized and frozen; see
                 `liger_models.convert.load.load_pretrained`.
-            head: False leaves out the language-model head, and None leaves it out if the checkpoint has none; see
+            head: False leaves out the language-model head, and None leaves it out if the checkpoint has no head; see
                 `liger_models.convert.load.load_pretrained`.
         """
         # Only the checkpoint's config.json determines the model class.

@@ -1,4 +1,4 @@
-"""The names that checkpoints of LLaVA and related families share: keys of config.json and prefixes of tensors."""
+"""The names that checkpoints of LLaVA and related families share: config.json keys and tensor prefixes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

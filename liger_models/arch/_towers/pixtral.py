@@ -1,4 +1,4 @@
-"""The vision tower of Pixtral, which Mistral Small 3 shares: images of any size, and a rotation by row and column.
+"""The vision tower of Pixtral and Mistral Small 3, which takes images of any size and rotates by row and column.
 
 Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, but no norm
 follows the last block. The patches of an image attend to each other, but not to patches of other images.

@@ -1,4 +1,4 @@
-"""The vision tower of SigLIP: learned positions, and pre-norm blocks with LayerNorm and biases, without a class token.
+"""The vision tower of SigLIP: learned positions, no class token, and pre-norm blocks with LayerNorm and biases.
 
 Source: https://arxiv.org/abs/2303.15343, transformers ``models/siglip``.
 """

@@ -34,7 +34,7 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
         size: width and height of the image.
         least: minimum width and height of a piece, in pixels.
         most: maximum number of pieces.
-        ratio: images whose ratio of the longer to the shorter side is below this are not split.
+        ratio: an image is not split if its longer side divided by its shorter side is below this number.
 
     Returns:
         Left, upper, right and lower border of each piece. The list is empty if the image is not elongated or the pieces

@@ -1,4 +1,4 @@
-"""The vision tower of Gemma 3, which is SigLIP, and the configuration of the model with images."""
+"""The configuration of Gemma 3 with images, and its vision tower, which is SigLIP."""
 
 from dataclasses import dataclass, field
 

@@ -47,7 +47,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
     image (``position_embedding_size``)."""
 
     tower_class: ClassVar[Callable[..., nn.Module]]
-    """Builds the module that computes image tokens, called with ``(vision_config, width of a token, kernels)``."""
+    """Builds the module that computes image tokens. The arguments are ``(vision_config, token width, kernels)``."""
     processor_class = Gemma4Processor
     placeholder_key = "image_token_id"
     image_inputs = ("pixel_values", "image_position_ids")

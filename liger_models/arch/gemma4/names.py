@@ -1,4 +1,4 @@
-"""Names of the Gemma 4 language models in Hugging Face checkpoints: keys of config.json and tensors."""
+"""The names in Hugging Face checkpoints of Gemma 4 language models: keys of config.json, and names of tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

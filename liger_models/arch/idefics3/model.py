@@ -55,7 +55,7 @@ class Idefics3Model(TileModel):
             pixel_values: [tiles, channels, height, width] in the order of their placeholders, or [B, M, channels,
                 height, width] with up to M tiles for each row, as the processor returns them. Tiles are square.
             pixel_attention_mask: [B, M, height, width], which is 1 on tiles and 0 on padding. Without this mask, a tile
-                is padding if all of its pixels are 0. A tile can't be padded in part.
+                is padding if all of its pixels are 0. A tile must not consist partly of padding.
             options: as in `Decoder.forward`; images need ``input_ids``.
 
         Returns:
@@ -63,7 +63,7 @@ class Idefics3Model(TileModel):
 
         Raises:
             ValueError: the number of placeholders does not match the number of image tokens, or a tile is not square or
-                is padded in part; otherwise as in `Decoder.forward`.
+                consists partly of padding; otherwise as in `Decoder.forward`.
         """
         tiles = self._tiles(pixel_values, pixel_attention_mask)
         return self.run_with_images(input_ids, None if tiles is None else (tiles,), **options)

@@ -1,4 +1,4 @@
-"""The vision tower of Idefics3, which is SigLIP with positions for tiles of any size, and the configuration."""
+"""The configuration of Idefics3, and its vision tower, which is SigLIP with positions for tiles of any size."""
 
 from dataclasses import dataclass, field
 

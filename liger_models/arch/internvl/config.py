@@ -82,7 +82,7 @@ class InternVLConfig(RMSNormDecoderConfig):
     """Sizes and constants of an InternVL model; ``vision_config`` holds the sizes of the tower.
 
     ``text_type`` is the ``model_type`` of the language model in config.json. The fields from ``decoder_sparse_step`` to
-    ``mlp_only_layers`` apply to ``qwen3_moe``, and ``attention_bias`` to ``qwen3`` and ``qwen3_moe``.
+    ``mlp_only_layers`` apply to ``qwen3_moe``, and ``attention_bias`` applies to ``qwen3`` and ``qwen3_moe``.
 
     Raises:
         ValueError: the language model is not supported, or the sizes of tower and projector do not fit together.

@@ -1,4 +1,4 @@
-"""Names of InternVL in Hugging Face checkpoints: keys of config.json and tensors."""
+"""The names in Hugging Face checkpoints of InternVL: keys of config.json, and names of tensors."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -99,10 +99,10 @@ def moe_map(config: Lfm2MoeConfig, *, fused: bool) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``tie_embedding``, which transformers prefers.
+    """Read ``tie_embedding``, which takes precedence over ``tie_word_embeddings``, as in transformers.
 
     Raises:
-        ValueError: ``layer_types`` is missing, which transformers needs to build the model.
+        ValueError: ``layer_types`` is missing, and transformers needs this key to build the model.
     """
     if hf.get("layer_types") is None:
         raise ValueError("config.json: layer_types must have a type for each layer, got none. Add it.")

@@ -1,4 +1,4 @@
-"""The vision tower of LFM2-VL, which is SigLIP 2 with images of any size, and the configuration.
+"""The configuration of LFM2-VL, and its vision tower, which is SigLIP 2 for images of any size.
 
 Source: https://arxiv.org/abs/2502.14786, transformers ``models/siglip2``.
 """

@@ -1,4 +1,4 @@
-"""The vision tower of Llama 4, which turns tiles of images into image tokens, and the configuration with images."""
+"""The configuration of Llama 4 with images, and its vision tower, which turns tiles of images into image tokens."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,7 +129,7 @@ class Llama4Tower(nn.Module):
         self.rotary = AxialRotaryEmbedding(C // heads, vision.rope_theta)
 
     def reset_parameters(self) -> None:
-        """Draw the class token. `Decoder.reset_parameters` initializes the rest."""
+        """Initialize the class token at random. `Decoder.reset_parameters` initializes the rest."""
         nn.init.normal_(self.class_embed, std=self.config.hidden_size**-0.5)
 
     def forward(self, pixels: Tensor) -> Tensor:

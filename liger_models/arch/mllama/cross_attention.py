@@ -225,7 +225,8 @@ class LigerCrossAttention(Layer):
         k, v = self._keys_values(images)
         group = self.groups.context
         if group is not None:
-            # This rank gets its query heads for all tokens, and selects its KV heads, since every rank has all of them.
+            # This rank gets its query heads for all tokens, and selects its KV heads, because every rank has all KV
+            # heads.
             q, k, v = to_heads(q, group), *(heads[:, :, group.local_slice(heads.shape[2])] for heads in (k, v))
         out = attention(
             self.q_norm(self._heads(q)), k, v, images.layout, scale=self.head_dim**-0.5,

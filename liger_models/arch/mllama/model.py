@@ -237,7 +237,7 @@ class LigerMllama(VisionLanguageModel):
         return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
-        """Build the states of new tokens [B, T, ...] whose images are in the cache; return None if there are none."""
+        """Build the states of new tokens [B, T, ...] whose images are in the cache; None if no images are cached."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
         seen, in_document = (
@@ -261,7 +261,7 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """Return the number of images, or raise ValueError if it does not match the placeholders. Synchronizes once."""
+        """Return the number of images; raise ValueError if the placeholders do not match. The host waits once."""
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:

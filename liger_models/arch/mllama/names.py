@@ -1,4 +1,4 @@
-"""Names of Llama 3.2 Vision in Hugging Face checkpoints: keys of config.json and tensors."""
+"""The names in Hugging Face checkpoints of Llama 3.2 Vision: keys of config.json, and names of tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +43,7 @@ def weight_map(config: MllamaConfig) -> WeightMap:
 
 
 def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The layout of transformers' modules since 4.52, which some of these versions also wrote to checkpoints."""
+    """The layout of transformers' modules since version 4.52. Some versions also wrote this layout to checkpoints."""
     return [_map(config, "model.language_model", "model.", "lm_head.weight")]
 
 

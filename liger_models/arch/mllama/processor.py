@@ -202,7 +202,7 @@ class MllamaProcessor(Processor):
         }
 
     def _begun(self, text: str) -> list[Edit]:
-        """The edit that inserts ``bos`` after any leading placeholders of a text; empty if the text has ``bos``."""
+        """Return the edit that inserts ``bos`` after leading placeholders of a text; [] if the text has ``bos``."""
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]

@@ -87,7 +87,7 @@ class MllamaTower(nn.Module):
         self.projection = nn.Linear(vision.vision_output_dim, config.hidden_size)
 
     def reset_parameters(self) -> None:
-        """Set the gates to 0 and draw the class token. `Decoder.reset_parameters` initializes the rest."""
+        """Set the gates to 0 and randomize the class token. `Decoder.reset_parameters` initializes the rest."""
         nn.init.normal_(self.class_embed, std=self.config.initializer_range)
         for gate in (self.pos_gate, self.pre_tile_gate, self.post_tile_gate):
             nn.init.zeros_(gate)

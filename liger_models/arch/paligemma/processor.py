@@ -126,7 +126,7 @@ class PaliGemmaProcessor(LlavaProcessor):
         return f"{text[:end]}{self.tokenizer.bos_token or ''}{text[end:]}" + ("\n" if is_prompt else "")
 
     def _with_placeholders(self, texts: list[str], images: Any) -> list[str]:
-        """Return the texts with the placeholders of their images before them."""
+        """Return each text with the placeholders of its images in front of the text."""
         rows = images if isinstance(images, list | tuple) else [images]
         counts = [len(row) if isinstance(row, list | tuple) else 1 for row in rows]
         if len(counts) != len(texts):

@@ -1,4 +1,4 @@
-"""Names of the tensors of Qwen3-Next and Qwen3.5 in Hugging Face checkpoints."""
+"""The names of tensors in Hugging Face checkpoints of Qwen3-Next and Qwen3.5."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
