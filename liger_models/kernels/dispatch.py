@@ -22,7 +22,7 @@ try:
 except ImportError:  # without Triton, which has no wheel for some platforms, only the reference backend is available
 
     class _Absent:
-        """Stand-in for Triton with which kernels can be defined. `use_triton` ensures that no kernel is launched."""
+        """Stand-in for Triton that lets modules define kernels. `use_triton` ensures that no kernel is launched."""
 
         def __getattr__(self, name: str) -> Any:
             return self
@@ -49,9 +49,9 @@ if (
     from liger_models.kernels.launch import Kernel
 
     class _Triton:
-        """The module `triton` with another decorator ``jit``.
+        """The module `triton` with a different ``jit`` decorator.
 
-        Without options, it makes kernels with shorter launches.
+        If the decorator gets no options, it creates a `Kernel`, which takes less time to launch.
         """
 
         def __init__(self, module: Any) -> None:
@@ -68,8 +68,8 @@ ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _SAME_DEVICE: AbstractContextManager[Any] = nullcontext()
-"""What `on_device_of` returns if the current device need not change. Entering this context takes almost no host
-time."""
+"""The context manager that `on_device_of` returns if the current device need not change. Entering it takes almost no
+host time."""
 
 _reference_only = False
 _triton_assumed = False
@@ -105,8 +105,8 @@ def use_triton(x: Tensor) -> bool:
 
     Raises:
         RuntimeError: ``x`` is on an accelerator and Triton is not installed.
-        TypeError: ``x`` is on an accelerator, or in the interpreter, and the kernels do not support its dtype. The
-            interpreter supports float64, too.
+        TypeError: kernels would run on an accelerator or in the interpreter, but they do not support the dtype of
+            ``x``. The interpreter also supports float64.
     """
     if _reference_only or _triton_assumed:
         return _triton_assumed

@@ -7,7 +7,7 @@ a contiguous slice of the rows of the projection's weight. The forward computes 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
     y = cast(a · up)
 
-The backward runs in fp32 and recomputes a with the same cast::
+The backward runs in fp32 and recomputes ``a`` with the same cast::
 
     dgate = s · dy · up · act'(s · gate),   dup = dy · a
 
@@ -38,7 +38,7 @@ BLOCK = 1024
 NUM_WARPS = 8
 """Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in
 one 16-byte vector and computes 4 results. Splitting and interleaving then need no shared memory. With 8 pairs per
-thread, both would need it."""
+thread, they would need it."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:

@@ -53,9 +53,9 @@ def _remainder(x):
 
 @triton.jit
 def _parts(x, eps):
-    """Return exp(x) − 1 and the factors by which y multiplies p and n.
+    """Return the factor of p in y, the factor of n in y, and exp(min(x, ε)) − 1.
 
-    Where y uses one of them, the other's factor is 0.
+    y contains either p or n. The factor of the other one is 0.
     """
     bounded = tl.minimum(x, eps)
     remainder = _remainder(bounded)

@@ -1,9 +1,9 @@
 """Causal attention for head dimensions up to 576. Attention kernels of other libraries support at most 256.
 
-Queries and keys have D columns, and values have V. There are T queries and S keys, and query i is token i + S − T. A
-query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window`` tokens
-before it. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query i. The forward
-computes in fp32, where Σ_j is a sum over the keys that query i sees::
+Queries and keys have D columns, and values have V columns. There are T queries and S keys, and query i is token i + S −
+T. A query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window``
+tokens before it. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query i. The
+forward computes in fp32, where Σ_j is a sum over the keys that query i sees::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i
@@ -25,7 +25,7 @@ queries in registers would need all registers of a Hopper multiprocessor. So wou
 dimension, writing and reading the attention weights takes little time compared with the matrix products that use
 them. One kernel therefore writes the visible tiles of the weights (in the backward, of p and ds) to a workspace, for
 some queries and heads at a time, and plain matrix products read these tiles. Together with the products from which
-the tiles are computed, the forward takes 2 matrix products and the backward 5. The kernels run in this order::
+the tiles are computed, the forward takes 2 matrix products, and the backward takes 5. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel      δ
@@ -126,7 +126,7 @@ def choose_tiles(x: Tensor) -> Tiles:
 def causal_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Compute `causal_attention` in plain torch, with all scores in memory. fp64 inputs are computed in fp64."""
+    """Compute `causal_attention` in plain torch, with all scores in memory, and in fp64 for fp64 inputs."""
     T, S, queries = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(queries, 1) for x in (k, v))
     key = torch.arange(S, device=q.device)
@@ -158,7 +158,7 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
     if documents is None:
         documents = token
     else:
-        number = documents.long() - documents.amin()  # from 0 on
+        number = documents.long() - documents.amin()  # the numbers start at 0
         number = number.clamp_max(S)  # changes nothing, because documents are numbered without gaps
         first = torch.full((B, S + 1), S, device=like.device).scatter_reduce(1, number, token, "amin")
         low = torch.maximum(low, first.gather(1, number).flip(1).cummin(1)[0].flip(1))
@@ -224,7 +224,7 @@ def _aligned(x: Tensor) -> Tensor:
 def _heads(x: Tensor, rows: int, columns: int) -> Any:
     """Make a descriptor of an aligned x [B, T, H, D] that loads tiles [rows, columns] of a head.
 
-    It views x as [B, H, T, D].
+    The descriptor views x as [B, H, T, D].
     """
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])

@@ -25,7 +25,7 @@ def _scale_and_mask(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute s from q · kᵀ [BLOCK_M, BLOCK_N]. Where a query does not see a key, s is -inf."""
-    # log2 e: the exponentials are powers of 2, which the hardware computes.
+    # The factor log2 e is needed because the hardware computes powers of 2 instead of powers of e.
     scores *= scale * LOG2_E
     # Without bounds, tiles below the diagonal are entirely visible.
     if HAS_DOCUMENTS or HAS_WINDOW or key + BLOCK_N > position:
@@ -81,7 +81,7 @@ def weights_kernel(
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
-            # m of each row [BLOCK_M]: 0 unless the row's largest score is far from 0, and -inf if it sees no key.
+            # m of each row [BLOCK_M]: 0 unless the row's largest score is far from 0, and -inf if the row sees no key.
             largest = tl.max(scores, 1)
             is_near = (tl.abs(largest) <= FAR) | (largest == float("-inf"))
             m = tl.where(is_near, 0.0, tl.ceil(largest))
@@ -99,9 +99,9 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """For each query, write one m for all weights of the query, and the inverse of their sum, [B, H, T] each.
+    """For each query, write the m that its weights share, and the inverse of the sum of these weights, [B, H, T] each.
 
-    A tile of queries has SUMS_PROGRAMS programs. Each of them computes both results for all queries of the tile.
+    A tile of queries has SUMS_PROGRAMS programs. Each program computes both results for all queries of the tile.
     Weights that were written with another m are rescaled, and each program rescales a part of them.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
@@ -141,8 +141,7 @@ def sums_kernel(
         tl.store(m_ptr + entries, m, mask=queries < T)
         tl.store(inverse_ptr + entries, 1.0 / total, mask=queries < T)
 
-    # Tiles whose m differs from the query's m are multiplied by a power of 2. If all m are 0, there are no such
-    # tiles.
+    # Tiles whose m differs from the query's m are multiplied by a power of 2. If all m are 0, no tile needs this.
     if tl.max(largest_m) > 0.0:
         for key_tile in range(begin + tl.program_id(0), end, tl.num_programs(0)):
             entries = (place + key_tile) * BLOCK_M + rows
@@ -160,9 +159,9 @@ def _sum_over_keys(
     D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of o = weights · v / Σ or dq = ds · k, [B, T, H, D]: BLOCK_M queries and BLOCK_D columns of a slot.
+    """Write a tile of o = weights · v / Σ or of dq = ds · k, [B, T, H, D] each.
 
-    D is the width of the result.
+    The tile has BLOCK_M queries and BLOCK_D columns of a slot. D is the width of the result.
     """
     batch, head = slot_head(slot, part, H, GROUP)
     place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
@@ -177,8 +176,8 @@ def _sum_over_keys(
         entries = (batch.to(tl.int64) * H + head) * part.T + queries
         inverse = tl.load(inverse_ptr + entries, mask=queries < part.T, other=0.0)[:, None]  # [BLOCK_M, 1]
 
-    # Compute the product, STEP keys at a time. In fp32, a sum that adds all keys one by one would have a larger
-    # error than the differences do · v − δ in the backward.
+    # Compute the product, STEP keys at a time. In fp32, adding all keys one by one would cause an error larger than the
+    # differences do · v − δ in the backward.
     BY_STEP: tl.constexpr = HAS_INVERSE and out_ptr.dtype.element_ty == tl.float32
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for key in range(begin, tl.minimum(position + BLOCK_M, part.S), STEP):
@@ -347,8 +346,8 @@ def gradients_kernel(
 
     The sums have very unequal lengths. One launch computes all three gradients, so that a multiprocessor that has
     finished a long sum always finds a shorter one to compute next. A program's second index is the rank of its tile
-    in the order from long to short sums: the tiles of dq whose queries see the most keys come first, and the tiles
-    of dk and dv whose keys are seen by the most queries.
+    in the order from long to short sums: the tiles of dq whose queries see the most keys, and the tiles of dk and dv
+    whose keys are seen by the most queries, come first.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D

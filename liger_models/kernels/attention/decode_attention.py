@@ -1,4 +1,4 @@
-"""Attention of one new token of each row to the keys and values in a paged cache, for decoding.
+"""Attention for decoding: one new token of each row attends to the keys and values in a paged cache.
 
 Row b has n = lengths[b] tokens in the cache, including the new token. A page holds P tokens, and token j is in slot
 j % P of page table[b, j // P]. The new token sees token j if n − j is at most ``window``, or if j and n − 1 are in
@@ -15,8 +15,8 @@ Program i writes o_i and lse_i for its keys, without the sink, and a second kern
     o = Σ_i exp(lse_i − lse) · o_i
 
 Keys have D columns, and values have V columns. In latent attention, the values are the first V columns of the keys.
-A program then reads the keys only, and multiplies the first V and the last D − V columns by the queries in two
-products.
+A program then reads only the keys, and computes two products with the queries: one for the first V columns of the keys,
+and one for the other D − V columns.
 
 Heads that share keys are rows of the same matrix product, so that each key is read once. The number of programs depends
 only on the shapes. ``lengths`` determines which keys each program reads, so that a captured launch works for all
@@ -53,9 +53,9 @@ MOST_QUERIES = 2**13
 all read the keys."""
 
 MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
-"""Number of elements in a program's queries, and twice the number of bytes of keys per step, if the values are columns
-of the keys. These sizes (64 rows of 512 columns, and 32 keys of 576 columns) apply to half precision on GPUs with
-enough shared memory (Hopper, Blackwell)."""
+"""The same sizes if the values are columns of the keys: maximum number of elements in a program's queries, and twice
+the number of bytes of keys per step. These sizes (64 rows of 512 columns, and 32 keys of 576 columns) apply to half
+precision on GPUs with enough shared memory (Hopper, Blackwell)."""
 
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""
@@ -76,8 +76,8 @@ def decode_attention_reference(
 ) -> Tensor:
     """Compute `decode_attention` in plain PyTorch on copies of all pages in the table.
 
-    fp64 inputs are computed in fp64. On the CPU, only the pages up to the length of the longest row are read, because a
-    table has room for the longest row that is allowed.
+    If the inputs are fp64, so are all computations. On the CPU, only the pages up to the length of the longest row are
+    read, because a table has room for the longest row that is allowed.
     """
     (B, H, D), G, V = q.shape, keys.shape[2], values.shape[3]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -112,7 +112,8 @@ def _decode_kernel(
     """Compute the output and the log-sum for one part of a row's keys.
 
     A program computes them for some of the GROUP query heads of a KV head. With LATENT, the values are the first V
-    columns of the keys, BLOCK_D is BLOCK_V, and BLOCK_REST is for the other columns.
+    columns of the keys. BLOCK_D then equals BLOCK_V, and BLOCK_REST is the block size for the other columns of the
+    keys.
     """
     await_previous(OVERLAPS)
     part = tl.program_id(0)
@@ -302,10 +303,10 @@ def decode_attention(
             undefined.
         scale: number by which q·k is multiplied.
         window: number of tokens that the token sees, including itself; None for all tokens.
-        chunk: number of tokens per chunk, if the token sees only the tokens of its own chunk; needs ``window`` None.
+        chunk: number of tokens per chunk, if the token sees only the tokens of its own chunk. ``window`` must then be
+            None.
         softcap: if given, scores become ``softcap · tanh(score / softcap)``.
-        sinks: [H], an additional score for each head, which has no key and no value but takes part in the softmax;
-            None for no sinks.
+        sinks: [H], an additional score in the softmax of each head, without a key or a value; None for no sinks.
 
     Returns:
         [B, H, V] in the dtype of q.

@@ -12,7 +12,7 @@ program reads all blocks that a token sees, one after the other. The program com
 keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of each document. A
 key that a token does not see multiplies the token's sums by 1 and adds 0. The result therefore does not depend on
 the other tokens of the program, or on whether the keys are contiguous or in pages. All matrix products have the same
-number of rows, because with another number of rows, other instructions might run, which add in another order.
+number of rows, because a different number of rows might select different instructions, which add in a different order.
 
 There is no backward. `layers.attention` runs the backward of ordinary attention.
 
@@ -68,9 +68,9 @@ def invariant_attention_reference(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Compute `invariant_attention` in plain PyTorch, token by token; fp64 inputs are computed in fp64.
+    """Compute `invariant_attention` in plain PyTorch, token by token, and in fp64 for fp64 inputs.
 
-    For each token, the keys and values that it sees are copied.
+    For each token, the keys and values that the token sees are copied.
     """
     (N, H, D), G, V = q.shape, k.shape[-2], v.shape[-1]
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -189,7 +189,7 @@ def _invariant_attention(
         with on_device_of(q):
             _invariant_attention_kernel[(cdiv(N, tokens), G * cdiv(H // G, heads))](
                 q, k, v, first, last, first if table is None else contiguous_rows(table),
-                # Arguments that the kernel does not use must be tensors, too, and are set to q or first.
+                # Arguments that the kernel does not use must also be tensors, and are set to ``q`` or ``first``.
                 q if sinks is None else sinks.contiguous(), out, N, *q.stride()[:2], k.stride(-3), k.stride(-2),
                 v.stride(-3), v.stride(-2), 0 if table is None else table.stride(0), window or 0, scale, softcap or 0.0,
                 G=G, GROUP=H // G, D=D, V=V, PAGE=0 if table is None else k.shape[1], TOKENS=tokens, HEADS=heads,
@@ -227,17 +227,16 @@ def invariant_attention(
     Args:
         q: [N, H, D], float32, float16 or bfloat16, where D is at most 576.
         k, v: [S, G, D] and [S, G, V] in the dtype of q, where H is a multiple of G, and V is at most 576. With
-            ``table``, they are pages [pages, P, G, D] and [pages, P, G, V], and the keys of a row are numbered in the
-            order of its pages.
+            ``table``, k and v are pages [pages, P, G, D] and [pages, P, G, V], and the keys of a row are numbered in
+            the order of the row's pages.
         first: [N] int32, index of the first key of each token's document.
         last: [N] int32, index of the last key that each token sees, which is the token's own key. It is at least
             ``first``.
         scale: number by which q·k is multiplied.
         window: number of tokens that a token sees, including itself; None for all tokens.
         softcap: if given, scores become ``softcap · tanh(score / softcap)``.
-        sinks: [H], an additional score for each head, which has no key and no value but takes part in the softmax;
-            None for no sinks.
-        table: [N, M] int32, the indices of the pages of each token's row in the order of its keys; None if the keys are
+        sinks: [H], an additional score in the softmax of each head, without a key or a value; None for no sinks.
+        table: [N, M] int32, the page indices of each token's row, in the order of the row's keys; None if the keys are
             not in pages.
 
     Returns:

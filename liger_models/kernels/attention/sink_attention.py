@@ -1,4 +1,4 @@
-"""Causal attention with sinks. A sink is an additional score of a head, which has no key but takes part in the softmax.
+"""Causal attention with sinks. A sink is an additional score, without a key, in the softmax of a head.
 
 Let s_ij = scale · q_i · k_j be the scores of the keys to which token i attends, and let z be the sink of the head. A
 flash-attention kernel computes the log-sum-exp l and the output o, both without the sink. The result is y::
@@ -86,7 +86,7 @@ def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, devi
 def _apply_sinks_kernel(
     out_ptr, lse_ptr, sinks_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Turn o [N, H, D] into y and l [H, N] into l' in place, for ROWS tokens of a head."""
+    """Overwrite o [N, H, D] with y, and l [H, N] with l', for ROWS tokens of a head."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -147,7 +147,7 @@ def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tens
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> tuple[list[Tensor], Tensor]:
-    """Return q, k and v as [1, H, B · T, D] and an additive mask of the scores, for flash attention on the CPU."""
+    """Return q, k and v as [1, H, B · T, D] and an additive mask for the scores, for flash attention on the CPU."""
     B, T, H, _ = q.shape
     heads = [x.reshape(1, B * T, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
     visible = _visible(B, T, window or None, cu_seqlens, q.device)
@@ -291,7 +291,7 @@ FORWARD = define_op(
 
 
 def is_fused(q: Tensor) -> bool:
-    """Return whether `sink_attention` runs flash-attention kernels for q, which do not store scores.
+    """Return whether, for q, `sink_attention` runs flash-attention kernels, which do not store scores.
 
     On accelerators, q must have half precision and a head dimension of at most 256.
     """

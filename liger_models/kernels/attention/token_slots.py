@@ -1,7 +1,7 @@
-"""Positions, slots and pages of the next tokens of rows in a paged cache, in one kernel.
+"""One kernel that computes the positions, slots and pages of the next tokens of each row in a paged cache.
 
-Let ``table`` be the pages of a row with L cached tokens, and let P be the number of tokens per page. For the row's
-token at position p = L + offset + i, where i < n::
+Let ``table`` be the pages of a row with L cached tokens, and let P be the number of tokens per page. The i-th of the
+row's next n tokens (i < n) has the position p = L + offset + i::
 
     slot = table[p // P] · P + p % P          where the token is stored
     length = p + 1                            number of tokens that the token attends to
@@ -77,7 +77,7 @@ FORWARD = define_op("token_slots", _token_slots, _token_slots_fake)
 
 
 def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, offset: int, page: int) -> Slots:
-    """Return positions, slots, lengths and pages of the next n tokens of each row.
+    """Return the position, slot, length and pages of each of the next n tokens of each row.
 
     Args:
         table: [rows, W] int32, the pages of each row.
@@ -88,9 +88,9 @@ def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, of
         page: P.
 
     Returns:
-        Positions [rows · n, 1] int64, slots [rows · n] int64, the number of tokens that each token attends to
-        [rows · n] int32, and the pages of each token's row [rows · n, W] int32. The n tokens of a row are
-        consecutive.
+        ``(positions, slots, lengths, pages)``: [rows · n, 1] int64, [rows · n] int64, [rows · n] int32 and [rows · n,
+        W] int32. The length of a token is the number of tokens that it attends to. Its pages are the pages of its row.
+        The n tokens of a row are consecutive.
     """
     if not use_triton_for_integers(table):
         return token_slots_reference(table, lengths, remaining, n, offset, page)

@@ -46,7 +46,7 @@ class Part(NamedTuple):
         query_heads: number of query heads of each KV head.
         query: index of the first query.
         tiles: number of query tiles.
-        width: number of places of a pair of query tiles.
+        width: number of places per pair of query tiles.
     """
 
     T: int

@@ -22,7 +22,8 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 BLOCK = 1024
-"""Maximum number of elements that a program copies from a token's keys, and also from its values."""
+"""Maximum number of elements that a program copies from a token's keys. The same maximum applies to the token's
+values."""
 
 
 def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

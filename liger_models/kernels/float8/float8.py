@@ -1,7 +1,7 @@
 """Rounding of matrices to float8, and products of the rounded matrices.
 
-A matrix has one scale, or one scale per row. MAX is the largest number that the float8 format represents, and the
-maximum is over the whole matrix or over the row. With ``power_of_2``, s is rounded down to a power of 2::
+A matrix has one scale, or one scale per row. MAX is the largest number that the float8 format represents, and max(|x|)
+is over the whole matrix or over the row. With ``power_of_2``, s is rounded down to a power of 2::
 
     s = MAX / max(|x|)
     q = float8(x · s)
@@ -45,8 +45,8 @@ FLAT, FLAT_BLOCKS = 2048, 4
 per program."""
 
 WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
-"""For the kernel that rounds: number of rows and number of columns of a tile, and number of adjacent tiles that run
-at the same time. When a tile is stored by columns, 128 bytes of each column are adjacent in memory."""
+"""For the kernel that rounds: number of rows and number of columns of a tile, and number of adjacent tiles that are
+processed at the same time. When a tile is stored by columns, 128 bytes of each column are adjacent in memory."""
 
 ROW_BLOCK = 2048
 """Number of columns of a row that a program rounds at a time. The program reads the row twice, the second time from the
@@ -68,7 +68,7 @@ class Recipe(NamedTuple):
         by_row: whether each row of an operand has its own scale, instead of one scale for the whole operand.
         wide_gradients: whether gradients are in e5m2, which has a wider range but one mantissa bit less than e4m3.
         power_of_2: whether scales are powers of 2.
-        rounds_dw: whether the product for the weight gradient is in float8, too.
+        rounds_dw: whether the product for the weight gradient is also in float8.
     """
 
     by_row: bool
@@ -171,7 +171,7 @@ def _inverse(scale):
 
 @triton.jit
 def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
-    """Compute `gated_act` of gate and up. The result is rounded to ``dtype``, as in that op, and returned in fp32."""
+    """Compute `gated_act` of gate and up. The result is rounded to ``dtype``, as in the op, and returned in fp32."""
     a, _ = _activation(gate, ACT)
     return (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
 
@@ -302,7 +302,7 @@ def _round_kernel(
             tl.store(inverse_ptr, _inverse(scale))
         x *= scale
     q = x.to(rows_ptr.dtype.element_ty)
-    if STORE_PRODUCT:  # round the gated product of the same gate and up, too
+    if STORE_PRODUCT:  # also round the gated product of the same gate and up
         p = _values(
             x_ptr, other_ptr, rstd_ptr, row, start // 2, N, C // 2, weight_offset, "product", ACT, SCALE_IN_FP32,
             ROWS, COLUMNS // 2,
@@ -368,7 +368,7 @@ def _rms_norm_round_kernel(
 
 def _arguments(matrix: Matrix) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, object]]:
     x = matrix.x
-    # Arguments that the kernel does not use must be tensors, too.
+    # Arguments that the kernel does not use must also be tensors.
     pointers = x, x if matrix.other is None else matrix.other, x if matrix.rstd is None else matrix.rstd
     return pointers, {"KIND": matrix.kind, "ACT": matrix.act, "SCALE_IN_FP32": matrix.scale_in_fp32}
 
@@ -386,8 +386,8 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
     count = matrix.x.numel()
-    # If the values are elementwise and only one maximum is needed, memory is read in order, which is faster than
-    # tile by tile.
+    # If the matrix is computed elementwise from memory and only one maximum is needed, memory is read in order, which
+    # is faster than tile by tile.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
             _flat_amax_kernel[(cdiv(count, FLAT * FLAT_BLOCKS),)](
@@ -413,7 +413,7 @@ def round_tiles(
         rows: whether to return the matrix by rows, [N, C].
         columns: whether to return the matrix by columns, [C, N], with N padded with zeros to a multiple of 16.
         product_amax: [1], the amax of the gated product; only for a matrix of kind "gradient". If given, the gated
-            product is rounded by columns, too.
+            product is also rounded by columns.
 
     Returns:
         The matrix by rows, the matrix by columns, and the gated product by columns. Results that are not requested are
@@ -557,7 +557,7 @@ def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
 
 
 def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the scales of tensors whose largest absolute values are ``amax``, in fp32, in the shape of ``amax``.
+    """Compute fp32 scales, in the shape of ``amax``, for tensors whose largest absolute values are ``amax``.
 
     The scales are not rounded to powers of 2.
     """
@@ -648,7 +648,7 @@ def pad_columns(data: Tensor) -> Tensor:
 
 
 def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Compute ``a @ bᵀ`` [M, N] in ``dtype`` from rounded matrices a [M, K] and b [N, K].
+    """Compute ``a @ bᵀ`` [M, N] in ``dtype`` from rounded matrices ``a`` [M, K] and ``b`` [N, K].
 
     N must be a multiple of 16. With ``fast``, NVIDIA's hardware keeps fewer bits of the sums, which suffices for y.
     """

@@ -17,7 +17,7 @@ The kernels that round also compute N(h), A(u) and du. These matrices therefore 
 a bias needs them unrounded. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
 
 The same tensors are saved as in `gated_mlp`. With one scale per operand, the largest absolute values of N(h), Wgu, A(u)
-and Wd are saved, too. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
+and Wd are also saved. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
 `gated_mlp`. One scale per operand then means one scale per chunk, which is computed from this chunk or from all rows up
 to the end of this chunk.
 

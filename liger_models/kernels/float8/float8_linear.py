@@ -15,7 +15,7 @@ The kernel of an RMSNorm also rounds, so the normalized rows exist only in float
 from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by columns.
 
 The same tensors are saved as in `norm_linear`. With one scale per operand, the largest absolute values of N(h) and W
-are saved, too.
+are also saved.
 
 Source: https://arxiv.org/abs/2209.05433 (float8 training), https://arxiv.org/abs/1910.07467 (RMSNorm).
 """
@@ -72,7 +72,7 @@ class _Float8Product(torch.autograd.Function):
         gathered = float8_pair(codes, inverse)
         dx = d_weight = None
         if ctx.needs_input_grad[0]:
-            # dx is a sum over the rows of W, so each column of W has a scale, as a row of Wᵀ. With
+            # dx is a sum over the rows of W, so each column of W, which is a row of Wᵀ, has its own scale. With
             # "rowwise_with_gw_hp", W has a single scale.
             for_dx = recipe if recipe.rounds_dw else recipe._replace(by_row=False)
             columns = transposed(gathered) if gathered else _rounded(weight.t(), for_dx)

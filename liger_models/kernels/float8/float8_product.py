@@ -44,7 +44,7 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.row_norm import MAX_TILE
 
 FLOAT8 = Argument("Tensor? {0}_codes=None, Tensor? {0}_inverse=None", tuple, float8_pair)
-"""The schema by which ops take a matrix in float8."""
+"""The arguments by which ops take a float8 matrix: the codes and the inverse scale."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Float8Product(Product):
         self.rounded = gathered
 
     def round_weight(self) -> None:
-        """Round W for `forward`, and find its maximum."""
+        """Round W for `forward`, and find the maximum of W."""
         self.rounded = weight_rows(self.weight, self.recipe, self.weight_amax, self.gathered)
 
     def find_weight_amax(self) -> None:
