@@ -1,9 +1,10 @@
 """Kernels in PTX that multiply a few rows x by a weight with four-bit codes.
 
-A kernel in plain Triton takes about ten instructions for each weight: it splits bytes, computes numbers, scales and
-rounds them, and multiplies. If 4-bit weights are read at the bandwidth of an H200, there is time for only four
-instructions per weight. The kernels in this file take three to five. The matrix units multiply and add, and
-neighboring weights are dequantized in pairs, which is the form in which the matrix units take them:
+A kernel in plain Triton takes about ten instructions for each weight: it splits a byte, computes the number, applies
+the scale, rounds, and multiplies by x. If 4-bit weights are read at the bandwidth of an H200, there is time for only
+four instructions per weight. The kernels in this file take three to five instructions per weight. The matrix units
+multiply and add, and neighboring weights are dequantized in pairs, which is the form in which the matrix units take
+them:
 
 - Shared memory holds a table with the pair of numbers for each byte. There are 32 copies of the table, one in each
   bank, so that all lanes of a warp read in one access. One instruction turns a byte into an address, and another one
@@ -20,9 +21,9 @@ neighboring weights are dequantized in pairs, which is the form in which the mat
 One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. For several rows of x, a row of A is a row
 of W, and a column of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would
 read 64 bytes of each of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column
-n of B is x. Both hold only the elements at the columns that belong to the n-th group of four lanes. The diagonal of
-the result then holds the sums that are needed, and the other elements are not used. The columns of each group can be
-chosen freely, so a warp can read 512 contiguous bytes of a row of W.
+n of B is x. These rows and this column hold only the elements at the columns that belong to the n-th group of four
+lanes. The diagonal of the result then holds the sums that are needed, and the other elements are not used. The columns
+of each group can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -69,8 +70,8 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
 
     A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number
     has 4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread writes
-    16 bytes of copies of the 16 pairs of bytes that have the same lower half; with more than 128 threads, several
-    threads write the same bytes. The first number of a pair belongs to the upper half of the byte
+    the pairs of the 16 byte values that have the same lower half, as 16 bytes of copies per pair. With more than 128
+    threads, several threads write the same bytes. The first number of a pair belongs to the upper half of the byte
     (``first_is_upper``) or to the lower half.
     """
     bits = f"b{8 * size}"
@@ -104,7 +105,7 @@ def _load(name: str, first: int, count: int, at: str, predicate: str = "", cache
 def _prepare(kind: str, scale: str, to: int) -> str:
     """Return PTX that sets the factors of `_pair`: s and, for two scales, d, in bf16 pairs.
 
-    For products, it sets s in fp32.
+    For the kind "products", the PTX sets s in fp32.
     """
     if kind == "products":
         return f"mov.b32 s{to}, {scale};\n"
@@ -148,10 +149,10 @@ PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {0}, {{a0, a1, a2
 def _several_step(kind: str, tiles: int) -> str:
     """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x.
 
-    In a warp, the lane with index 4 · group + quarter has 16 of every 64 bytes of the rows group and group + 8 of W.
-    It also has row group of x and, with two tiles, row group + 8 of x. The lane holds the sums of the columns 2 ·
-    quarter and 2 · quarter + 1 of each tile. A step has four chunks of 64 bytes, or two if a lane needs two scales
-    for a chunk.
+    In a warp, the lane with index 4 · ``group`` + ``quarter`` has 16 of every 64 bytes of the rows ``group`` and
+    ``group + 8`` of W. The lane also has row ``group`` of x and, with two tiles, row ``group + 8`` of x. The lane holds
+    the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1 of each tile. A step has four chunks of 64 bytes, or
+    two if a lane needs two scales for a chunk.
 
     The operands are, in this order: the new sums, four for each tile, where the sums of row ``group`` of W come
     first; the old sums; the addresses of the codes in both rows of W; the address of each row of x; the number of
@@ -310,7 +311,7 @@ def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
 def _scales_of_row(
     loads, row, byte, left, KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Load a lane's scales of a row of W for `_single_step`: one for each of its chunks.
+    """Load the scales of a row of W that a lane needs in `_single_step`: one for each of the lane's chunks.
 
     The lane has one or two chunks. ``loads`` consists of the pointer to the scales, the pointer to the scales of whole
     rows, and the number of scales of a row. PAIRS is the number of bytes of codes that share a scale.
@@ -501,7 +502,7 @@ def code_rows(
         kind: the kind of scales; see the module's docstring.
         x: up to `MOST_ROWS` rows.
         codes: [O, C / 2].
-        scales: [O, G], one for each C / G columns of a row: at least 32 columns, or 16 for two scales.
+        scales: [O, G], one for each C / G columns of a row. C / G is at least 32, or 16 for the kind "two_scales".
         whole: [O, 1] fp32, a scale for each row, or None.
         table: [16], the numbers that the codes stand for: in fp32 for the kind "products", otherwise in bfloat16.
         bias: [O] or None.

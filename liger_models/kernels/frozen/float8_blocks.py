@@ -51,7 +51,7 @@ ROW_TILE = (4, 1024, 2)
 warps."""
 
 RUN = tl.constexpr(16)
-"""Number of columns that a thread of this kernel reads and sums at once."""
+"""Number of columns that a thread of the kernel for one row reads and sums at once."""
 
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
 """Tiles of the kernel for several rows. For each tile: the maximum number of rows of x, the number of results per

@@ -60,7 +60,8 @@ MOST_ROWS = 32
 
 TILE = 128
 TILE_WARPS = 8
-"""Number of rows (and also of columns) of the tile of codes that a program transposes, and number of its warps."""
+"""Number of rows, and also number of columns, of the tile of codes that a program transposes, and number of warps per
+program."""
 
 
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize x [N, K] or, if ``factors`` [K] is given, x · factors, to float8 codes [N, K] and fp32 scales [N]."""
+    """Quantize x [N, K], multiplied by ``factors`` [K] if given, to float8 codes [N, K] and fp32 scales [N]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     N, K = x.shape
     codes, scales = x.new_empty(N, K, dtype=DTYPE), x.new_empty(N, dtype=torch.float32)
@@ -139,7 +140,7 @@ def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
 
 
 def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize codes [..., C] with a scale [...] for each row, in ``dtype``, for a matrix or for stacked experts."""
+    """Dequantize codes [..., C] of a matrix or of stacked experts, with a scale [...] for each row, to ``dtype``."""
     if not (use_triton(scales) and converts(codes.device) and codes.is_contiguous()):
         return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -179,7 +180,7 @@ def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     rows = x.reshape(-1, x.shape[-1])
     if not multiplies(rows, codes):
         return F.linear(x, float8_dense(codes, scales, x.dtype), bias)
-    # x is rounded to float8, too, with a scale per row.
+    # x is also rounded to float8, with a scale per row.
     y = _scaled_mm(*quantize_rows(rows), codes.t(), scales)
     y = y if bias is None else y.add_(bias)
     return y.view(*x.shape[:-1], codes.shape[0])
@@ -239,7 +240,7 @@ class Float8Rows(Format):
     rounds_inputs = True
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Return shape and dtype of the codes, which have the shape of the weight, and of the scales, one per row."""
+        """Return shape and dtype of the codes (in the shape of the weight) and of the scales (one per row)."""
         return {"codes": (shape, DTYPE), "scales": (shape[:-1], torch.float32)}
 
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,16 +56,18 @@ MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
 
 WIDTHS = 16, 256
-"""Minimum and maximum number of columns per group that the kernels for few rows support. It must be a power of 2."""
+"""Minimum and maximum number of columns per group that the kernels for few rows support. The number must be a power of
+2."""
 
 ROW_TILE = (4, 512, 4)
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
 """`ROW_TILE` is the tile of the kernel for one row of x: number of results per program, number of columns per step, and
-number of warps. In `TILES`, which is for several rows, these numbers follow the maximum number of rows of x."""
+number of warps. Each entry of `TILES`, which is for several rows, has the maximum number of rows of x and then the same
+three numbers."""
 
 
 class GroupConstants(NamedTuple):
-    """The constants with which kernels dequantize: the numbers of the codes, the scales, and the scales of whole rows.
+    """Constants that tell kernels what the codes stand for, and how to apply the scales of groups and of whole rows.
 
     Attributes:
         CODES: name of an entry of `NUMBERS`.
@@ -103,7 +105,7 @@ def group_rounded(numbers, HALF: tl.constexpr):
 
 @triton.jit
 def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, LARGE: tl.constexpr):
-    """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer of NUMBERS codes, which share a scale.
+    """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer that holds NUMBERS codes, which share a scale.
 
     Each thread has whole pieces, and neighboring threads have neighboring pieces. Threads therefore exchange nothing,
     and together they read and write contiguous memory. The results are: the index of the program's first piece; the
@@ -195,7 +197,7 @@ def _group_rows_kernel(
 
 @functools.lru_cache(maxsize=32)
 def table_of(codes: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the `NUMBERS` of a kind on a device, [16]."""
+    """Return the 16 numbers that codes of a kind stand for, from `NUMBERS`, as a tensor on the device."""
     return torch.tensor(NUMBERS[codes], dtype=dtype, device=device)
 
 
@@ -261,7 +263,7 @@ def groups_dense(
 def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
     """Return the number of pieces of codes and the constants of a launch; ``width`` bytes of codes share a scale."""
     aligned = codes.data_ptr() | width | MOST_BYTES
-    size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all of these numbers
+    size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all three numbers
     pieces = codes.numel() // size
     constants = {"NUMBERS": 2 * size, "PIECES_PER_SCALE": width // size, "PIECES": PIECES, "num_warps": NUM_WARPS}
     return pieces, constants | {"LARGE": pieces >= 2**31 - PIECES}
@@ -278,7 +280,7 @@ def takes_group(width: int) -> bool:
 
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
-    """Return the ``kind`` that `code_rows` needs for groups of ``pairs`` bytes, or None if it does not support them."""
+    """Return the ``kind`` that `code_rows` needs for groups of ``pairs`` bytes, or None if there is none."""
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
@@ -339,7 +341,7 @@ class Groups(Format):
         return GroupConstants(self.codes_kind, self.scales_kind)
 
     def rows_of(self, weight: FrozenWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes, scales and a scale per row (or None). The rows of all experts are concatenated."""
+        """Return codes, scales, and the scales of whole rows (or None). The rows of all experts are concatenated."""
         codes, scales, *whole = (tensor.flatten(0, -2) for tensor in weight.tensors)
         return codes, scales, whole[0] if whole else None
 

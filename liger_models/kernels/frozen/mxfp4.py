@@ -14,7 +14,7 @@ from liger_models.kernels.frozen.weight import register
 
 @register
 class MXFP4Groups(Groups):
-    """The format with codes [O, C / 2] and scales [O, C / 32], both uint8. Its layout is ``[32]``."""
+    """The format with codes [O, C / 2] and scales [O, C / 32], both uint8. A weight's layout is ``[32]``."""
 
     name = "mxfp4"
     number = 4

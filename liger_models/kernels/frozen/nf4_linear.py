@@ -126,7 +126,7 @@ TABLE = (
 
 @register
 class NormalFloat4(Format):
-    """The format with 4-bit codes in torchao's layout. Its layout is ``[codes per scale, scales per factor]``.
+    """The format with 4-bit codes as in torchao. A weight's layout is ``[codes per scale, scales per factor]``.
 
     A matrix [O, C], or the matrices [X, O, C] of X experts, are stored in these tensors::
 

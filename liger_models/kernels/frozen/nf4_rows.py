@@ -1,6 +1,7 @@
 """A linear layer for few rows x, as in a decoding step, with a 4-bit weight (NF4) that is not dequantized in memory.
 
-The kernels multiply x by the table's numbers for the codes, and the sum over each block by the block's scale::
+The kernels multiply x by the numbers that the codes stand for, and multiply the sum over each block by the block's
+scale::
 
     y_n = Σ_blocks scale_n · (Σ_block table[code] · x) + b_n
 
@@ -60,13 +61,13 @@ def _step(kind: str, columns: int) -> str:
     """Return PTX that multiplies STEP_BLOCKS blocks of 16 rows of W by up to ``columns`` (1, 2 or 8) rows of x.
 
     The eight columns of a matrix product stand for ``columns`` rows of x and ``slots`` blocks of each row. In a warp,
-    the lane with index 4 · group + quarter holds codes of the rows group and group + 8 of W. For column ``group`` of
-    the product, it also holds the elements of x by which these codes are multiplied. The lane holds the sums of the
-    columns 2 · quarter and 2 · quarter + 1. The codes of a block are held by two lanes, or by four lanes if ``columns``
-    is 8.
+    the lane with index 4 · ``group`` + ``quarter`` holds codes of the rows ``group`` and ``group + 8`` of W. For column
+    ``group`` of the product, it also holds the elements of x by which these codes are multiplied. The lane holds the
+    sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1. The codes of a block are held by two lanes, or by four
+    lanes if ``columns`` is 8.
 
     $0 to $3 are the new sums, and $4 to $7 are the old sums. In both, the sums of row ``group`` come first. $8 and $9
-    are the addresses of the codes of both rows, and $10 is the address of x. $11 and $12 are the numbers of blocks
+    are the addresses of the codes of the two rows, and $10 is the address of x. $11 and $12 are the numbers of blocks
     after these addresses in the codes and in x. $13 selects the codes by which x is multiplied; -1 selects no codes.
     $14 to $17 are two scales for each of the two rows, and $18 is the address from `fill`.
     """

@@ -1,4 +1,5 @@
-"""Frozen weights in ops: their representation as arguments of an op, products with them, and `quantized_linear`.
+"""Frozen weights in ops: arguments that represent a frozen weight, products with frozen weights, and
+`quantized_linear`.
 
 A fused op takes a `Weight`, which is a dense tensor or a `FrozenWeight`, and multiplies by it with `product` and
 `input_product`.
@@ -31,7 +32,7 @@ def weight_for_op(weight: Weight) -> tuple[Any, ...] | None:
 
 
 def _weight_from_op(*arguments: Any) -> FrozenWeight:
-    # The layout tells the format and where the shape ends.
+    # The layout says which format the weight has, and where its shape ends.
     *tensors, (number, dims, *sizes), dtype = arguments
     stored = tuple(tensor for tensor in tensors if tensor is not None)
     return FrozenWeight(format_numbered(number), stored, torch.Size(sizes[:dims]), sizes[dims:], dtype)
@@ -47,7 +48,7 @@ WEIGHT = Argument(
 values, and otherwise the codes.
 
 The tensors are named as in NF4; tensors that the format lacks are None. The layout holds the number of the format, the
-number of dimensions, the shape, and the layout of the format.
+number of dimensions, the shape, and the weight's own ``layout``.
 """
 
 

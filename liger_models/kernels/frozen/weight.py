@@ -6,15 +6,16 @@ dequantizing the weight in memory. Only the stored tensors are saved for the bac
 memory.
 
 Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. Everything that is specific to a format is
-in a subclass of `Format`. Each format is defined and registered in one file::
+in a subclass of `Format`. Each format is defined and registered in one file. The first two formats quantize dense
+weights, and the other formats keep the codes and scales of a checkpoint::
 
     nf4       `nf4_linear`: 4-bit codes with 8-bit scales
     float8    `frozen_float8_linear`: e4m3 codes with one scale per row, multiplied in float8 on devices that can do so
-    blocks    `float8_blocks`: e4m3 codes with one scale per block, row or matrix, both from a checkpoint
-    mxfp4     `mxfp4`: 4-bit codes with a power of 2 per 32 columns, both from a checkpoint
-    nvfp4     `nvfp4`: 4-bit codes with an 8-bit scale per 16 columns, both from a checkpoint
-    int4      `int4`: 4-bit integers with one scale per group of columns, both from a checkpoint
-    bnb_nf4   `bnb_nf4`: the codes of nf4 with the scales of bitsandbytes, both from a checkpoint
+    blocks    `float8_blocks`: e4m3 codes with one scale per block, row or matrix
+    mxfp4     `mxfp4`: 4-bit codes with a power of 2 per 32 columns
+    nvfp4     `nvfp4`: 4-bit codes with an 8-bit scale per 16 columns
+    int4      `int4`: 4-bit integers with one scale per group of columns
+    bnb_nf4   `bnb_nf4`: the codes of nf4 with the scales of bitsandbytes
 
 `groups` has the kernels that the last four formats share.
 
@@ -77,7 +78,7 @@ class FrozenWeight(NamedTuple):
         elif weight.dim() == 2:
             tensors = list(format_.quantize(weight.to(device)))
         else:
-            # Matrix by matrix, so that only one dense matrix is on the device at a time.
+            # Quantize matrix by matrix, so that only one dense matrix is on the device at a time.
             experts = [format_.quantize_expert(matrix.to(device)) for matrix in weight]
             tensors = [
                 per_expert[0] if tensor_name in format_.shared else torch.stack(per_expert)
@@ -190,9 +191,10 @@ class Format:
     by_column: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors, besides the codes, whose last dimension corresponds to the columns of the weight."""
     rounds_inputs: ClassVar[bool] = False
-    """Whether some products round x, too, so that a row's result depends on which kernel computes it."""
+    """Whether some products also round x, so that a row's result depends on which kernel computes it."""
     is_kept: ClassVar[bool] = False
-    """Whether the tensors come from a checkpoint and are saved unchanged. Such a weight cannot be quantized."""
+    """Whether the tensors come from a checkpoint and are saved unchanged. If so, no dense weight can be quantized to
+    this format."""
     in_common: ClassVar[bool] = False
     """Whether the ranks that hold parts of a matrix [O, C] quantize the matrix together; see `quantize_part`."""
     remedy: ClassVar[str] = "another format"
@@ -231,7 +233,7 @@ class Format:
         raise NotImplementedError
 
     def reference(self, weight: FrozenWeight) -> Tensor:
-        """Dequantize the weight of a format that `is_kept` as `dense` does, but in plain torch."""
+        """Dequantize the weight as `dense` does, but in plain torch. Only formats with `is_kept` need this method."""
         raise NotImplementedError
 
     def few_rows(
@@ -280,8 +282,8 @@ class Format:
             ranks: number of slices, which have equal sizes.
 
         Returns:
-            The tensors, the layout of each slice, and a dict from the names of the tensors that are divided to the
-            dimension along which they are divided. The other tensors are the same in every slice.
+            The tensors, the layout of each slice, and a dict from the name of each divided tensor to the dimension
+            along which it is divided. The other tensors are the same in every slice.
         """
         if dim == len(shape) - 1:
             return tensors, layout, dict.fromkeys(("codes", *self.by_column), dim)

@@ -10,8 +10,8 @@ from liger_models.kernels.dispatch import tl, triton
 def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the document of a block, the document's start and end, and the block's start and end.
 
-    A document n that begins at token ``start`` has the slots from start // BLOCK + n on for its blocks. There are then
-    enough slots for a document of any length. If a slot has no tokens, the start and the end of its block are equal.
+    If document n begins at token ``start``, its blocks have the slots from start // BLOCK + n on. There are then enough
+    slots for a document of any length. If a slot has no tokens, the start and the end of its block are equal.
     """
     lanes = tl.arange(0, DOCUMENTS)
     starts = tl.load(cu_ptr + lanes, mask=lanes < documents, other=0)

@@ -44,8 +44,8 @@ def similarity_kernel(
 ):  # fmt: skip
     """Compute P, the running sums of g, the inverse norms, and the coefficients of rows of one chunk and key head.
 
-    Each row has four coefficients: β, the coefficient of K S in X, the coefficient of D in the next state, and the
-    coefficient of Q S in O. The last three include the inverse norm of k or q.
+    Each row has four coefficients: (1) β, (2) the coefficient of K S in X, (3) the coefficient of D in the next state,
+    and (4) the coefficient of Q S in O. The last three include the inverse norm of k or q.
     """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -87,8 +87,8 @@ def similarity_kernel(
 def _times(left, right, PRECISION: tl.constexpr):
     """Compute left @ right as a batch of one product.
 
-    For each product of two matrices, Triton searches all products that it depends on or that depend on it. For the 40
-    products of an inverse, this search took half of the compilation time.
+    For each product of two matrices, Triton searches for all products that depend on this product, or on which this
+    product depends. For the 40 products of an inverse, this search took half of the compilation time.
     """
     return tl.reshape(tl.dot(left[None], right[None], input_precision=PRECISION), left.shape)
 
@@ -242,7 +242,7 @@ def scan(
 ):  # fmt: skip
     """Go through the chunks of a document in order, and store the output and the final state.
 
-    With STORE_STATES, store the state before each chunk and D instead, for the backward. There are few programs per
+    With STORE_STATES (for the backward), store D and the state before each chunk instead. There are few programs per
     multiprocessor, so a step must be short: earlier kernels compute everything that all columns share, and offsets
     within a chunk are 32-bit numbers.
     """

@@ -70,8 +70,8 @@ from liger_models.kernels.linear_attention.in_chunks import in_chunks
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 CHUNK = 64
-"""Number of tokens in a chunk. A chunk consists of four blocks of 16 tokens, the smallest size that tensor cores
-multiply."""
+"""Number of tokens in a chunk. A chunk consists of four blocks of 16 tokens, because 16 is the smallest size that
+tensor cores multiply."""
 
 L2_EPS = 1e-6
 
@@ -172,7 +172,8 @@ class DeltaRule:
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        The first dimension of every result is the heads. ``inverse`` is A if A is already known, and otherwise None.
+        The first dimension of every result stands for the heads. ``inverse`` is A if A is already known, and otherwise
+        None.
         """
         raise NotImplementedError
 
@@ -180,7 +181,7 @@ class DeltaRule:
         """Write the output and the final states, and return A.
 
         Args:
-            initial: the initial states, or any tensor without ``HAS_INITIAL``.
+            initial: the initial states, or any tensor if ``HAS_INITIAL`` is not set.
             out, final: the results. ``out`` is empty if it is not needed.
             flags: ``HAS_INITIAL`` and ``STORE_OUT``.
         """
@@ -193,7 +194,7 @@ class DeltaRule:
         """Write the gradients of q, k, v, g, beta and the initial states.
 
         Args:
-            d_out: rows of the output's gradient, or any tensor without ``HAS_OUT``.
+            d_out: rows of the output's gradient, or any tensor if ``HAS_OUT`` is not set.
             d_final: gradient of the final states, or None.
             initial: the initial states, or None.
             inverse: A.
@@ -247,7 +248,7 @@ class GatedDeltaRule(DeltaRule):
     def scan(self, initial: Tensor, out: Tensor, final: Tensor, **flags: bool) -> Tensor:
         """See `DeltaRule.scan`."""
         inverse, p, total, factors, _, _ = self.prepare(flags["STORE_OUT"])
-        # Arguments that the kernel does not use must be tensors, too.
+        # Arguments that the kernel does not use must also be tensors.
         scan_kernel[(self.scan_programs,)](
             self.q, self.k, self.v, self.cu, inverse, p, total, factors, initial, out, final, self.tokens,
             *self.q_strides, *self.k_strides, *self.v_strides, **flags, **self.scan_constants(SCAN_STAGES),
@@ -264,7 +265,7 @@ class GatedDeltaRule(DeltaRule):
         strides, has_out = (*self.q_strides, *self.k_strides), flags["HAS_OUT"]
         states, d_states, d, dx = self.states_and_values()
         _, p, total, factors, q_norm, k_norm = self.prepare(has_out, inverse)
-        # Arguments that the kernel does not use must be tensors, too.
+        # Arguments that the kernel does not use must also be tensors.
         scans_kernel[(2 * self.scan_programs,)](
             q, k, v, self.cu, inverse, p, total, factors, total if initial is None else initial, states, d, d_out,
             total if d_final is None else d_final, d_states, dx, d_initial, self.tokens, *strides, *self.v_strides,
@@ -493,7 +494,7 @@ def gated_delta_rule(
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or [documents, Hv, Dk, Dv] with a
             state for each document. None for 0.
-        return_state: whether to return the state after the last token, too.
+        return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
             Tokens do not see other documents.
 
@@ -556,7 +557,7 @@ def delta_transition(
     op: Callable[..., tuple[Tensor, ...]], k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `gated_delta_transition` with an op that computes the rule and takes its arguments in the same order."""
+    """Compute `gated_delta_transition` with ``op``, an op of a delta rule from `register_delta_rule`."""
     (B, T, _, Dk), Hv = k.shape, v.shape[2]
     identity = torch.eye(Dk, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
     first = last = None
@@ -587,7 +588,7 @@ def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> 
 
     Args:
         A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], the results of `gated_delta_transition` for each part;
-            or a [parts, B, H] and b [parts, B, H, N, P], the results of `ssd_transition`.
+            or [parts, B, H] and [parts, B, H, N, P], the results of `ssd_transition`.
         initial_state: [B, Hv, Dk, Dv], the state before the first part; None for 0.
 
     Returns:

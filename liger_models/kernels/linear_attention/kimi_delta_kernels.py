@@ -143,7 +143,7 @@ def _scan(
 ):  # fmt: skip
     """Go through the chunks of a document in order, and store the final state and, with STORE_OUT, the output.
 
-    With STORE_STATES, for the backward, store the state before each chunk and D, and no final state.
+    With STORE_STATES (for the backward), store D and the state before each chunk, but no final state.
     """
     n, head, _, v_columns = owned_columns(program, H, 1, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
@@ -365,8 +365,8 @@ def _store_gradient(
 ):  # fmt: skip
     """Store the gradient of x [C, DK], which is q or k.
 
-    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to ``norm`` multiplied by the gradient of x · norm.
-    ``along`` is the dot product of each of its rows with the same row of x · norm.
+    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix, ``norm`` multiplied by the gradient of x ·
+    norm. ``along`` is the dot product of each row of this matrix with the same row of x · norm.
     """
     tl.debug_barrier()  # wait, because other threads have stored what is read below
     index = tl.arange(0, C)

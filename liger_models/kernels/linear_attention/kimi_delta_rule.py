@@ -30,10 +30,10 @@ The same launch recomputes S and D. The other gradients of a chunk are, with dP 
     W_j = e^{G − G_j} ∘ (D dSᵀ)_j + Σ_i e^{G_i − G_j} ∘ (scale · dP_ij q̂_i − β_i Y_ij k̂_i),   dk̂ = W − β · R
     dG_i = q̂_i ∘ dq̂_i − k̂_i ∘ (β_i R_i + W_i),   dG ← dG + e^G ∘ rowsum(S ∘ dS) + Σ_j k̂_j ∘ e^{G − G_j} ∘ (D dSᵀ)_j
 
-The sums over pairs are computed level by level, like P. A pair of tokens contributes two terms to dG. Both are computed
-from the same rounded numbers, because they must cancel in the gradients of each g before the pair. The operands of
-products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32. The
-inputs and A are saved, where A has the dtype of the inputs. The backward recomputes everything else.
+The sums over pairs are computed level by level, like P. A pair of tokens contributes two terms to dG. Both terms are
+computed from the same rounded numbers, because they must cancel in the gradients of each g before the pair. The
+operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in
+fp32. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes everything else.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -75,7 +75,7 @@ GRADIENT_COLUMNS = 64
 
 
 kimi_delta_rule_reference = gated_delta_rule_reference
-"""The reference of `gated_delta_rule` takes a decay for each channel, too."""
+"""The reference of `gated_delta_rule` also accepts one decay per channel."""
 
 
 class KimiDeltaRule(DeltaRule):
@@ -119,7 +119,7 @@ class KimiDeltaRule(DeltaRule):
     def scan(self, initial: Tensor, out: Tensor, final: Tensor, **flags: bool) -> Tensor:
         """See `DeltaRule.scan`."""
         inverse, p, total, _, _, *operands = self.prepare(flags["STORE_OUT"])
-        # Arguments that the kernel does not use must be tensors, too.
+        # Arguments that the kernel does not use must also be tensors.
         kimi_scan_kernel[(self.scan_programs,)](
             *operands, self.v, self.beta, self.cu, inverse, p, total, initial, out, final, self.tokens,
             *self.v_strides, *self.beta.stride(), **flags, **self.scan_constants,
@@ -135,7 +135,7 @@ class KimiDeltaRule(DeltaRule):
         dq, dk, dv, dg, dbeta, d_initial = grads
         states, d_states, d, dx = self.states_and_values()
         _, p, total, similarity, norms, *operands = self.prepare(flags["HAS_OUT"], inverse)
-        # Arguments that the kernel does not use must be tensors, too.
+        # Arguments that the kernel does not use must also be tensors.
         kimi_scans_kernel[(2 * self.scan_programs,)](
             *operands, v, beta, self.cu, inverse, p, total, total if initial is None else initial, states, d, d_out,
             total if d_final is None else d_final, d_states, dx, d_initial, self.tokens, *self.v_strides,
@@ -190,7 +190,7 @@ def kimi_delta_rule(
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, H, Dk, Dv] float32, the state before the first token, or [documents, H, Dk, Dv] with a state
             for each document. None for 0.
-        return_state: whether to return the state after the last token, too.
+        return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
             Tokens do not see other documents.
 

@@ -242,7 +242,7 @@ def _short_conv(
     grid, constants = _launch(x, weight, cu)
     weight, rows = weight.contiguous(), flat(x)
     with on_device_of(x):
-        # Arguments that the kernel does not use must be tensors, too.
+        # Arguments that the kernel does not use must also be tensors.
         _conv_kernel[grid](
             rows, weight, weight if bias is None else bias.contiguous(),
             weight if initial_state is None else initial_state.contiguous(), cu, out, x.shape[2], len(cu) - 1,
@@ -285,7 +285,7 @@ def _short_conv_step(
         x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
         channels = min(next_power_of_2(C), STEP_CHANNELS)
         with on_device_of(x):
-            # Arguments that the kernel does not use must be tensors, too.
+            # Arguments that the kernel does not use must also be tensors.
             _conv_step_kernel[(len(x), cdiv(C, channels))](
                 x, weight, weight if bias is None else bias.contiguous(), state.contiguous(), out, final, C,
                 x.stride(0), K=K, CHANNELS=channels, HAS_BIAS=bias is not None, SILU=silu, num_warps=STEP_WARPS,
@@ -351,7 +351,7 @@ def short_conv(
         activation: "silu" or None.
         initial_state: [B, C, K − 1], the inputs before the first token, with the most recent input last; or
             [documents, C, K − 1], with a state for each document. None for 0.
-        return_state: whether to return the last K − 1 inputs, too, from which the next tokens continue.
+        return_state: whether to also return the last K − 1 inputs, from which the next tokens continue.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
             Tokens do not see other documents.
 

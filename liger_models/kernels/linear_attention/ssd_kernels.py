@@ -447,7 +447,7 @@ def decay_kernel(
     rows = first + tl.arange(0, C)
     inside = (rows < end)[:, None] & (heads < H)[None, :]
     at = heads[None, :] * tokens + rows[:, None]
-    size = tl.cast(H, tl.int64) * tokens  # of one part. Triton makes an H of 1 a constant, which has no method `to`
+    size = tl.cast(H, tl.int64) * tokens  # of each part. Triton makes an H of 1 a constant, which has no method `to`
     # The gradients of the running sums are positive for the later token of a pair, and negative for the earlier one.
     later = tl.load(d_sums_ptr + at, mask=inside, other=0.0)
     later -= tl.load(d_sums_ptr + size + at, mask=inside, other=0.0)

@@ -212,7 +212,7 @@ def _ssd_scan(
     programs, constants = sizes.scan(x, SCAN_BLOCK)
     with on_device_of(x):
         sums = _running_sums(delta, g, sizes)
-        # Arguments that the kernels do not use must be tensors, too.
+        # Arguments that the kernels do not use must also be tensors.
         scan_kernel[(programs,)](
             B, x, sizes.cu, sums, sums if initial_state is None else initial_state.contiguous(), final, states,
             sizes.tokens, *B.stride()[:2], *x.stride()[:2], HAS_INITIAL=initial_state is not None, **constants,
@@ -254,7 +254,7 @@ def _write_gradients(
     blocks = cdiv(sizes.N, columns)
     with on_device_of(x):
         sums = _running_sums(delta, g, sizes)
-        # Arguments that the kernels do not use must be tensors, too.
+        # Arguments that the kernels do not use must also be tensors.
         scans_kernel[(2 * programs,)](
             B, x, C, dy, sizes.cu, sums, sums if initial_state is None else initial_state.contiguous(),
             sums if d_final is None else d_final.contiguous(), states, d_states, d_initial, sizes.tokens,
@@ -474,7 +474,7 @@ def ssd_scan(
         D: [H], the factors of x in the output; None for 0.
         initial_state: [B, H, N, P] float32, the state before the first token, or [documents, H, N, P] with a state for
             each document. None for 0.
-        return_state: whether to return the state after the last token, too.
+        return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. The batch
             must have one row. Tokens do not see other documents.
 
@@ -509,7 +509,7 @@ def ssd_scan_packed(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `ssd_scan` of x, B and C in one tensor, whose gradient is also written as one tensor.
+    """Compute `ssd_scan` for x, B and C that are packed in one tensor. Their gradients are also written as one tensor.
 
     Args:
         packed: [B, T, H · P + 2 · G · N], where the columns of x come first, then the columns of B, then the columns of
@@ -520,7 +520,7 @@ def ssd_scan_packed(
         initial_state, return_state, cu_seqlens: as in `ssd_scan`.
 
     Returns:
-        As `ssd_scan`.
+        The same results as `ssd_scan`.
 
     Raises:
         ValueError: the shapes do not match.
@@ -554,15 +554,16 @@ def ssd_transition(
 ) -> tuple[Tensor, Tensor]:
     """Compute the effect of tokens on any state: ``state after = a · state before + b``.
 
-    Ranks that hold consecutive parts of a sequence exchange a and b, whose sizes do not depend on the number of tokens.
-    `states_before` of `gated_delta_rule.py` then computes the initial state of each rank.
+    Ranks that hold consecutive parts of a sequence exchange ``a`` and ``b``, whose sizes do not depend on the number of
+    tokens. `states_before` of `gated_delta_rule.py` then computes the initial state of each rank.
 
     Args:
         x, B, delta, g: as in `ssd_scan`.
-        cu_seqlens: as in `ssd_scan`. a and b map the state before the first document to the state after the last.
+        cu_seqlens: as in `ssd_scan`. ``a`` and ``b`` map the state before the first document to the state after the
+            last document.
 
     Returns:
-        a [B, H] and b [B, H, N, P] in float32.
+        ``a`` [B, H] and ``b`` [B, H, N, P] in float32.
 
     Raises:
         ValueError, TypeError: as in `ssd_scan`.

@@ -1,11 +1,11 @@
 """Step sizes and decays of recurrences with one decay per head.
 
-For the step d of a head, both are computed in fp32::
+The step size δ and the logarithm g of the decay are computed in fp32 from the step d of a head::
 
     δ = clamp(softplus(d + bias), limits),   g = −exp(A) · δ
 
 A is the logarithm of the head's rate. If gradients are needed, the function runs in plain PyTorch. Otherwise, as in
-decoding, one kernel computes both.
+decoding, one kernel computes δ and g.
 """
 
 import torch
@@ -67,7 +67,7 @@ FORWARD = define_op("step_sizes", _step_sizes, _step_sizes_fake)
 def step_sizes(
     dt: Tensor, A_log: Tensor, dt_bias: Tensor, limits: tuple[float, float] = NO_LIMITS
 ) -> tuple[Tensor, Tensor]:
-    """Compute the step sizes δ = clamp(softplus(dt + dt_bias), limits) and the decays g = −exp(A_log) · δ in fp32.
+    """Compute the step sizes δ = clamp(softplus(dt + dt_bias), limits) and the log decays g = −exp(A_log) · δ in fp32.
 
     Args:
         dt: [..., H].
@@ -75,7 +75,7 @@ def step_sizes(
         limits: the smallest and the largest step size.
 
     Returns:
-        δ and g, [..., H], float32, or float64 for a float64 ``dt``.
+        δ and g, [..., H] each, in float32, or in float64 if ``dt`` is float64.
 
     Raises:
         TypeError: a tensor is not floating-point.

@@ -49,11 +49,11 @@ def _unit_parts_kernel(
     WIDTHS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOTALS: tl.constexpr, SCALES: tl.constexpr,
     FIRST: tl.constexpr, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move BLOCK elements of one part of TOKENS tokens, from x to its output or, with BACK, from the output to x.
+    """Move BLOCK elements of one part of TOKENS tokens from x to the part's output or, with BACK, from the output to x.
 
-    Part p has SIZES[p] columns per unit, which start at column STARTS[p] of the unit. For all units together, it has
-    WIDTHS[p] columns. These start at column COLUMNS[p] of output OUTPUTS[p], which has TOTALS[p] columns. FIRST[p] is
-    the index of the part's first program among PROGRAMS programs.
+    Part p has SIZES[p] columns per unit, which start at column STARTS[p] of the unit. For all units together, part p
+    has WIDTHS[p] columns, which start at column COLUMNS[p] of output OUTPUTS[p]. This output has TOTALS[p] columns.
+    FIRST[p] is the index of the part's first program among PROGRAMS programs.
     """
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     token = group.to(tl.int64) * TOKENS
@@ -156,9 +156,9 @@ def unit_parts(
     Args:
         x: [B, T, U · R], float32, float16 or bfloat16.
         units: U.
-        outputs: for each of at most four outputs, the number of columns per unit of each of its parts. In each unit,
-            the parts come in this order, and R is the sum of all these numbers.
-        scales: a number for each part, by which it is multiplied; None for 1.
+        outputs: for each of at most four outputs, a sequence with one number per part: the part's number of columns per
+            unit. In each unit, the parts come in this order, and R is the sum of all these numbers.
+        scales: a factor for each part; None for 1.
 
     Returns:
         The outputs, [B, T, U · (sum of the numbers of columns)] each.

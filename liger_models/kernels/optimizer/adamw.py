@@ -39,9 +39,9 @@ NUM_WARPS = 4
 tensor in flight."""
 
 BLOCKS = 2
-"""Number of blocks that a program processes one after the other. It searches for their tensor only once. On an H200,
-the kernel reaches 0.93 of copy bandwidth, or 0.91 with stochastic rounding. With one block per program, it would reach
-0.84."""
+"""Number of blocks that a program processes one after the other. The program searches only once for the tensor that
+contains these blocks. On an H200, the kernel reaches 0.93 of the copy bandwidth, or 0.91 with stochastic rounding. With
+one block per program, it would reach 0.84."""
 
 
 class Hyper(NamedTuple):
@@ -90,9 +90,9 @@ class Update(NamedTuple):
 
 
 def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """Compute `adamw_` of one tensor in plain PyTorch, with fp64 tensors in fp64.
+    """Perform `adamw_` for one tensor in plain PyTorch, in fp64 for fp64 tensors.
 
-    Its stochastic rounding does not use the same random numbers as the kernel.
+    The stochastic rounding does not use the same random numbers as the kernel.
     """
     param, grad, exp_avg, exp_avg_sq, hyper, stream, scales = update
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()

@@ -80,7 +80,7 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
     blocks = F.pad(values.abs(), (0, -values.shape[-1] % WIDTH))
     scales = blocks.reshape(*scale_shape(values.shape), WIDTH).amax(-1)
     x = values.abs() / scales.where(scales >= SMALLEST, math.inf).repeat_interleave(WIDTH, -1)[..., : values.shape[-1]]
-    x = x.where(x < 1, 1)  # NaN becomes 1, too
+    x = x.where(x < 1, 1)  # NaN also becomes 1
 
     # Find the nearest code below x and the code after it. A random number decides between them.
     low = (x ** (1 / power) * levels).floor().clamp(max=levels - 1)
@@ -117,7 +117,7 @@ def encoded(value, draw, LEVELS: tl.constexpr):
     scale = tl.max(size.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     inverse = tl.where(scale >= 2.0**-126, 1.0 / tl.maximum(scale, 2.0**-126), 0.0)
     x = size * inverse[:, None]  # [R, 128], from 0 to 1
-    x = tl.where(x < 1, x, 1.0)  # NaN becomes 1, too
+    x = tl.where(x < 1, x, 1.0)  # NaN also becomes 1
     root = tl.sqrt(x)
     if LEVELS == 255:
         root = tl.sqrt(root)

@@ -32,8 +32,8 @@ STAGES, NUM_WARPS = 3, 8
 """Number of rows and number of columns of a tile (both BLOCK), number of columns of X per step of the sum (BLOCK_K),
 number of steps in flight, and number of warps."""
 SPAN = 2 * BLOCK_K
-"""Number of columns over which an fp32 X is summed before the sum is added to the total. A single long sum would have
-larger rounding errors than library products."""
+"""Number of columns of an fp32 X over which products are summed before the sum is added to the total. A single long sum
+would have larger rounding errors than library products."""
 
 
 def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
