@@ -280,7 +280,7 @@ def takes_group(width: int) -> bool:
 
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
-    """Return the ``kind`` that `code_rows` needs for groups of ``pairs`` bytes, or None if there is none."""
+    """Return the ``kind`` that `code_rows` needs for groups of ``pairs`` bytes, or None if no kind fits."""
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)

@@ -1,5 +1,4 @@
-"""Frozen weights in ops: arguments that represent a frozen weight, products with frozen weights, and
-`quantized_linear`.
+"""Frozen weights in ops: op arguments that represent them, products with them, and `quantized_linear`.
 
 A fused op takes a `Weight`, which is a dense tensor or a `FrozenWeight`, and multiplies by it with `product` and
 `input_product`.

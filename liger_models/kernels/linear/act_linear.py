@@ -5,7 +5,7 @@ The forward computes the activation in fp32::
     a = cast(act(x))
     y = a · Wᵀ + b
 
-In the backward, the kernel that computes dx also recomputes a from x::
+In the backward, the kernel that computes dx also recomputes ``a`` from x::
 
     da = dy · W,   dx = da · act'(x),   dW = dyᵀ · a,   db = Σ dy
 
@@ -13,9 +13,9 @@ In the backward, the kernel that computes dx also recomputes a from x::
     gelu_tanh    act(x) = x · σ(2z)                      z(x) = √(2/π) · (x + 0.044715 · x³), see gated_act.py
     quick_gelu   act(x) = x · σ(1.702 · x)               act'(x) = σ + 1.702 · x · σ · (1 − σ)
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
-    xielu        see xielu.py; its coefficients have gradients, too
+    xielu        see xielu.py; its coefficients also have gradients
 
-x and W are saved. Saving a, too, would take F more elements per token.
+x and W are saved. Saving ``a`` as well would take F more elements per token.
 
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """
@@ -96,7 +96,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 
 
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
-    """Return dx and, with ``need_a``, the recomputed a. a overwrites da, which nothing else uses."""
+    """Return dx and, with ``need_a``, the recomputed ``a``, which overwrites da. Nothing else uses da."""
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)
     dx = torch.empty_like(x)
@@ -157,7 +157,7 @@ def _backward(inputs: ActLinearUpstream) -> ActLinearGradients:
     (x, weight, act, coefficients), needs = inputs.saved, inputs.needs
     dy = inputs.dy.reshape(-1, weight.shape[0])  # [N, O]
     dx = a = d_weight = sums = None
-    # One kernel computes dx and recomputes a. dW needs a, which was not saved.
+    # One kernel computes dx and recomputes ``a``. dW needs ``a``, which was not saved.
     if coefficients is not None and (needs.x or needs.coefficients):
         da = (dy @ weight).view(x.shape)
         dx, a, sums = xielu_backward(da, x, coefficients, need_y=needs.weight, need_sums=needs.coefficients)

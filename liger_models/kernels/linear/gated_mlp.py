@@ -7,8 +7,7 @@ Without a norm weight, N only casts::
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
-Either projection may have a low-rank term (LoRA), as in `norm_linear`, with its own matrices A and B and their
-gradients.
+Each projection may have its own low-rank term (LoRA), as in `norm_linear`, whose matrices A and B get gradients.
 
 In the backward, let dh be the gradient of the new residual stream. The steps run in this order::
 
@@ -31,10 +30,10 @@ rounded once.
 With ``ranks``, each rank has its own gates and ups, and the columns of Wd that belong to them. y is then the rank's
 part of a sum over the ranks, and dn is summed over the ranks before N'. With ``ranks.sequence_parallel``, each rank
 also has its own tokens. N(h) is then gathered before the products with Wgu and du, and dn is reduce-scattered. y covers
-all tokens, but h only the rank's own tokens.
+all tokens, but h covers only the rank's own tokens.
 
-`_forward_rows` and `_backward_rows` compute these formulas. `_forward_chunks` and `_backward_chunks` call them for each
-chunk.
+`_forward_rows` and `_backward_rows` compute these formulas. `_forward_chunks` and `_backward_chunks` call these two
+functions for each chunk.
 
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
@@ -85,9 +84,9 @@ WORKSPACE_MIB = 1024
 the chunks take 0.7 GiB for this model, so a smaller workspace would save little."""
 
 MIN_CHUNK = 16384
-"""Lower bound of the maximum number of rows per chunk, however much memory u takes. According to a calculation for an
-H200, reading and writing the sums takes 1.5% of the backward of a chunk of this size, for any C and F, and 3% for half
-as many rows."""
+"""The maximum number of rows per chunk is never less than this number, however much memory u takes. According to a
+calculation for an H200, reading and writing the sums takes 1.5% of the backward of a chunk of this size, for any C and
+F, and 3% for half as many rows."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
@@ -272,7 +271,7 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
     if product is None:
         product = down.gated(u, inputs.act)
     kept = None if inputs.recompute else u
-    del u  # frees it before the last product, unless it is saved
+    del u  # frees u before the last product, unless u is saved
     return GatedMLPOutputs(down.forward(product), h, statistics, kept)
 
 
@@ -282,8 +281,8 @@ def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedM
     shape, C, u, ranks = saved.h.shape, saved.h.shape[-1], saved.u, saved.ranks
     N = shape[:-1].numel()
 
-    # View the tokens as rows: dy [N, O] and u [N, 2 F] for all ranks' tokens, dh and h [N, C] for the rank's own.
-    # Process them all at once or in chunks.
+    # View the tokens as rows: dy [N, O] and u [N, 2 F] for all ranks' tokens, dh and h [N, C] for the rank's own
+    # tokens. Process them all at once or in chunks.
     upstream = GatedMLPUpstream(
         dy=rows_by_rank(dy, ranks),
         dh=None if dh is None else dh.reshape(-1, C),
@@ -320,7 +319,7 @@ def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, 
         totals = _backward_rows(part, products, totals)
         if dx is not None and totals.residual is not None:
             dx[chunk] = totals.residual
-        totals = totals._replace(residual=None)  # frees it
+        totals = totals._replace(residual=None)  # frees the chunk's dx
     return _rounded(totals, saved.norm, products.gate_up.dtype)._replace(residual=dx)
 
 
@@ -484,17 +483,17 @@ def gated_mlp(
         norm_bias: [C], the bias of a LayerNorm; None for no bias.
         recompute: whether to recompute gate and up in the backward instead of saving them, at the cost of one more
             matrix product. The gradients do not change. The reference backend ignores this option.
-        need_y: False leaves y uninitialized if ``recompute`` is set, for callers that use only the gradient of y. The
-            reference backend ignores this option.
+        need_y: whether y is needed. If not, and if ``recompute`` is set, y is left uninitialized. Callers that use only
+            the gradient of y pass False. The reference backend ignores this option.
         ranks: tensor-parallel ranks, each of which has its own pairs of gate and up; None for one rank. y is then the
             rank's part of a sum over the ranks, so down_bias must be None, and the caller adds the bias to the sum.
             With ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and the
             gradients of the norm's weights are sums over the rank's own tokens.
         gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the dtype of the weights. ``(norm(residual) @ Aᵀ) @ Bᵀ`` is
             added to gate and up.
-        down_low_rank: ``(A [R, F], B [O, R])``, the same for the down projection. With ranks, B of gate_up_low_rank has
-            the rank's own rows, and A of down_low_rank has the rank's own columns. The other two matrices are the same
-            on all ranks, and each of their gradients is the rank's part of a sum over the ranks.
+        down_low_rank: ``(A [R, F], B [O, R])``, the low-rank term of the down projection. With ranks, B of
+            gate_up_low_rank has the rank's own rows, and A of down_low_rank has the rank's own columns. The other two
+            matrices are the same on all ranks, and each of their gradients is the rank's part of a sum over the ranks.
 
     Returns:
         ``(y, residual)``, where y is [..., O] in the dtype of the weights, and the new residual stream is [..., C] in

@@ -13,11 +13,11 @@ weights, and N(h)::
     dW = dyᵀ @ N(h),   db = Σ_rows dy
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
-h, the weights, and the norm's fp32 statistics of each row are saved: one number per row for RMSNorm, and two for
-LayerNorm. With a low-rank term, nothing else is saved, because the backward recomputes the normalized rows for dA and
-dB, too. Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The backward
-is a single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in the
-forward.
+h, the weights, and the norm's fp32 statistics of each row are saved. The statistics are one number per row for RMSNorm,
+and two for LayerNorm. With a low-rank term, nothing else is saved, because the backward also recomputes the normalized
+rows for dA and dB. Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The
+backward is a single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in
+the forward.
 
 A frozen W may be quantized (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before the product
 that computes y, and again before the product that computes dn. After each product, the dequantized W is freed. Only the
@@ -207,7 +207,7 @@ def norm_linear_backward(
     dx = g = rows = d_norm_weight = d_norm_bias = None
 
     # Continue the backward through the product and the norm. If a gradient below needs the normalized rows, the norm's
-    # kernel writes them, too.
+    # kernel also writes these rows.
     if need_stream or needs.norm.weight or needs.norm.bias:
         dn, g = product.rows_gradient(dy)
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(

@@ -32,7 +32,7 @@ from liger_models.kernels.tiles import accumulate
 Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
 
-# The arguments by which ops take the low-rank term of a projection, and the ranks that hold the projection's shards.
+# Two kinds of op arguments: the low-rank term of a projection, and the ranks that hold the projection's shards.
 LOW_RANK = Argument("Tensor? {0}_A=None, Tensor? {0}_B=None", tuple, low_rank_pair)
 RANKS = Argument("str {0}_group='', int {0}_size=1, bool {0}_sequence=False", for_op, ranks_from_op)
 
@@ -91,7 +91,7 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
     Args:
         ctx: autograd context of the op.
-        h: the residual stream among the outputs, which is marked unless ``need_stream``.
+        h: the residual stream among the outputs. It is marked unless ``need_stream`` is True.
         need_stream: whether x or the residual needs a gradient.
         *constants: other outputs that are not differentiable.
     """
@@ -100,7 +100,7 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Set the gradients of x and of the residual to dx where they are needed, and to None where they are not.
+    """Set the gradients of x and of the residual to dx where they are needed, and to None elsewhere.
 
     dx is the gradient of the residual stream.
     """

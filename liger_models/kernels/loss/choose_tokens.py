@@ -44,7 +44,7 @@ def _store_choice(row, token, most, total, logits_ptr, token_ptr, log_prob_ptr, 
     """Store the chosen token of a row, and its log-probability. ``most`` + log(``total``) is the log-sum of the row."""
     x = tl.load(logits_ptr + row * logits_n + token).to(tl.float32)
     tl.store(token_ptr + row, token.to(tl.int64))
-    # The sum is at least 1, the share of the highest logit, unless no logit is finite.
+    # The sum is at least 1, because the highest logit adds 1 to the sum, unless no logit is finite.
     tl.store(log_prob_ptr + row, x - most - tl.log(tl.maximum(total, 1.0)))
 
 
@@ -55,8 +55,8 @@ def _choose_tokens_kernel(
 ):  # fmt: skip
     """Choose the best of SHARE tokens of a row, and compute the log-sum of their logits.
 
-    If a row has several PARTS, store for this part the best score, the maximum and the sum of its logits, and the index
-    of its best token.
+    If a row has several PARTS, store four results for this part: the best score, the maximum of the logits, Σ exp(logit
+    − maximum), and the index of the best token.
     """
     await_previous(OVERLAPS)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)

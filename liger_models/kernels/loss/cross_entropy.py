@@ -8,8 +8,8 @@ vocabulary, in fp32::
     loss = (1 − ε) · w_y · (lse − z_y) + ε/V · Σ_j w_j · (lse − z_j) + z_loss · lse²
     logp = z_y − lse
 
-In the backward, let a be the upstream gradient of loss, let c be the upstream gradient of logp, and let p = exp(z −
-lse)::
+In the backward, let ``a`` be the upstream gradient of loss, let ``c`` be the upstream gradient of logp, and let p =
+exp(z − lse)::
 
     t = a · (1 − ε) · w_y − c
     dz_j = p_j · (t + a · (ε/V · Σw + 2 · z_loss · lse)) − [j = y] · t − a · ε/V · w_j
@@ -129,7 +129,7 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """Process one row [V] of logits per program.
 
-    With STATISTICS, compute its losses. With GRADIENT, compute its gradient.
+    With STATISTICS, compute the row's losses. With GRADIENT, compute the row's gradient.
     """
     GROUPS: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0)
@@ -289,7 +289,7 @@ def _chunk_in_torch(
     predict: bool,
     entropy: Tensor | None,
 ) -> TokenStatistics:
-    """Compute what the kernel computes in plain PyTorch, without autograd, for devices without Triton."""
+    """Compute the kernel's results on devices without Triton, in plain PyTorch and without autograd."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     V = logits.shape[-1]
     z = final_logits(logits, logit_scale, softcap)
@@ -381,7 +381,7 @@ def token_statistics(
         )
         return results if lse is None else None
 
-    # Arguments that the kernel does not use must be tensors, too, and are set to the logits.
+    # Arguments that the kernel does not use must also be tensors, and are set to the logits.
     statistics = None
     if lse is None:
         row = lambda: torch.empty(N, dtype=torch.float32, device=logits.device)

@@ -111,7 +111,8 @@ def _terms_kernel(
 ):  # fmt: skip
     """Compute BLOCK terms of a row [V] per program.
 
-    The program stores the sum of the terms (SUM), the terms (TERMS), and the student's gradient (GRADIENT).
+    Flags choose which results the program stores: the sum of the terms (SUM), the terms (TERMS), and the student's
+    gradient (GRADIENT).
     """
     blocks = tl.cdiv(V, BLOCK)
     row = tl.program_id(0) // blocks
@@ -153,7 +154,7 @@ def _terms(
         factors: [N], the weight of each row's terms in the loss.
         terms: whether to return the terms [N, V].
         gradient: [N, V], to which the derivative of each term, multiplied by the row's factor, is written.
-        upstream: [N, V], the upstream gradient of each term, by which the gradient is multiplied, too.
+        upstream: [N, V], the upstream gradient of each term, by which the gradient is also multiplied.
         sums: whether to return the sum [N] of each row's terms.
 
     Returns:

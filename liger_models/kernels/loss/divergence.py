@@ -178,7 +178,7 @@ def check_divergence(op: str, divergence: str, beta: float, temperature: float) 
 
 @triton.jit
 def summand(s, t, beta, KIND: tl.constexpr):
-    """Compute the terms of D, and a, from the student's log-probabilities s and the teacher's log-probabilities t.
+    """Compute the terms of D, and ``a``, from the student's log-probabilities s and the teacher's log-probabilities t.
 
     KIND is the index of the divergence in `KINDS`.
     """
@@ -335,7 +335,7 @@ def _divergence_kernel(
             u = load_logits(
                 teacher_ptr + start, columns, inside, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP
             )
-            # The gradient of cosine has its own formula. The other kinds share a formula in terms of a.
+            # The gradient of cosine has its own formula. The other kinds share a formula in terms of ``a``.
             if KIND == 4:
                 dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:
@@ -354,7 +354,7 @@ def _rows_in_torch(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what the kernel computes in plain PyTorch, without autograd, for devices without Triton."""
+    """Compute the kernel's results on devices without Triton, in plain PyTorch and without autograd."""
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale = options[:8]
     z = final_logits(student, scale, softcap)
     u = final_logits(teacher, options.teacher_logit_scale, options.teacher_softcap)

@@ -138,7 +138,7 @@ def _linear_kl_div_kernel(
 
 
 def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
-    """Compute what `_rows` returns in plain torch, without autograd, for devices without Triton."""
+    """Compute the results of `_rows` on devices without Triton, in plain torch and without autograd."""
     temperature, eps, ignore_index, softcap, logit_scale = options
     p, valid = p.to(logits.dtype), target != ignore_index
     s = _log_probs(logits, temperature, softcap, logit_scale)

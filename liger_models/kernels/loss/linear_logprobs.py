@@ -8,7 +8,7 @@ softcap, and let y be the target of a token. All sums are over the vocabulary, i
     logp = z_y − log Σ_j exp(z_j)
     H    = −Σ_j p_j · log p_j = log Σ_j exp(z_j − m) − Σ_j p_j · (z_j − m),  m = max z
 
-In the backward, let c and h be the upstream gradients of logp and H::
+In the backward, let ``c`` and ``h`` be the upstream gradients of logp and H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
@@ -19,8 +19,8 @@ The rows are processed in chunks, as in `linear_cross_entropy`. Each token has i
 backward must recompute the logits, and four matrix products are needed in total. The forward saves x, weight, max z, Σ
 exp(z − max z), and H. If the entropy is not requested, the per-token op of `linear_cross_entropy` runs instead.
 
-If the loss is a sum over sequences or over pairs of sequences, `loss_of_log_probs` does not recompute the logits. It
-computes the gradient of a sequence or pair as soon as its log-probabilities are known, while the logits are still in
+If the loss is a sum over sequences or over pairs of sequences, `loss_of_log_probs` does not recompute the logits. As
+soon as the log-probabilities of a sequence or pair are known, it computes their gradient, while the logits are still in
 memory.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
@@ -160,7 +160,7 @@ def _statistics(
 def _gradient(
     logits: Tensor, target: Tensor, c: Tensor, h: Tensor, lse: Tensor, entropy: Tensor, options: LossOptions
 ) -> None:
-    """Overwrite the logits with their gradient, for the upstream gradients c and h."""
+    """Overwrite the logits with their gradient, for the upstream gradients ``c`` and ``h``."""
     (N, V), softcap = logits.shape, options.softcap
     if not use_triton(logits):
         z = final_logits(logits, options.logit_scale, softcap)
@@ -323,7 +323,7 @@ def fused_linear_logprobs(
     return_entropy: bool = False,
     workspace_mib: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute each target's log-probability under ``softmax(x @ weightᵀ + bias)``, with a chunk of logits at a time.
+    """Compute each target's log-probability under ``softmax(x @ weightᵀ + bias)``, with one chunk of logits at a time.
 
     Args:
         x: [..., C], floating-point.
@@ -339,8 +339,8 @@ def fused_linear_logprobs(
         workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
     Returns:
-        The log-probabilities [...] in fp32, differentiable per token. With ``return_entropy``, a pair of the
-        log-probabilities and the entropies in nats, [...] in fp32, which are also differentiable.
+        The log-probabilities [...] in fp32. With ``return_entropy``, a pair: the log-probabilities, and the entropies
+        in nats, [...] in fp32 each. All results are differentiable per token.
 
     Raises:
         ValueError: shapes do not match, or an option or (on the CPU) a target is out of range.
@@ -352,7 +352,7 @@ def fused_linear_logprobs(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap must be positive or None, got {softcap}.")
 
-    # Dividing by the temperature after the softcap equals dividing both scale and cap by it.
+    # Dividing by the temperature after the softcap equals dividing both scale and cap by the temperature.
     softcap, logit_scale = None if softcap is None else softcap / temperature, logit_scale / temperature
     if not return_entropy:
         log_probs = linear_cross_entropy(
@@ -587,7 +587,7 @@ def _loss_and_gradients(
     """
     V, N, unit = len(weight), B * T, together * T
 
-    # Compute the number of units per group, the number of rows per group, in the buffer and per part.
+    # Compute the number of units per group, and the numbers of rows per group, in the buffer and per part.
     rows = chunk_rows(N, V, x.element_size(), workspace_mib, trained=need[1])
     group_units = cdiv(rows, unit) if workspace_mib is None else max(rows // unit, 1)
     most_rows = rows if workspace_mib is not None else max(rows, int(KEPT * N))

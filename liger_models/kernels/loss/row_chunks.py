@@ -97,8 +97,8 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     if is_batch_invariant():
         write_invariant_linear(x, weight, bias, out)
         return
-    # Compute the logits of the largest multiple of COLUMN_MULTIPLE vocabulary entries, then those of the few remaining
-    # entries.
+    # Compute the logits of the largest multiple of COLUMN_MULTIPLE vocabulary entries, then the logits of the few
+    # remaining entries.
     sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     for rows, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
@@ -182,7 +182,7 @@ class Gradients:
         self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
 
     def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
-        """Add a chunk's part of dweight and dbias, and write its dx.
+        """Add a chunk's part of dweight and dbias, and write the chunk's dx.
 
         Args:
             gradient: [n, V], gradient of the chunk's logits.
@@ -230,10 +230,10 @@ def walk_chunks(
         bias: [V].
         rows: number of rows per chunk.
         need: whether dx, dweight and dbias are needed. Gradients that are not needed are returned empty.
-        of_logits: function of a chunk's logits [n, V], the slice of its rows, and a buffer [n, V] in the dtype of x. It
-            returns a sequence of results [n], or None, and writes the gradient of the logits to the buffer. The buffer
-            is read only if a gradient is needed. If the logits have the dtype of x, the buffer and the logits are the
-            same tensor.
+        of_logits: function that takes a chunk's logits [n, V], the slice of the chunk's rows, and a buffer [n, V] in
+            the dtype of x. It returns a sequence of results [n], or None, and writes the gradient of the logits to the
+            buffer. The buffer is read only if a gradient is needed. If the logits have the dtype of x, the buffer and
+            the logits are the same tensor.
         logits_dtype: dtype of the logits; None for the dtype of x.
         together: number of chunks whose gradients are multiplied in one matrix product, if the gradients have a buffer
             of their own.

@@ -100,8 +100,8 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
     """Run the op of a scalar loss that includes a linear layer, and return the loss and the op's other results.
 
     Args:
-        op: an op whose tensor inputs come before all other inputs and begin with x, weight, target and bias. The field
-            ``needs`` of its inputs says which gradients to compute. Its outputs are described in `HandOver`.
+        op: an op whose tensor inputs come before all other inputs and begin with x, weight, target and bias. The input
+            ``needs`` says which gradients to compute. `HandOver` describes the outputs.
         inputs: the inputs of the op. This function sets ``needs``.
     """
     training = torch.is_grad_enabled()

@@ -67,7 +67,7 @@ def uniform(seed, step, token):
 
 @triton.jit
 def exponential(seed, step, token):
-    """Compute E = −log(1 − u) of tokens [BLOCK], as `uniform` computes u."""
+    """Compute E = −log(1 − u) of tokens [BLOCK], where u is the result of `uniform`."""
     u = uniform(seed, step, token)
     # For small u, a Taylor series is used, because 1 − u loses the digits of u.
     series = 1.0 / 6

@@ -63,7 +63,7 @@ def _log_sum(most, total):
     """Combine the lanes' maxima and sums from `_add_exponentials` to one log-sum."""
     highest = tl.max(most, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    # The sum is at least 1, the share of the highest number, unless no number is finite.
+    # The sum is at least 1, because the highest number adds 1 to the sum, unless no number is finite.
     return base + tl.log(tl.maximum(tl.sum(total * exp(most - base), 0), 1.0))
 
 
@@ -180,7 +180,7 @@ def verify_drafts(
         drafts: [rows, k] int64, where k is at least 1.
         proposed: [rows, k, V], the scores from which the drafts were drawn.
         draft_log_probs: [rows, k] fp32, the log-softmax of these scores at the drafts.
-        seeds: [rows · (k + 1)] int64, not negative, new random numbers for each call.
+        seeds: [rows · (k + 1)] int64, not negative, drawn at random for each call.
 
     Returns:
         Three tensors: the tokens, [rows, k + 1] int64; whether each draft is accepted, regardless of the drafts before

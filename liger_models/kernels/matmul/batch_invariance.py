@@ -62,7 +62,7 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 
 
 class _InvariantFunctions(TorchFunctionMode):
-    """Replaces ``F.linear`` by `invariant_linear` and, on the CPU, runs elementwise functions row by row."""
+    """Replaces ``F.linear`` with `invariant_linear` and, on the CPU, runs elementwise functions row by row."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -72,7 +72,7 @@ def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the forward of `invariant_linear` in plain PyTorch; fp64 inputs are computed in fp64."""
+    """Compute the forward of `invariant_linear` in plain PyTorch, in fp64 for fp64 inputs."""
     if not (x.numel() and len(weight)):
         return F.linear(x, weight, bias)
     return each_row(lambda row: F.linear(row[None], weight, bias)[0], x)

@@ -15,7 +15,7 @@ has 24, so the split is exact. The results are rounded to bf16. This rounding er
 truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in order.
 
 x and W are saved for the backward in their own dtypes. If there are only a few rows, if x is in fp16, or if W is in
-fp32, x and W are cast to fp32, in the backward again.
+fp32, x and W are cast to fp32, in the forward and again in the backward.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.2 (sums on tensor cores, continued in fp32).
 """
@@ -46,7 +46,7 @@ parts. These numbers do not depend on the device, so the order of the sum does n
 
 
 def wide_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `wide_linear` in plain PyTorch; fp64 inputs are computed in fp64."""
+    """Compute `wide_linear` in plain PyTorch, in fp64 for fp64 inputs."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(wide), weight.to(wide))
 

@@ -1,4 +1,4 @@
-"""The activations of experts: those of `gated_act`, GPT-OSS's clamped SwiGLU with the limit l, and Nemotron's ReLU².
+"""Activations of experts: all activations of `gated_act`, GPT-OSS's clamped SwiGLU (limit l), and Nemotron's ReLU².
 
 ::
 
@@ -40,7 +40,7 @@ def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tenso
 
 @triton.jit
 def _expert_act(gate, up, limit, ACT: tl.constexpr):
-    """Compute a and u, whose product is the activation, and the derivatives da / dgate and du / dup."""
+    """Compute ``a`` and ``u``, whose product is the activation, and the derivatives da / dgate and du / dup."""
     if ACT == "clamped_swiglu":
         a, slope = _activation(tl.minimum(gate, limit), "quick_gelu")
         slope = tl.where(gate <= limit, slope, 0.0)

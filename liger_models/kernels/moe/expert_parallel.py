@@ -1,8 +1,8 @@
 """Expert parallelism: each rank holds some of the experts, and tokens are sent to the ranks that hold their experts.
 
 A token is sent once to each rank that holds at least one of its experts, together with its routing weights and the
-indices of its experts. The receiving rank computes these experts as in `experts`, and sends back their weighted sum
-s_j::
+indices of its experts. The receiving rank computes the outputs of its experts as in `experts`, and sends back the
+weighted sum s_j of these outputs::
 
     r_j = x_n                     permute: for each rank r that receives token n, in row j = slot[n, r]
     y_n = Σ_r s_slot[n,r]         unpermute
@@ -135,6 +135,7 @@ def moe_mlp_over(
     low_ranks = gate_up_low_rank, down_low_rank
     inputs = rows, routing[:, :K].to(weights.dtype), local_experts, gate_up_weight, down_weight, gate_up_bias, down_bias
     options: dict[str, Any] = {"act": act, "limit": limit, "recompute": recompute, "dropout": dropout}
-    # Compute the local experts, send their sums back, and add the sums that all ranks return for each token.
+    # Compute the outputs of the local experts, send their sums back, and add the sums that all ranks return for each
+    # token.
     y = moe_mlp(*inputs, *low_ranks, copies=sum(local_copies), **options)
     return _Unpermute.apply(all_to_all(y, received, sent, ranks), slot)  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
 """The experts of a mixture: MLPs, computed as grouped products over tokens that are sorted by expert.
 
-The N · K copies of the tokens are sorted as in `permutation`: copy k of token n is row j = slot[n, k], and e is its
-expert. A is one of the activations of `expert_act`. If A has no gate, u_j holds only up. Without biases, bgu = bd = 0::
+The N · K copies of the tokens are sorted as in `permutation`: copy k of token n is row j = slot[n, k], and e is the
+expert of this copy. A is one of the activations of `expert_act`. If A has no gate, u_j holds only up. Without biases,
+bgu = bd = 0::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
@@ -131,7 +132,7 @@ def _low_rank_term(rows: Tensor, low_rank: LowRank, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
-    """Return the expert of a sorted row. Its index is the number of experts whose rows all come before this row."""
+    """Return the expert of a sorted row. The expert's index is the number of experts whose rows all precede the row."""
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=2147483647)
     return tl.sum((ends <= row).to(tl.int32), 0)
@@ -275,7 +276,7 @@ def _act_backward(
 
 
 def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
-    """Return whether the low-rank products can run in PyTorch's grouped_mm, too.
+    """Return whether the low-rank products can also run in PyTorch's grouped_mm.
 
     For this, the rows of the low-rank matrices must consist of whole 16-byte vectors.
     """
@@ -318,7 +319,7 @@ def _input_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient [S, in] of the rows of `_product`.
 
-    With a low-rank term, the second result is the gradient [S, R] of the product with A, and otherwise None.
+    The second result is the gradient [S, R] of the product with A, or None if there is no low-rank term.
     """
     d_rows = grouped_mm(d_out, dense(weight), ends, library)
     if low_rank is None:
@@ -649,14 +650,14 @@ def moe_mlp(
 ) -> Tensor:
     """Compute ``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)``.
 
-    The weights and biases belong to expert ``experts[n, k]``.
+    Wgu, bgu, Wd and bd belong to expert ``experts[n, k]``.
 
     Args:
         x: [N, C], float32, float16 or bfloat16.
         weights: [N, K], routing weights from `route`.
         experts: [N, K] int64, from 0 to X − 1. With ``copies``, X stands for no expert.
-        gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. Both weights may
-            be `FrozenWeight`. For "relu2", which has no gate, the shape is [X, F, C].
+        gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. gate_up_weight
+            and down_weight may be of class `FrozenWeight`. For "relu2", which has no gate, the shape is [X, F, C].
         down_weight: [X, C, F], in the dtype of gate_up_weight. y has the dtype of the weights, which may differ from
             the dtype of x. Autocast does not change the dtype of y.
         gate_up_bias: [X, 2 F] (or [X, F]), in the order of the rows of gate_up_weight; None for no bias.
@@ -664,9 +665,9 @@ def moe_mlp(
         gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of the weights. ``x[n] @ Aᵀ @ Bᵀ``, with the
             expert's A and B, is added to gate and up.
         down_low_rank: ``(A [X, R, F], B [X, C, R])``, which is added in the same way in the down projection.
-        act: the activation: "silu", "gelu_tanh", "gelu", "clamped_swiglu" (GPT-OSS), or "relu2" (Nemotron 3), the
-            square of ReLU without a gate. "clamped_swiglu" is ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 *
-            gate)``, where gate is clamped to at most limit.
+        act: the activation: "silu", "gelu_tanh", "gelu", "clamped_swiglu" (GPT-OSS), or "relu2" (Nemotron 3). "relu2"
+            is the square of ReLU, without a gate. "clamped_swiglu" is ``(clamp(up, -limit, limit) + 1) * gate *
+            sigmoid(1.702 * gate)``, where gate is clamped to at most limit.
         limit: the limit of "clamped_swiglu", a positive number. Other activations ignore it.
         recompute: whether to recompute gate and up in the backward instead of saving them. This takes one more grouped
             product and does not change the gradients. The reference backend ignores this option.

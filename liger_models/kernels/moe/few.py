@@ -86,7 +86,7 @@ def _few_tile(
 def _few_rows(
     tile, where_ptr, COUNT, expert, first, end, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return the indices of a tile's rows or copies, and a mask of those that exist."""
+    """Return the indices of a tile's rows or copies, and a mask of the rows or copies that exist."""
     wanted = first + tl.arange(0, BLOCK_ROWS)
     if SORTED:
         rows = wanted
@@ -328,7 +328,7 @@ def _launch(
     rows: Tensor, weight: Any, where: Tensor, results: int, K: int, *, is_sorted: bool, one_row: bool = False,
     act: str = "", limit: float = 0.0, bias: Tensor | None = None, is_early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix.
+    """Launch a kernel that computes each result s as the product of row s // K and the transposed matrix of the expert.
 
     With ``is_early``, the weight must be dense, and the previous launch must be for dense matrices and the same token.
     """

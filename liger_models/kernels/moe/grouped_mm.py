@@ -237,7 +237,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Ten
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, library: bool) -> Tensor:
-    """For each expert, sum the outer products of its rows of ``left`` and ``right``.
+    """For each expert, sum the outer products of the expert's rows of ``left`` and ``right``.
 
     The shapes are [S, left], [S, right] -> [X, left, right]. ``library`` is the result of `library_runs`.
     """

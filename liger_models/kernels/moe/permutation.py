@@ -7,8 +7,8 @@ of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
     permute       r_j = x_n                        each token's row is read once and written K times
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, and so bitwise identical in every run
 
-With biases b, unpermute adds b_e to each row before the weight is applied. If y_n has another addend, it is added after
-y_n has been rounded.
+With biases b, unpermute adds b_e to each row before the weight is applied. If there is an addend for y_n, it is added
+after y_n has been rounded.
 
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
@@ -165,7 +165,7 @@ def unpermute(
     grid, constants = _row_grid(N, C)
     with on_device_of(rows):
         _unpermute_kernel[grid](
-            # Arguments that the kernel does not use must be tensors, too, and are set to rows.
+            # Arguments that the kernel does not use must also be tensors, and are set to ``rows``.
             rows, rows if slot is None else slot, rows if weights is None else weights, y,
             rows if bias is None else bias, rows if experts is None else experts.contiguous(),
             None if addend is None else addend.contiguous(), S, C,

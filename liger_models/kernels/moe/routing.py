@@ -8,9 +8,9 @@ their weights w in fp32::
     T = the K largest c                among the experts of the best groups, if experts are in groups
     w_k = scale · s[T_k]               or, with ``normalize``, scale · s[T_k] / (Σ_j s[T_j] + epsilon)
 
-Without bias and groups, the K largest logits are chosen. The score of a group is its largest c, or the sum of its two
-largest c. The caller may also give T for some or all tokens, in order to use experts that were chosen earlier (routing
-replay). With ``round_weights``, w is rounded to the dtype of the logits.
+If there are neither a bias nor groups, the K largest logits are chosen. The score of a group is its largest c, or the
+sum of its two largest c. The caller may also give T for some or all tokens, in order to use experts that were chosen
+earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the logits.
 
 In the backward, let d[T_k] = scale · dw_k, and d = 0 elsewhere. q is the softmax over all experts or, with
 ``normalize``, over T only::
@@ -50,7 +50,7 @@ ROUTE_ROWS, ROUTE_TILE = 32, 4096
 registers at the same time."""
 
 FEW_TOKENS = 64
-"""Up to this number of tokens, each token has its own program. With up to 256 experts, that program has one warp."""
+"""Up to this number of tokens, each token has its own program. With up to 256 experts, each program has one warp."""
 
 
 class Routing(NamedTuple):
@@ -248,10 +248,10 @@ def _route_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
-    # ``e`` has the scores. With softmax, they are divided by their sum only at the end.
+    # ``e`` holds the scores. With softmax, the scores are not divided by their sum until the end.
     e = tl.sigmoid(logits) if SIGMOID else tl.exp(logits - tl.max(logits, 1)[:, None])
-    # Without bias and groups, experts are chosen by logits, which have the same order as scores and do not become equal
-    # by rounding.
+    # If there are neither a bias nor groups, experts are chosen by logits, which have the same order as scores and do
+    # not become equal by rounding.
     choice = logits
     if BIASED or GROUPS > 1:
         choice = e if SIGMOID else e / tl.sum(e, 1)[:, None]
@@ -423,8 +423,8 @@ def route(
             these experts are computed from the logits. A token whose first entry is negative is routed by its logits.
 
     Returns:
-        ``(weights, experts)``, [N, K] each in fp32 and int64. The best choice is first, unless ``given`` determines the
-        order.
+        ``(weights, experts)``: [N, K] in fp32, and [N, K] in int64. The best choice is first, unless ``given``
+        determines the order.
 
     Raises:
         ValueError: ``logits`` is not [N, X], ``routing`` does not fit X experts, ``bias`` is not [X], or ``given`` is

@@ -1,4 +1,4 @@
-"""The input of a block for multi-token prediction: the norm of a token's embedding and the norm of a hidden state.
+"""The input of a multi-token prediction block: a normalized token embedding, followed by a normalized hidden state.
 
 ::
 
@@ -81,13 +81,13 @@ def embed_norms(
     table: Tensor, tokens: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor, eps: float = 1e-6,
     weight_offset: float = 0.0, scale_in_fp32: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Normalize the embeddings of tokens and hidden states, and concatenate them. The op has no backward.
+    """Normalize token embeddings and hidden states, and concatenate the results. The op has no backward.
 
     Args:
         table: [V, C], the embedding.
         tokens: [N] int64.
         hidden: [N, C] in the dtype of the table, float32, float16 or bfloat16.
-        embed_weight, hidden_weight: [C], the weights of both norms.
+        embed_weight, hidden_weight: [C], the weights of the two norms.
         eps, weight_offset, scale_in_fp32: as in `rms_norm`, for both norms.
 
     Returns:

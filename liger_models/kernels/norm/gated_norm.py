@@ -1,7 +1,7 @@
 """RMSNorm and a gate: the output norms of Gated DeltaNet, Mamba-2 and Kimi Delta Attention. The norm is optional.
 
-The forward computes each row of width D in fp32, with r(u) = 1 / sqrt(mean(u²) + eps), and with a = gate · σ(gate) or
-a = σ(gate)::
+The forward computes each row of width D in fp32, with r(u) = 1 / sqrt(mean(u²) + eps), and with ``a = gate · σ(gate)``
+or ``a = σ(gate)``::
 
     y = cast((w · cast(x · r(x))) · a)        or, with the gate first, u = x · a,   y = cast(w · cast(u · r(u)))
 
@@ -80,7 +80,7 @@ def _gated_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, SILU: tl.constexpr,
     GATE_FIRST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows [D] of one group per program by the gate. With NORM, normalize them before or after that."""
+    """Multiply ROWS rows [D] of one group per program by the gate. With NORM, also normalize the rows."""
     rows, group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)

@@ -78,7 +78,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to the residual stream and apply `layer_norm` to the sum in one kernel. The backward is fused, too.
+    """Add ``x`` to the residual stream and apply `layer_norm` to the sum in one kernel. The backward is also fused.
 
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream.
@@ -86,7 +86,7 @@ def add_layer_norm(
         weight, bias, eps: as in `layer_norm`.
 
     Returns:
-        The normalized sum and the sum, which is the new residual stream. Both are [..., C] in the dtype of
+        The normalized sum, and the sum itself, which is the new residual stream. Both are [..., C] in the dtype of
         ``residual``.
 
     Raises:

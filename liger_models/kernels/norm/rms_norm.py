@@ -102,7 +102,7 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to the residual stream and apply `rms_norm` to the sum in one kernel. The backward is fused, too.
+    """Add ``x`` to the residual stream and apply `rms_norm` to the sum in one kernel. The backward is also fused.
 
     Args:
         x: [..., C], the output of a branch, which is added to the residual stream.
@@ -110,7 +110,7 @@ def add_rms_norm(
         weight, eps, weight_offset, scale_in_fp32: as in `rms_norm`.
 
     Returns:
-        The normalized sum and the sum, which is the new residual stream. Both are [..., C] in the dtype of
+        The normalized sum, and the sum itself, which is the new residual stream. Both are [..., C] in the dtype of
         ``residual``.
 
     Raises:

@@ -4,7 +4,7 @@ The formulas are in `rms_norm.py` and `layer_norm.py`. Both norms run the same k
 mean of the row is subtracted first, and a bias may be added. If a launch does not need a pointer, the pointer is None,
 and the kernel is compiled without it.
 
-Two tensors are saved: h, the input of the norm, in its own dtype, and the statistics of each row in fp32, which are r
+Two tensors are saved: the norm's input h in its own dtype, and the statistics of each row in fp32. The statistics are r
 for RMSNorm and [μ, r] for LayerNorm. The gradients of weight and bias are summed in fp32: each program writes a partial
 sum of each gradient, and `sum_partials` adds the partial sums.
 
@@ -56,7 +56,7 @@ def scale_rows(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.const
     """Perform the last step of RMSNorm: multiply n by the weight.
 
     With SCALE_IN_FP32 the product is in fp32. Otherwise, n is first rounded to ``dtype``, and the sum of weight and
-    offset to the weight's dtype.
+    offset is rounded to the weight's dtype.
     """
     if SCALE_IN_FP32:
         return (w.to(tl.float32) + weight_offset) * n
@@ -221,7 +221,7 @@ def _norm_backward_kernel(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
         if STORE_DW:
-            # The forward multiplied the weight by the rounded n, so the gradient uses the rounded n, too.
+            # The forward multiplied the weight by the rounded n, so the gradient also uses the rounded n.
             dw += tl.sum(dy * (n if CENTERED or SCALE_IN_FP32 else n.to(h.dtype).to(tl.float32)), 0)
         if STORE_DB:
             db += tl.sum(dy, 0)
@@ -310,10 +310,10 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x [..., C] and the distance between its rows. Rows are contiguous and have equal distances.
+    """Return x [..., C], with contiguous rows at equal distances, and the distance between two rows.
 
-    Other tensors are made contiguous. A column slice of contiguous rows, such as a part of the output of a packed
-    projection, is not copied.
+    If x has other strides, a contiguous copy is returned. A column slice of contiguous rows, such as a part of the
+    output of a packed projection, is not copied.
     """
     shape, strides = x.shape, x.stride()
     if x.is_contiguous():
@@ -330,7 +330,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalize ``h = residual + x``, and return ``(y, h, statistics)``.
 
-    If the residual is None, h is x. h is a contiguous copy of x only if `_spaced_rows` makes one.
+    If the residual is None, h is x, or a contiguous copy of x if `_spaced_rows` makes one.
     """
     weight = weight.contiguous()
     x, x_n = _spaced_rows(x)

@@ -249,9 +249,9 @@ def latent_heads(
     Args:
         q: [B, T, H · (N + R)], float32, float16 or bfloat16, with any strides between tokens.
         kv: [B, T, H · (N + V)] in the dtype of q. Each head has the first part of its key, then its value.
-        k_rope: [B, T, R] in the dtype of q, the second part of the keys of all heads.
+        k_rope: [B, T, R] in the dtype of q, the second part of the keys, which all heads share.
         cos, sin: [B or 1, T, R / 2], cos and sin of the angles at each token's position, preferably in float32; None
-            for no rotation. They get no gradient.
+            for no rotation. The tables get no gradient.
         num_heads: H.
         interleaved: whether to rotate the pairs (2i, 2i + 1) of the second parts instead of (i, i + R/2).
 

@@ -257,7 +257,7 @@ def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
 
 
 def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
-    """Launch the kernel that rotates x. With ``inverse``, it rotates by the opposite angle."""
+    """Launch the kernel that rotates x. With ``inverse``, the kernel rotates by the opposite angle."""
     x = contiguous_rows(x)
     cos, sin, table_b, table_t = tables(cos, sin, x)
     B, T, H, D = x.shape
