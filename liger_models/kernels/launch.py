@@ -2,10 +2,10 @@
 
 For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
 the rest of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the
-blocks of descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps each
-kernel that Triton has chosen under a key that determines all of this: the dtypes of the tensors, the blocks of
-descriptors, all integers and constants, and the device. The key does not hold alignments. Instead, only launches in
-which all tensors begin at multiples of 16 bytes use the kept kernels.
+blocks of descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps the
+kernels that Triton has chosen. The key of a kept kernel determines all of this except alignments. The key consists of
+the dtypes of the tensors, the blocks of descriptors, all integers and constants, and the device. Only launches in which
+all tensors begin at multiples of 16 bytes use the kept kernels.
 
 Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
 with tensor subclasses, and launches that hooks observe.
@@ -29,7 +29,7 @@ ALIGNMENT = 16
 """Triton compiles another kernel if a pointer is not a multiple of this number of bytes."""
 
 NO_GPU = -1
-"""The index of the device of a tensor on the CPU."""
+"""The device index of a CPU tensor."""
 
 _run, _get = JITFunction.run, JITFunction.__getitem__
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)

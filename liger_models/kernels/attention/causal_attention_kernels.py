@@ -1,8 +1,8 @@
 """The kernels of causal attention. Their formulas and their order are in the docstring of `causal_attention.py`.
 
-Every kernel first finds its tile and then computes it. A kernel takes the fields of a `Part` as separate arguments
-(``T, S, kv_head, query_head, query_heads, query, tiles, width``) and builds the `Part` from them. All kernels use these
-names::
+Every kernel first finds its tile and then computes the tile. A kernel takes the fields of a `Part` as separate
+arguments (``T, S, kv_head, query_head, query_heads, query, tiles, width``) and builds the `Part` from them. All kernels
+use these names::
 
     batch, head    row of the batch, and query head; the KV head is ``head // GROUP``
     place          index of a tile in the workspace, see `workspace.py`

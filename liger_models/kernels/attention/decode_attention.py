@@ -111,9 +111,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Compute the output and the log-sum for one part of a row's keys.
 
-    A program computes them for some of the GROUP query heads of a KV head. With LATENT, the values are the first V
-    columns of the keys. BLOCK_D then equals BLOCK_V, and BLOCK_REST is the block size for the other columns of the
-    keys.
+    A program computes both results for some of the GROUP query heads of a KV head. With LATENT, the values are the
+    first V columns of the keys. BLOCK_D then equals BLOCK_V, and BLOCK_REST is the block size for the other columns of
+    the keys.
     """
     await_previous(OVERLAPS)
     part = tl.program_id(0)
@@ -297,8 +297,8 @@ def decode_attention(
         keys, values: [pages, P, G, D] and [pages, P, G, V] in the dtype of q, where P is a power of two of at least 16,
             V is at most 576, and H is a multiple of G. If the values are a view of the first V columns of contiguous
             keys, the kernel reads only the keys.
-        table: [B, N] int32, the indices of each row's pages in the order of its tokens. Entries after the page of the
-            last token may be any valid index. N · P determines the number of programs.
+        table: [B, N] int32, the page indices of each row, in the order of the row's tokens. Entries after the page of
+            the last token may be any valid index. N · P determines the number of programs.
         lengths: [B] int32, number of tokens of each row, from 0 to N · P. The result of a row without tokens is
             undefined.
         scale: number by which q·k is multiplied.

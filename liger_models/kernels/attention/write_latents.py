@@ -79,7 +79,7 @@ def _write_latents_kernel(
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of a token.
+    """Write the row of a token into its page.
 
     Programs whose second index is 1 normalize the latent of the token's queries instead.
     """

@@ -157,7 +157,7 @@ class Float8Product(Product):
     ) -> tuple[Upstream, Any]:  # fmt: skip
         """Compute what `Product.gated_backward` computes.
 
-        If the gradient of gate and up is not needed unrounded, one kernel computes and rounds it.
+        If the unrounded gradient of gate and up is not needed, one kernel computes and rounds this gradient.
         """
         # db is a sum over the unrounded gradient. With a bias, the gradient is therefore stored, and a second kernel
         # rounds it.

@@ -199,10 +199,10 @@ def _single_step(kind: str, *, whole: bool) -> str:
     A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the
     512 bytes. With ``whole``, either all lanes of a warp have bytes, or no lane has.
 
-    The operands are: the new sums of the eight rows, which count only in the lane of each group that holds the
-    diagonal; the old sums; the address of the codes in the first row; the distance between rows; the address of x;
-    the number of bytes that are left; whether the lane's group is odd; one or two scales for each row; and the
-    address from `fill`.
+    The operands are: the new sums of the eight rows (in each group, only the sums of the lane that holds the diagonal
+    count); the old sums; the address of the codes in the first row; the distance between rows; the address of x; the
+    number of bytes that are left; whether the lane's group is odd; one or two scales for each row; and the address from
+    `fill`.
     """
     chunks, words = (2, 2) if kind == "two_scales" else (1, 4)
     size, rows = 4 * words, ROW_TILE  # bytes of a chunk
@@ -247,7 +247,7 @@ def _single_step(kind: str, *, whole: bool) -> str:
 def _gather() -> str:
     """Return PTX that computes the sums of eight rows of W from the partial sums that the lanes of a warp hold.
 
-    Only the partial sums in the lane of each group that holds the diagonal of the product count; see the module's
+    In each group, only the partial sums of the lane that holds the diagonal of the product count; see the module's
     docstring. $0 is set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. In
     each step, pairs of lanes whose groups differ in one bit exchange partial sums: each lane keeps half of the rows,
     and sends the other half.

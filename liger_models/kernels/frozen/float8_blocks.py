@@ -268,7 +268,8 @@ def block_rows(
 class Float8Blocks(Format):
     """The format with e4m3 codes [O, C] and scales [O, ceil(C / width)] from a checkpoint.
 
-    The layout is ``[width]``, the number of columns that share a scale, or ``[0]`` if all columns of a row share one.
+    The layout is ``[width]``, the number of columns that share a scale, or ``[0]`` if all columns of a row share one
+    scale.
     """
 
     name = "blocks"

@@ -1,4 +1,4 @@
-"""A frozen weight in integers of four bits, as compressed-tensors packs them (Kimi K2.5).
+"""A frozen weight in four-bit integers, which are packed as in compressed-tensors (Kimi K2.5).
 
     W = bf16((code - 8) · scale)        one scale per group of columns of a row
 

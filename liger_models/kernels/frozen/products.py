@@ -1,7 +1,7 @@
 """Frozen weights in ops: op arguments that represent them, products with them, and `quantized_linear`.
 
-A fused op takes a `Weight`, which is a dense tensor or a `FrozenWeight`, and multiplies by it with `product` and
-`input_product`.
+A fused op takes a `Weight`, which is a dense tensor or a `FrozenWeight`, and multiplies by this weight with `product`
+and `input_product`.
 """
 
 from typing import Annotated, Any, NamedTuple

@@ -257,7 +257,7 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, num_r
 
 
 def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """Compute the outputs of rows [N, C], which are all rows or a chunk of them."""
+    """Compute the outputs for rows [N, C], which are all rows or one chunk."""
     (gate_up, down), ranks = products, inputs.ranks
     normed, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
     h = None if inputs.x is None else stream

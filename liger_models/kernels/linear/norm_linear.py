@@ -197,7 +197,7 @@ def norm_linear_backward(
         dy: [N, O], from `Product.upstream`.
         dh: [..., C], gradient of the new residual stream; None if the stream has no gradient.
         saved: the saved tensors of these rows. Its field ``projection`` is not used.
-        product: the product of the projection.
+        product: the `Product` of the projection.
         needs: which gradients are needed.
         totals: for a chunk, the fp32 sums of the parameters' gradients over the previous chunks; None without chunks.
     """

@@ -137,7 +137,7 @@ class Product:
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype in which the norm's backward writes normalized rows for `gradients`; None if it writes none."""
+        """The dtype in which the norm's backward writes normalized rows for `gradients`; None if it writes no rows."""
         return self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:

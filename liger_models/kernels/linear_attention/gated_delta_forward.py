@@ -348,7 +348,7 @@ def step_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the recurrence token by token, with one decay per head or one for each channel of its keys."""
+    """Compute the recurrence token by token, with one decay per head, or one per channel of the head's keys."""
     n, head, key_head, v_columns = owned_columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV

@@ -1,7 +1,7 @@
 """Kernels of the Kimi delta rule: operands and pairs of tokens of each chunk, the scans, and the other gradients.
 
 The formulas are in the docstring of `kimi_delta_rule.py`. Kernels that go through a chunk's levels read running sums
-from memory, because a row also needs the running sum of its reference token, which is another row.
+from memory, because a row also needs the running sum of its reference token, which is in another row.
 """
 
 from liger_models.kernels.dispatch import tl, triton

@@ -177,8 +177,8 @@ class _Sizes:
     def shared(self, gradient: Tensor) -> Tensor:
         """Return the tensor to which a kernel writes a gradient of B or C.
 
-        This is the gradient [tokens, G, N] itself. If several programs sum over heads of a group, it is a tensor
-        [programs · tokens, G, N] for their sums in fp32.
+        This is the gradient [tokens, G, N] itself. If several programs sum over the heads of a group, the tensor is
+        [programs · tokens, G, N] instead, for the programs' sums in fp32.
         """
         parts = self.group // self.heads
         return (

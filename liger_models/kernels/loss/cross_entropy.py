@@ -17,8 +17,8 @@ exp(z − lse)::
     dlogit_j = dz_j · logit_scale · (1 − (z_j / softcap)²)      with a softcap
 
 If the target of a row is ``ignore_index``, loss, logp and gradient of the row are 0. A target outside the vocabulary
-raises an error on the CPU. On an accelerator, it results in NaN, because raising an error would mean waiting for the
-device.
+raises an error on the CPU. On an accelerator, such a target results in NaN, because raising an error would mean waiting
+for the device.
 
 If the loss is a scalar (reduction "mean" or "sum"), the forward also computes the gradient, in the same kernel. The
 kernel reads each row twice, and the second read hits the cache. For per-token results, and in compiled graphs, the
@@ -49,8 +49,8 @@ kernel reaches 0.85 times the speed of one read and one write of the logits for 
 and 0.72 times for V = 256,000."""
 
 VECTOR = 8
-"""Number of adjacent logits that one thread holds: 16 bytes in half precision. Each such group of logits has its own
-running maximum and sum, so that the threads of a row do not wait for each other."""
+"""Number of adjacent logits that one thread holds: 16 bytes in half precision. Each group of adjacent logits has its
+own running maximum and sum, so that the threads of a row do not wait for each other."""
 
 LOWEST = -1e38
 """Initial value of the running maximum. It is finite, so that a logit of -inf gives exp(-inf) = 0 and not NaN."""
@@ -608,7 +608,7 @@ def cross_entropy(
             are not ignored; "sum" only sums the losses; "none" returns the loss of each token.
         num_items: divisor for reduction "mean", such as the number of targets over all accumulation steps and ranks.
             The loss is 0 if the divisor is 0.
-        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return the field.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return this field.
 
     Returns:
         `CrossEntropyOutput`.
@@ -654,7 +654,7 @@ def cross_entropy(
 
 
 def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Return the fraction of targets that were predicted, float32. Ignored targets do not count.
+    """Return the fraction of targets that equal the predicted token, in float32. Ignored targets do not count.
 
     If all targets are ignored, the result is 0.
     """

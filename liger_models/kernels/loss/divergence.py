@@ -215,8 +215,8 @@ def _row_statistics(
 ):  # fmt: skip
     """Compute D of a row, and the numbers from which its gradient is computed.
 
-    These numbers are the maxima and the log-sums of the student and of the teacher, Σ a, and the student's log-sum at
-    temperature 1. For cosine, norms take the place of the log-sums, and the cosine takes the place of Σ a.
+    These numbers are: the maximum and the log-sum of the student and of the teacher; Σ ``a``; and the student's log-sum
+    at temperature 1. For cosine, norms take the place of the log-sums, and the cosine takes the place of Σ ``a``.
     """
     # In a first read of both rows, compute the online softmax of each row or, for cosine, three dot products.
     columns = tl.arange(0, BLOCK)
@@ -248,7 +248,7 @@ def _row_statistics(
     if HARD:
         hard_log = tl.log(hard_total)
 
-    # Compute D and Σ a. For cosine, both follow from the dot products. The other kinds read both rows again.
+    # Compute D and Σ ``a``. For cosine, both follow from the dot products. The other kinds read both rows again.
     soft, total_a = 0.0, 0.0
     if KIND == 4:
         s_log = tl.maximum(tl.sqrt(s_square), NORM_FLOOR)

@@ -14,8 +14,8 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
   must recompute the logits. This takes four matrix products. The forward saves x, weight and lse.
 
 In fp16, the factor of each token's loss (1 / number of tokens for a mean) is divided by a common power of two before
-the gradient of the logits is rounded, and the results are multiplied by the power at the end. This is exact, and
-prevents the gradients of a mean over many tokens from underflowing.
+the gradient of the logits is rounded, and the results are multiplied by this power of two at the end. This is exact,
+and prevents the gradients of a mean over many tokens from underflowing.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.

@@ -28,9 +28,9 @@ MOST_TOKENS tokens, the buffer does not grow further, and there are more chunks.
 tokens would take 40 GiB for 524,288 tokens."""
 
 ROW_MULTIPLE, LARGE_MULTIPLE = 128, 512
-"""The number of rows of a chunk is a multiple of ROW_MULTIPLE. For large chunks it is a multiple of LARGE_MULTIPLE,
-because matrix products are then faster: on an H200, a head of 154,880 x 2048 takes 3 % longer with chunks of 1664 rows
-than with chunks of 1536 rows."""
+"""The number of rows of a chunk is a multiple of ROW_MULTIPLE. For large chunks, the number is a multiple of
+LARGE_MULTIPLE, because matrix products are then faster: on an H200, a head of 154,880 x 2048 takes 3 % longer with
+chunks of 1664 rows than with chunks of 1536 rows."""
 
 FROZEN_ROWS = 2048
 """Maximum default number of rows per chunk if dweight is not needed. Larger chunks only reduce the number of additions

@@ -9,7 +9,7 @@ drawn. E and u are the random numbers of `seeded_scores`, where u is drawn for t
     token = argmax_t max(0, p_t − q_t) / E_t, or argmax_t p_t / E_t if p = q or if there is no draft
     log_prob = x_token − log Σ_t exp(x_t)
 
-The token then has the distribution p. The last formula of the token samples from the normalized max(0, p − q): among
+The token then has the distribution p. The last formula for the token samples from the normalized max(0, p − q): among
 exponential clocks with these rates, the clock of the sampled token rings first. Each program reads the logits of a
 token twice. The first read is for the sums.
 
@@ -183,8 +183,8 @@ def verify_drafts(
         seeds: [rows · (k + 1)] int64, not negative, drawn at random for each call.
 
     Returns:
-        Three tensors: the tokens, [rows, k + 1] int64; whether each draft is accepted, regardless of the drafts before
-        it, [rows, k] bool; and the log-softmax of the logits at the tokens, [rows · (k + 1)] fp32.
+        Three tensors: [rows, k + 1] int64, the tokens; [rows, k] bool, whether each draft is accepted, regardless of
+        the drafts before it; and [rows · (k + 1)] fp32, the log-softmax of the logits at the tokens.
 
     Raises:
         ValueError: the shapes do not match.

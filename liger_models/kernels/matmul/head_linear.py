@@ -6,12 +6,12 @@ are rotated, as in `kernels.rope.rope`::
     y_h = [W_h · x_h[:K], rotate(x_h[K:])]        sums in fp32, one cast at the end
 
 In a decoding step, the op multiplies the queries by the transposed projections from latents to keys, and rotates the
-last R columns of the queries. In the same step, it multiplies attention's sums of latents by the projections from
-latents to values; then R is 0.
+last R columns of the queries. In the same step, a second call with R = 0 multiplies attention's sums of latents by the
+projections from latents to values.
 
-The matrices are parts of one weight. Because either their rows or their columns are contiguous, the kernel takes their
-strides. A program loads its whole part of a matrix before the previous kernel ends (see `overlap`). A single row is
-multiplied elementwise. With 2 to `MOST_ROWS` rows, the kernel uses matrix units.
+The matrices are parts of one weight. Because either the rows or the columns of a matrix are contiguous, the kernel
+takes the strides of the matrices. A program loads its whole part of a matrix before the previous kernel ends (see
+`overlap`). A single row is multiplied elementwise. With 2 to `MOST_ROWS` rows, the kernel uses matrix units.
 
 Source: https://arxiv.org/abs/2405.04434.
 """

@@ -401,7 +401,7 @@ class MoEOutputs(NamedTuple):
 
     Attributes:
         y: [N, C].
-        order, slot, ends: the order of the sorted copies, as from `sort_by_expert`.
+        order, slot, ends: the order of the sorted copies, as returned by `sort_by_expert`.
         u: [S, 2 F], gates and ups without their bias; None with ``recompute``.
     """
 
@@ -664,7 +664,8 @@ def moe_mlp(
         down_bias: [X, C]; None for no bias.
         gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of the weights. ``x[n] @ Aᵀ @ Bᵀ``, with the
             expert's A and B, is added to gate and up.
-        down_low_rank: ``(A [X, R, F], B [X, C, R])``, which is added in the same way in the down projection.
+        down_low_rank: ``(A [X, R, F], B [X, C, R])``, the low-rank term of the down projection, which is added in the
+            same way.
         act: the activation: "silu", "gelu_tanh", "gelu", "clamped_swiglu" (GPT-OSS), or "relu2" (Nemotron 3). "relu2"
             is the square of ReLU, without a gate. "clamped_swiglu" is ``(clamp(up, -limit, limit) + 1) * gate *
             sigmoid(1.702 * gate)``, where gate is clamped to at most limit.

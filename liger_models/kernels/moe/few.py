@@ -40,8 +40,8 @@ FEW_ROWS = 16
 """Number of rows per tile. These kernels run if experts have at most this many rows on average."""
 
 FEW_COPIES = 128, 512
-"""Numbers of copies among which a program can search for copies of the same expert. A launch uses the smaller number if
-it suffices. If there are more copies than the larger number, the copies are sorted."""
+"""Two limits on the number of copies that a program searches for copies of the same expert. A launch uses the smaller
+limit if it suffices. If there are more copies than the larger limit, the copies are sorted."""
 
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "groups": (64, 64), "dense": (32, 128)}
 FEW_WARPS = 4

@@ -61,7 +61,7 @@ class Routing(NamedTuple):
         normalize: whether to divide the K weights of a token by their sum.
         round_weights: whether to round the weights to the dtype of the logits instead of keeping them in fp32.
         score: "softmax", "sigmoid" or "sparsemixer".
-        groups: number of groups of X / groups consecutive experts each.
+        groups: number of groups, each of which has X / groups consecutive experts.
         top_groups: number of groups from which a token's experts are chosen.
         group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest choice
             scores.
