@@ -136,8 +136,7 @@ def is_fnuz(device: torch.device) -> bool:
 
 
 def float8_dtype(device: torch.device, wide: bool = False) -> torch.dtype:
-    """Return the device's float8 format with 3 mantissa bits or, if ``wide``, with 2 mantissa bits and a wider
-    range."""
+    """Return the device's float8 format with 3 mantissa bits or, if ``wide``, with only 2 and a wider range."""
     if is_fnuz(device):
         return torch.float8_e5m2fnuz if wide else torch.float8_e4m3fnuz
     return torch.float8_e5m2 if wide else torch.float8_e4m3fn
