@@ -125,8 +125,8 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
         targets: names as in ``LoRAConfig.target_modules``.
 
     Returns:
-        Full names for ``LoRAConfig(target_modules=...)``. A linear layer has its name in the Hugging Face checkpoint.
-        Routed experts have the names of their parameters in transformers.
+        Full names for ``LoRAConfig(target_modules=...)``. For linear layers, these are the names in the Hugging Face
+        checkpoint. For routed experts, they are the names of the parameters in transformers.
 
     Raises:
         ValueError: a name matches no linear layer.
@@ -211,7 +211,8 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
 
 
 def unmerge_lora(model: Model) -> Model:
-    """Undo ``merge_lora(model, reversible=True)``. Adapters and weights are then bitwise identical to before.
+    """Undo ``merge_lora(model, reversible=True)``. Adapters and weights are then bitwise identical to their state
+    before the merge.
 
     Raises:
         ValueError: the model was not merged with ``reversible=True``.
@@ -261,7 +262,7 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """Map the path of each adaptable linear layer to the layer and its weight's entry in the weight map."""
+    """Map the path of each adaptable linear layer to the layer and the entry for its weight in the weight map."""
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
     of_routers = {id(module) for router in routers for module in router.modules()}

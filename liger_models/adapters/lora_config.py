@@ -26,8 +26,8 @@ class LoRAConfig:
             experts. The string "all-linear" selects all linear layers of the blocks; any other string is a regular
             expression that must match a full name.
         target_parameters: names, or last parts of names, of parameters in transformers that hold the matrices of all
-            routed experts in a layer: "experts.gate_up_proj", "experts.down_proj". Each expert gets one pair A and B
-            for gate and up together, and another pair for down.
+            routed experts in a layer: "experts.gate_up_proj", "experts.down_proj". Each expert gets one pair of
+            matrices A and B for gate and up together, and another pair for down.
         use_rslora: whether to multiply by ``lora_alpha / sqrt(r)`` instead of ``lora_alpha / r``.
         use_dora: whether to also learn the norm of each row of the adapted matrices (DoRA).
 
@@ -65,5 +65,5 @@ class LoRAConfig:
 
     @property
     def scaling(self) -> float:
-        """The number s that B A is multiplied by."""
+        """The number ``s`` by which ``B A`` is multiplied."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)

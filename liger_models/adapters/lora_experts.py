@@ -103,7 +103,8 @@ class LoRAExperts(Layer):
         return self.config.lora_dropout if self.training and self.active else 0.0
 
     def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
-        """Return A [X, r, in] and s · B [X, out, r] of this rank's experts: a pair for gate and up, and one for down.
+        """Return A [X, r, in] and s · B [X, out, r] of this rank's experts: a pair for gate and up, and another for
+        down.
 
         A pair is None if the matrices have no adapters, or if the adapters are switched off.
         """
@@ -113,7 +114,7 @@ class LoRAExperts(Layer):
         return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Return A and s · B for each name in `MATRICES`, or None and None if there is no adapter."""
+        """Return A and s · B for each name in `MATRICES`, or None for both if there is no adapter."""
         factors: list[Tensor | None] = []
         for name in MATRICES:
             if name not in self.names:

@@ -200,7 +200,8 @@ class LinearAdapters(nn.ModuleDict):
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Arrange rows of matrices in the packed order of the weight. If it is sharded, return this rank's rows.
+        """Arrange rows of matrices in the packed order of the weight. If the weight is sharded, return this rank's
+        rows.
 
         Args:
             rows: maps the name of each checkpoint matrix to all rows of the matrix, or to this rank's rows of it.
@@ -339,7 +340,7 @@ class LoRALinear(nn.Linear, Layer):
             freeze(self, "weight", weight)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return A [R, C] and s · B [O, R] in ``dtype``; None while adapters are off. Requires `is_low_rank`."""
+        """Return A [R, C] and s · B [O, R] in ``dtype``; None if switched off. Requires `is_low_rank`."""
         return self.derived(dtype)[:2] if self.lora.active else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -441,7 +442,9 @@ LoRALinear.parallel_kinds = {
 
 
 class LoRALMHead(LoRALinear, LigerLMHead):
-    """`LigerLMHead` with an adapter. In the fused loss, A x and s · B are r extra columns of input and weight."""
+    """`LigerLMHead` with an adapter. In the fused loss, A x and s · B are r extra columns of the input and the
+    weight.
+    """
 
     forward = LigerLMHead.forward
     plain_class = LigerLMHead

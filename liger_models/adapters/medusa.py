@@ -6,9 +6,9 @@ model's own head::
     p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
     loss = [L_0 +] heads_weight · Σ decay^k · L_k
 
-L_k is the mean cross entropy of head k over all tokens that have a target: the token k + 1 positions ahead must be in
-the same document and must not be ignored. Training does not materialize the logits. A and b are initialized to 0. W_k
-is initialized to a copy of the model's own head.
+L_k is the mean cross entropy of head k over all tokens that have a target: the token k + 1 positions ahead must be
+in the same document and must not be ignored. Training does not materialize the logits. The parameters A and b are
+initialized to 0. W_k is initialized to a copy of the model's own head.
 
 Source: https://arxiv.org/abs/2401.10774
 """
@@ -51,9 +51,9 @@ class MedusaOutput(NamedTuple):
             because then only the sum of the losses is computed.
         head_losses: [K] L_1 ... L_K, without gradient. None if all heads share a projection.
         aux_loss: [] auxiliary loss of mixture-of-experts layers. It is part of ``loss`` unless the model is frozen.
-        log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, where index 0 is the model's own head; 0 for
-            tokens without a target.
-        logits: [1 + K, B, T, V], where index 0 is the model's own head.
+        log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, where index 0 stands for the model's own
+            head. They are 0 for tokens without a target.
+        logits: [1 + K, B, T, V], where index 0 stands for the model's own head.
     """
 
     loss: Tensor | None = None
@@ -254,13 +254,13 @@ class LigerMedusa(nn.Module):
     def draft_logits(self, hidden: Tensor, index: int) -> Tensor:
         """Return the logits [..., V] of one head, ``index`` 0 ... K − 1, for the last hidden states [..., C].
 
-        The head with index 0 predicts the token after the next token, which the model's own head predicts.
+        The model's own head predicts the next token, and the head with index 0 predicts the token after that.
         """
         output: Tensor = self.heads[index](hidden)
         return self.model.lm_head(output) if self.share_lm_head else output
 
     def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
-        """Return the tokens of the model's `CausalLM.generate`. The heads' drafts save forwards."""
+        """Return the same tokens as the model's `CausalLM.generate`. The heads' drafts save forwards."""
         return self.model.generate(input_ids, max_new_tokens=max_new_tokens, draft_model=self, **options)
 
     def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -74,7 +74,7 @@ def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
 
 
 class LigerMTP(nn.Module):
-    """A model and its block for multi-token prediction. The forward computes both losses. ``model`` also works alone.
+    """A model and its block for multi-token prediction. The forward computes L and L'. ``model`` also works alone.
 
     The weights of the block come from the checkpoint that the model was loaded from. If the checkpoint has no such
     weights, the block is initialized like a new model. Once this object exists, ``model.save_pretrained`` also writes
@@ -134,8 +134,8 @@ class LigerMTP(nn.Module):
             if layer.attention is not None:
                 layer.layer += config.num_hidden_layers
 
-        # The dtypes with which parameters that stay in fp32 are saved. Loading a checkpoint replaces these by its own
-        # dtypes.
+        # The dtypes with which parameters that stay in fp32 are saved. Loading a checkpoint replaces them by the
+        # checkpoint's dtypes.
         self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
         if stored:
@@ -149,7 +149,7 @@ class LigerMTP(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
-        """For each checkpoint layout, map our names to (expression, map from the expression's to stored names)."""
+        """For each checkpoint layout, map our names to (expression, map from the expression's names to stored ones)."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             layout: dict[str, tuple[Expression, dict[str, str]]] = {}
@@ -228,7 +228,8 @@ class LigerMTP(nn.Module):
             share = None if items is None else self.model.groups.share_of_step(target, items)
             return linear_cross_entropy(hidden, weight, target, num_items=items).loss, share
 
-        # If `items` counts the targets of a whole step, the auxiliary loss is weighted by this batch's share of them.
+        # If `items` counts the targets of a whole step, the auxiliary loss is weighted by this batch's share of
+        # these targets.
         (base, share), mtp, aux = self.losses(input_ids, labels=labels, loss_function=own, num_items=items, **inputs)
         loss = base + self.loss_weight * mtp
         if aux is not None:
@@ -251,7 +252,7 @@ class LigerMTP(nn.Module):
         Args:
             input_ids, labels, inputs: as in `forward`.
             loss_function, routed_experts: as in `Decoder.forward`.
-            num_items: number by which the summed L' is divided; None for the number of its targets.
+            num_items: number by which the summed L' is divided; None for the number of targets of L'.
 
         Returns:
             The result of ``loss_function``, L' [] fp32, and the auxiliary loss of the model, which is None for a dense
@@ -292,7 +293,7 @@ class LigerMTP(nn.Module):
             input_ids, labels, inputs: as in `forward`. Tokens without a label do not count.
 
         Returns:
-            [2] int64, the number of equal tokens and the number of tokens.
+            [2] int64, the number of such tokens and the total number of tokens with a label.
 
         Raises:
             ValueError: as in `forward`.
@@ -323,7 +324,7 @@ class LigerMTP(nn.Module):
             embeds: e, [B, T, C].
             layout: layout of the batch.
         """
-        # Take the embedding of the next token. For the last token of a document, this token is unrelated, but its
+        # Take the embedding of the next token. The last token of a document gets an unrelated embedding, but its
         # result is not used.
         return self.predict(hidden, embeds.roll(-1, 1), layout)
 

@@ -52,7 +52,7 @@ PEFT's other values (PiSSA, OLoRA, LoftQ) change the base weights.
 
 
 def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
-    """Write the adapters to adapter_config.json and adapter_model.safetensors, as PEFT does. Every rank must call it.
+    """Write adapter_config.json and adapter_model.safetensors, as PEFT does. Every rank must call this function.
 
     Args:
         model: a model with adapters. It may be sharded.

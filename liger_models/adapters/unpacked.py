@@ -92,7 +92,7 @@ class UnpackedLMHead(Layer):
     operands, product, with_bias = LigerLMHead.operands, LigerLMHead.product, LigerLMHead.with_bias
 
     def extra_repr(self) -> str:
-        """Return the advice that the head can't have an adapter. PEFT shows it in its error."""
+        """Return the advice that the head can't have an adapter. PEFT's error shows this advice."""
         return "lm_head has the loss inside: train it with modules_to_save or liger_models.adapters.apply_lora"
 
 
@@ -107,7 +107,9 @@ class Node(nn.Module):
         self.leaves = {}
 
     def add_leaf(self, name: str, owner: nn.Module, owner_name: str) -> None:
-        """Add the submodule ``owner_name`` of ``owner`` to the tree as ``name``. It also stays in the model."""
+        """Add the submodule ``owner_name`` of ``owner`` to the tree as ``name``. The submodule also stays in the
+        model.
+        """
         self.leaves[name] = owner, owner_name
         setattr(self, name, getattr(owner, owner_name))
 
@@ -143,7 +145,7 @@ class Node(nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        """Return the names of the parameters that can't have adapters. PEFT shows them in its error."""
+        """Return the names of the parameters that can't have adapters. PEFT's error shows these names."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return f"{', '.join(names)}, which cannot have adapters" if names else ""
 
@@ -461,7 +463,7 @@ class UnpackedModel(Node):
     def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
         """The model's method of this name. PEFT replaces it during generation to add learned prompts.
 
-        The ``generate`` of this package does not call it.
+        The ``generate`` of this package does not call this method.
         """
         method = getattr(self.inner, "prepare_inputs_for_generation", None)
         return method or (lambda input_ids, **inputs: {"input_ids": input_ids, **inputs})
@@ -561,7 +563,7 @@ class UnpackedModel(Node):
 
 
 def _layers_inside(module: nn.Module) -> list[str]:
-    """Return the paths of the layers in a node of `modules_to_save`; none if it holds other parameters, too."""
+    """Return the paths of the layers in a node of `modules_to_save`; none if it also holds other parameters."""
     node = getattr(module, "original_module", None)
     if not isinstance(node, Node):
         return []
@@ -596,7 +598,7 @@ def _is_same_module(module: nn.Module, expressions: dict[str, Expression], count
     if isinstance(module, nn.Linear) and not isinstance(module, LigerLMHead):
         return False
     # The parameters must belong to one module of the checkpoint and have the same names. Neither module may have
-    # others.
+    # other parameters.
     paths = {name.rpartition(".")[0] for expression in expressions.values() for name in expression.names()}
     unchanged = all(
         isinstance(expression, Name) and expression.name.endswith(f".{name}")
@@ -624,7 +626,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """Return the ``vocab_size`` of a folder or hub repository. PEFT compares it with the model's when it saves."""
+    """Return the ``vocab_size`` of a folder or hub repository. When PEFT saves, it compares this with the model's."""
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

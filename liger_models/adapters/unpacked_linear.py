@@ -7,8 +7,8 @@ PEFT can read and write each of them::
     qkv_proj       all rows of q, then k, then v; the outputs are moved to the order of the packed rows
 
 If PEFT has wrapped a linear layer in its ``lora.Linear``, the adapters are passed to the ops of `LoRALinear`, and
-PEFT's parameters get the gradients. PEFT itself computes whatever the ops cannot (DoRA, wrappers of other methods,
-hooks).
+PEFT's parameters get the gradients. PEFT itself computes whatever the ops cannot compute (DoRA, wrappers of other
+methods, hooks).
 """
 
 import sys
@@ -69,8 +69,8 @@ class RowOrder:
         lengths = torch.cat([starts, torch.tensor([len(order)])]).diff()  # [runs]
         first_rows = order[starts]  # [runs]
 
-        # If the packed weight is regular, as for q, k and v, `split` and `cat` move the outputs instead of an index. A
-        # regular weight consists of groups, and all groups have the same number of rows of each matrix.
+        # If the packed weight is regular, as for q, k and v, the outputs are moved with `split` and `cat` instead of
+        # an index. A regular weight consists of groups, and all groups have the same number of rows of each matrix.
         counts = [count for count in range(len(starts), 0, -1) if len(starts) % count == 0]
         self.groups: int = next((count for count in counts if self._is_regular(first_rows, lengths, count)), 0)
         """Number of groups; 0 if the order is not regular."""
@@ -180,8 +180,8 @@ class UnpackedLinear(Layer):
     def _join(self) -> Tensor | None:
         """Return the joined weight [O, C]. If the matrices have been moved, join them again.
 
-        The result is None if they cannot share memory, because their dtypes or devices differ or one is not an ordinary
-        tensor.
+        The result is None if the matrices cannot share memory, because their dtypes or devices differ, or because
+        one of them is not an ordinary tensor.
         """
         weights = [base.weight for base in self.bases()]
         first = weights[0]

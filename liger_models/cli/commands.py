@@ -561,8 +561,9 @@ def generate(
 ) -> None:
     """Continue a prompt, or chat. The text is printed while it is generated. **/exit** or Ctrl-D ends a chat.
 
-    With --image or --video the chat template renders the prompt as a question about these. In a conversation,
-    **/image PATH** and **/video PATH** add an image or a video to the next message, and **/help** lists the commands.
+    With --image or --video, the chat template renders the prompt as a question about the images or videos. In a
+    conversation, **/image PATH** and **/video PATH** add an image or a video to the next message, and **/help**
+    lists the commands.
     """
     if prompt is None and (not (chat or image or video) or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to converse")

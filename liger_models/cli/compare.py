@@ -193,7 +193,8 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
 def _corrected_block(
     block: nn.Module, index: int, theirs: Mapping[str, tuple[Tensor, Tensor]], parts: _Parts
 ) -> Iterator[None]:
-    """Context manager in which a block and its child modules get transformers' inputs and return its outputs.
+    """Context manager in which a block and its child modules get transformers' inputs and return transformers'
+    outputs.
 
     The error of an output is recorded before the output is replaced.
     """
@@ -383,7 +384,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
 
 def unknown_to(transformers: Any, model_type: str, quantization: Mapping[str, Any]) -> str:
-    """Return a sentence that says what in a checkpoint transformers does not know; "" if it knows everything.
+    """Return a sentence about what transformers does not know in a checkpoint; "" if it knows everything.
 
     The check is needed because transformers reads the codes of an unknown format as if they were weights.
     """
@@ -407,7 +408,9 @@ def empty_model(folder: Path) -> CausalLM:
 
 
 def random_text(config: Any, rows: int, length: int) -> Tensor:
-    """Return random ids [rows, length] without placeholders for images, videos or audio, the same in every run."""
+    """Return random ids [rows, length] that are the same in every run and contain no image, video or audio
+    placeholders.
+    """
     names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
     media = {getattr(config, name, None) for name in names}
     words = torch.tensor([token for token in range(config.vocab_size) if token not in media])

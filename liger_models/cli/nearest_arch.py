@@ -1,4 +1,4 @@
-"""Search for the architecture nearest to a new architecture of transformers, and renaming copies of its module."""
+"""Search for the architecture that is nearest to a new one in transformers, and renamed copies of its module."""
 
 import ast
 import dataclasses
@@ -70,7 +70,7 @@ def module_of(model_class: type) -> Any:
 
 
 def arguments(config_class: Any) -> dict[str, Any]:
-    """Map each argument of a transformers config class that has a default to this default."""
+    """Map each argument that has a default in a transformers config class to this default."""
     parameters = inspect.signature(config_class).parameters
     return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
 
@@ -113,7 +113,9 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
 def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
-    """Compare an architecture with the model in a folder. The result is a list of one; [] for vision models."""
+    """Compare an architecture with the model in a folder. The result is a list with one `Nearest`; [] for vision
+    models.
+    """
     # Build a model with all settings that the architecture has.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")

@@ -210,8 +210,8 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
         elif isinstance(value, float):
             base[key] = value
 
-    # Use one layer of each type. If the model has a single type but supports windows, use one layer with and one
-    # without.
+    # Use one layer of each type. If the model has a single type but supports windows, use one layer with a window
+    # and one without.
     types: Any = hf.get("layer_types")
     released = {}
     if types:

@@ -134,8 +134,8 @@ def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyTy
 def reduced(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device: str) -> CausalLM:
     """Build a smaller model with random weights that has every kind of block that the whole model has.
 
-    It has only as many blocks as are needed to include every kind. Its layers are narrower, it has fewer experts, a
-    smaller vocabulary and shorter windows, and its vision tower has no weights.
+    The smaller model has only as many blocks as are needed to include every kind. It has narrower layers, fewer
+    experts, a smaller vocabulary and shorter windows, and its vision tower has no weights.
     """
     for divisor in (16, 8, 4, 2):
         try:
@@ -311,7 +311,9 @@ def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limi
 
 
 def _parameters(model: CausalLM, norms: dict[str, Tensor], limit: float) -> Check:
-    """Compare the parameters' gradients. ``norms`` has their norms for the packed row, and ``grad`` the differences."""
+    """Compare the parameters' gradients. ``norms`` has the norms in the packed row, and ``grad`` has the
+    differences.
+    """
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms.values()))
     elements = sum(model.get_parameter(name).numel() for name in norms)
     worst, place = 0.0, ""

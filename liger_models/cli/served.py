@@ -20,8 +20,9 @@ class Server:
 
     Attributes:
         name, version: name and version of the server's package.
-        refused: settings of adapter_config.json because of which the server refuses an adapter, and what to do.
-        ignored: settings that the server does not read, so that its results would be wrong, and what to do.
+        refused: maps settings of adapter_config.json that make the server refuse an adapter to what the user can do.
+        ignored: maps settings that the server does not read, so that its results would be wrong, to what the user
+            can do.
         patterns: strings that the server accepts for ``target_modules``; None if it accepts all.
         modules: last parts of the names of modules that can have adapters; None if all linear layers can.
         together: maps a module to modules that must also have adapters in the same layer, because the server stacks

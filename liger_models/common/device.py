@@ -35,7 +35,7 @@ def available_device(where: str, name: str | None = None) -> torch.device:
 
 
 def empty_on(device: Any, tensor: Tensor) -> Tensor:
-    """Return an uninitialized tensor on ``device`` with the shape and dtype of a tensor.
+    """Return an uninitialized tensor on ``device`` with the shape and dtype of ``tensor``.
 
     Unlike ``torch.empty_like(tensor, device=device)``, this function does not import SymPy if one device is meta.
     """

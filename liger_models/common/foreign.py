@@ -160,7 +160,8 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
 
 
 def foreign_arguments(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that makes a method also accept the arguments in `FOREIGN`. Its signature does not change.
+    """Return a decorator that makes a method also accept the arguments in `FOREIGN`. The method's signature stays
+    the same.
 
     Args:
         name: name of the method in error messages.

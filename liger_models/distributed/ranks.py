@@ -102,7 +102,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
         work: function whose result and errors can be pickled.
 
     Raises:
-        TimeoutError: rank 0 did not call, or has ended, within the process group's timeout.
+        TimeoutError: rank 0 did not call this function within the process group's timeout, or has ended.
         ConnectionError: rank 0 has ended, and the store with it.
     """
     if world_size() == 1:
@@ -139,7 +139,7 @@ def wait_for_ranks(name: str) -> None:
         name: identifier of the call; must be the same on all ranks.
 
     Raises:
-        TimeoutError: a rank did not call within the process group's timeout.
+        TimeoutError: a rank did not make this call within the process group's timeout.
         ConnectionError: rank 0, which holds the store, has ended.
     """
     if world_size() > 1:

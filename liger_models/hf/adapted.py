@@ -1,4 +1,4 @@
-"""Models of this package as PEFT sees them: while they have PEFT's adapters, they have transformers' modules."""
+"""Models of this package as PEFT sees them: while a model has PEFT's adapters, it has the modules of transformers."""
 
 import sys
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
 
 
 class Adaptable:
-    """Mixin for a model with a body ``model``. It shows PEFT the tree of modules that `unpack_projections` returns.
+    """Mixin for a model with a body ``model``. To PEFT, the model looks like the tree from `unpack_projections`.
 
     When PEFT is about to look for modules, the model's projections are unpacked, and the tree's submodules replace the
     submodules of the model and of its body. When PEFT has removed its adapters, the projections are packed again.

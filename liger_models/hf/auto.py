@@ -24,7 +24,7 @@ from liger_models.hf.config import class_name, config_class
 from liger_models.hf.model import LigerForCausalLM
 
 MODULE = "liger_models.hf"
-"""The ``__module__`` of the classes."""
+"""The ``__module__`` of the classes in `liger_models.hf`."""
 CLASSIFIER = "AutoModelForSequenceClassification"
 AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names), CLASSIFIER)
 """The names of transformers' auto classes that `register` changes."""
@@ -33,7 +33,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 def model_class(model_type: str) -> type[LigerForCausalLM]:
     """Return the class of a model type.
 
-    The class has the name of transformers' class, because Trainer and other tools read this name.
+    The class has the same name as transformers' class, because Trainer and other tools read this name.
 
     Raises:
         ValueError: there is no such architecture.
@@ -126,7 +126,8 @@ def find_class(name: str) -> Any:
     Raises:
         AttributeError: no model type has such a class.
     """
-    # First check model types for which transformers has this name, because each check of another imports its family.
+    # First check model types for which transformers has this name, because checking any other model type imports its
+    # family.
     autos = _auto_classes()
     model_types = dict.fromkeys((*built_in(), *list_archs()))
     for model_type in sorted(model_types, key=lambda each: all(class_name(auto, each) != name for auto in autos)):
@@ -139,10 +140,10 @@ def find_class(name: str) -> Any:
 
 
 def wrap(model: CausalLM) -> LigerForCausalLM:
-    """Wrap a model of this package as a model of transformers. Both share all weights."""
+    """Give a model of this package the interface of transformers. The result shares all weights with the model."""
     checkpoint = format_of(type(model))
     hf_class = model_class(checkpoint.model_type)
-    # Build transformers' configuration as a saved checkpoint would have it.
+    # Build the transformers configuration that a saved checkpoint would have.
     content = write_config(model.config, model.hf_config, model.dtype)
     config: PreTrainedConfig = hf_class.config_class.from_dict(content)
     wrapped = hf_class(config, model)
@@ -266,7 +267,8 @@ def _find(auto_class: Any, config: Any) -> Any:
                 unlisted = is_new or (listed is None and ours.__name__.endswith("ForCausalLM"))
                 if listed == ours.__name__ or (unlisted and auto_class.__name__ == AUTO_CLASSES[0]):
                     return ours
-            # A text model can also be read from image-text checkpoints, whose configuration contains the text model's.
+            # A text model can also be read from image-text checkpoints, whose configuration contains the text
+            # model's configuration.
             is_contained = listed == ours.__name__ and outer in format_of(get_arch(model_type)).contained_in
             if is_contained and config is config_class(outer):
                 return ours

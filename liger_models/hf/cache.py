@@ -96,7 +96,7 @@ class LigerCache(Cache):
 
     @property
     def layers(self) -> list[Any]:
-        """A cache layer of transformers for each layer, with views of the layer's keys and values, [B, G, S, D].
+        """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
 
         Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``. A layer of latent
         attention has one key per token, which is the token's row of latents, and values of width 0.

@@ -93,19 +93,20 @@ class Loading:
         """Load a model from a checkpoint, tensor by tensor. The model is in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path: folder, or name on the hub; None with ``config`` and ``state_dict``.
-            config: configuration that replaces the checkpoint's.
+            pretrained_model_name_or_path: folder, or name on the hub; None if ``config`` and ``state_dict`` are
+                given.
+            config: configuration that replaces the checkpoint's configuration.
             dtype: dtype of the weights, or the dtype's name, such as "bf16"; None or "auto" for the checkpoint's dtype.
             torch_dtype: older name of ``dtype``.
             device_map: one device, "auto" (the accelerator, or the CPU if there is none), or a dict that names only one
                 device.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a local folder.
-            generation_config: defaults for ``generate`` that replace the checkpoint's.
+            generation_config: defaults for ``generate`` that replace the checkpoint's defaults.
             output_loading_info: whether to also return a dict of sets. Its ``missing_keys`` and ``mismatched_keys``
                 name the tensors that have random values. Any other mismatch is an error.
-            ignore_mismatched_sizes: whether to give random values, with a warning instead of an error, to tensors whose
-                shape in the checkpoint differs, and to a head that the checkpoint lacks.
+            ignore_mismatched_sizes: whether to warn instead of raising an error if the shapes of tensors differ in
+                the checkpoint, or if the checkpoint lacks a head. The tensors in question keep random values.
             state_dict: tensors to load instead of the checkpoint's tensors, by their names in a checkpoint or in the
                 model.
             options: values for the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
@@ -179,7 +180,7 @@ class Loading:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
             model.generation_config = GenerationConfig.from_pretrained(folder)
-        else:  # older checkpoints have it in config.json
+        else:  # older checkpoints have the defaults in config.json
             model.generation_config = GenerationConfig.from_pretrained(
                 folder, config_file_name="config.json", _from_model_config=True
             )
@@ -506,14 +507,14 @@ def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | N
 
 
 def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the decoder's tensors except its head, under their names in a checkpoint, gathered from all ranks.
+    """Return the decoder's tensors except the head's, under their names in a checkpoint, gathered from all ranks.
 
     Args:
         decoder: the model.
         parameters: the tensors by the names of the decoder's parameters. The tensors of the head are ignored.
     """
-    # If the head is not tied, the weight map requires its parameters. Empty tensors replace them, and are dropped
-    # below.
+    # If the head is not tied, the weight map requires the head's parameters. Empty tensors stand in for these
+    # parameters, and are dropped below.
     entries = format_of(type(decoder)).weight_map(decoder.config).entries
     head = {name: torch.empty(0) for name in entries if name.startswith("lm_head.")}
     body = {name: tensor for name, tensor in parameters.items() if not name.startswith("lm_head.")}

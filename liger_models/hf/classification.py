@@ -36,7 +36,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
     The language-model head of the decoder is not used. It is tied to the embedding, so it adds no parameter.
 
     Args:
-        config: configuration of transformers' class of the same name.
+        config: configuration for the transformers class with the same name.
         decoder: a model of this package with ``tie_word_embeddings``. By default, a new model with random weights.
     """
 
@@ -95,7 +95,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         auto_map: bool = False,
         **options: Any,
     ) -> None:
-        """Write a checkpoint that transformers' class of the same name loads.
+        """Write a checkpoint that the transformers class with the same name can load.
 
         Raises:
             ValueError: parameters have no name in a checkpoint, or ``auto_map`` is True.
@@ -175,8 +175,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
         logits = self.score(hidden[rows, last])  # [B, num_labels]
 
-        # The loss is a mean over the labels of this batch. If a step has several batches, it is divided by the labels
-        # of all.
+        # The loss is a mean over the labels of this batch. If a step has several batches, the sum over this batch is
+        # divided by the number of labels in all batches.
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)

@@ -78,7 +78,8 @@ class Edits:
         fields = [
             field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)
         ]
-        # The field for ties affects only weights, and inert fields change no layer. For other fields, compare layers.
+        # The field for tied weights affects only weights, and inert fields change no layer. For other fields,
+        # compare layers.
         tied = "tie_word_embeddings" in fields and _is_tied(decoder) is not None
         edited = [name for name in fields if name not in ("tie_word_embeddings", *INERT)]
         if edited:
@@ -136,7 +137,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Return whether the head shares the embedding's weight; None if PEFT replaced one or the head is unused."""
+    """Return whether the head shares the embedding's weight; None if PEFT replaced either or the head is unused."""
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
         return None

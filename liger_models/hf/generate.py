@@ -44,8 +44,8 @@ from liger_models.layers.recompute import has_hooks, is_compiled
 logger = logging.get_logger(__name__)
 
 STEPS_PER_CHECK = 8
-"""Number of steps that an accelerator runs before the stopping criteria are asked. On the CPU or with a streamer, it is
-1.
+"""Number of steps that an accelerator runs before the stopping criteria are asked. On the CPU or with a streamer,
+the number is 1.
 
 A criterion usually reads tokens on the host, which must then wait for all launched steps.
 """
@@ -57,7 +57,8 @@ METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation
 WRAPPERS = ("accelerate.utils.operations", "torch.amp.autocast_mode", "trl.trainer.utils")
 """Modules with functions that trainers wrap around the forward.
 
-Accelerate's function casts in the forward, whereas the engine computes in the dtype of the weights. TRL's adds a loss.
+Accelerate's function casts in the forward, whereas the engine computes in the dtype of the weights. TRL's function
+adds a loss.
 """
 
 KNOWN = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria, criteria.MaxTimeCriteria)
@@ -132,7 +133,7 @@ class EngineGenerationMixin(GenerationMixin):
         given: Any = inspect.signature(GenerationMixin._get_candidate_generator).bind(self, *args, **options).arguments
         draft = given.get("assistant_model")
         if draft is not None:
-            # A draft model of texts gets no pixels, which its generate would refuse.
+            # A text-only draft model gets no pixels, because its ``generate`` would refuse them.
             model: Any = self
             unread = {*model.model.decoder.prompt_inputs} - {*inspect.signature(draft.forward).parameters}
             inputs = given["model_kwargs"].items()
@@ -296,8 +297,8 @@ def _run(
 
     cache = inputs.get("past_key_values")
     if cache is not None:
-        # The sequences are cloned, because the caller may change them before the cache is filled.
-        # If images shift positions, the decoder must compute them, because only then the cache keeps the shift.
+        # The sequences are cloned, because the caller may change them before the cache is filled. If images shift
+        # positions, the decoder must compute the positions, because only then does the cache keep the shift.
         filled = None if is_usual and decoder.images_shift_positions else positions
         cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), ids.shape[1], mask, filled, pixels))
     kept = output.steps
@@ -448,7 +449,7 @@ def _filling(
     def fill() -> DecodeCache:
         S, cache = ids.shape[1], DecodeCache()
         padded = None if mask is None else nn.functional.pad(mask, (0, S - mask.shape[1]), value=1)
-        # Answers may contain placeholders of images, so pixels go with the prompts alone.
+        # Answers may contain placeholders of images, so pixels are passed only with the prompts.
         bounds = sorted({0, length, S}) if decoder.prompt_inputs else [0, S]
         with torch.no_grad(), evaluating(list(decoder.modules())):
             for first, last in itertools.pairwise(bounds):

@@ -1,4 +1,4 @@
-"""Support for lm-evaluation-harness, in which the models of this package have the type ``liger_models``.
+"""Support for lm-evaluation-harness, in which the models of this package have the model type ``liger_models``.
 
 ``python -m liger_models.hf.lm_eval`` runs the harness's command ``lm_eval`` with this model type available. In Python,
 import this module to register the model type.
@@ -16,11 +16,11 @@ from liger_models.adapters.unpacked import unpack_projections
 from liger_models.hf.auto import model_class
 
 TOKENS_PER_CHECK = 16
-"""`StopTexts` decodes the answers once every this many new tokens."""
+"""The number of new tokens after which `StopTexts` decodes the answers again."""
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch when all answers contain a stop text, which it notices up to `TOKENS_PER_CHECK` - 1 tokens late.
+    """Ends a batch up to `TOKENS_PER_CHECK` - 1 tokens after the point where all answers contain a stop text.
 
     The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion decodes
     all answers after each token, which takes longer than computing the token.

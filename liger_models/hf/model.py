@@ -180,7 +180,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class UnusedHead(LigerLMHead):
-    """A head that is never called. Its weight is the embedding's, but is not registered as a parameter of the head.
+    """A head that is never called. It uses the embedding's weight without registering it as a parameter of the head.
 
     FSDP requires that all modules that share a parameter are in one group. Accelerate and other tools, however, put the
     embedding into a separate group if a model has no output embedding.
@@ -206,7 +206,7 @@ def tied_decoder(config: PreTrainedConfig) -> CausalLM:
 
 
 def without_head(decoder: CausalLM) -> CausalLM:
-    """Convert the head of a decoder with a tied head to an `UnusedHead`, and return the decoder."""
+    """Turn a decoder's tied head into an `UnusedHead`, and return the decoder."""
     head: Any = decoder.lm_head
     head.__class__ = UnusedHead
     head._parameters.clear()
@@ -338,7 +338,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         Raises:
             ValueError: parameters have no name in a checkpoint.
         """
-        # Every rank takes part in gathering the shards of each tensor, under its name in a checkpoint.
+        # All ranks together gather the shards of each tensor. The keys are the names in a checkpoint.
         self.apply_edits()
         parameters = dict(self.named_parameters()) if state_dict is None else state_dict
         parameters = {name.removeprefix("decoder."): tensor for name, tensor in parameters.items()}
@@ -464,7 +464,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 )
 
         # The cache is the caller's `LigerCache`, a copy of another cache, or a new one. Packed documents and losses
-        # need none.
+        # need no cache.
         if past_key_values is None or isinstance(past_key_values, LigerCache):
             cache = past_key_values
         else:
@@ -511,7 +511,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     """A language model with its head; `liger_models.hf` has a derived class for each model type.
 
     Args:
-        config: configuration of transformers' class of the same name.
+        config: configuration for the transformers class with the same name.
         decoder: a model of this package. By default, a new model with random weights.
         kernels: the parts of a new model that run on fused kernels.
     """
@@ -663,7 +663,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
         own_loss = self.has_own_loss and (labels is not None or shifted is not None)
         if isinstance(logits_to_keep, Tensor) or shifted is not None or own_loss:
-            # The decoder supports none of these, so it returns hidden states [B, T, C], and the head is called here.
+            # The decoder does not support these arguments, so it returns hidden states [B, T, C], and the head is
+            # called here.
             if labels is not None and shifted is None and not own_loss:
                 raise ValueError("forward: labels exclude a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
@@ -724,7 +725,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> None:
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            # For a Mamba, transformers looks for the cache under another name, and would create a second cache.
+            # For a Mamba model, transformers looks for the cache under another name, and would create a second
+            # cache.
             found = model_kwargs | {"cache_params": cache}
             super()._prepare_cache_for_generation(generation_config, found, *others, **options)
         # Every cache_implementation gives the same cache, which has no fixed size.
@@ -819,7 +821,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         return updated if types is None else {**updated, "token_type_ids": types}
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
-        # If positions depend on images, also on cached ones, the decoder computes them in each forward.
+        # If positions depend on images, including cached images, the decoder computes the positions in each forward.
         if self.model.decoder.images_shift_positions:
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)

@@ -1,11 +1,12 @@
 """The losses of TRL's trainers for the models of this package.
 
-TRL replaces the forward of a model by one that computes the logits in tiles, and computes them again in the backward.
-From TRL 1.15 on, TRL's forward returns the log-probability of each target, and other values that the trainer asks for:
-the entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of
-the log-probabilities by the number of targets. In earlier versions, with SFT's loss ``chunked_nll``, TRL's forward
-returns the loss and the sums of the other values. The forward in this file returns the same results from
-`log_probs_of_sum`, which computes the logits once for SFT, and twice for losses whose gradients differ between targets.
+TRL replaces the forward of a model by a forward that computes the logits in tiles, and recomputes them in the
+backward. From TRL 1.15 on, TRL's forward returns the log-probability of each target, and other values that the
+trainer asks for: the entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer`
+divides the sum of the log-probabilities by the number of targets. In earlier versions, with SFT's loss
+``chunked_nll``, TRL's forward returns the loss and the sums of the other values. The forward in this file returns
+the same results from `log_probs_of_sum`, which computes the logits once for SFT, and twice for losses whose
+gradients differ between targets.
 """
 
 import functools
@@ -46,12 +47,12 @@ class Head(NamedTuple):
 
 
 class TokenNumbers(NamedTuple):
-    """The result of TRL's forward with labels: the loss, and values for each target: [B, T - 1], or [B, T] if shifted.
+    """The result of TRL's forward with labels: the loss, and tensors [B, T - 1], or [B, T] for shifted labels.
 
     Values that were not requested are None.
 
     Attributes:
-        loss: [], with the weighted auxiliary loss.
+        loss: [], including the weighted auxiliary loss.
         log_probs: fp32, 0 without a target.
         entropy: fp32, 0 without a target.
         mean_logits: fp32, the mean over the vocabulary, without a gradient, 0 without a target.

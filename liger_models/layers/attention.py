@@ -1,10 +1,10 @@
 """Attention layers: `BaseAttention`, and `LigerAttention` on the packed QKV projection.
 
-`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. Its code has
-three parts: its constants; the path of a batch from `add_norm` to `_mix`; and the interface of `Layer`.
-`LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of `LigerAttention` that
-normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and values are computed
-from latents.
+`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. The code of
+the class has three parts: the constants; the path of a batch from `add_norm` to `_mix`; and the interface of
+`Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of `LigerAttention`
+that normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and values are
+computed from latents.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ def check_heads(where: str, kv_heads: int, group: Group) -> None:
 
 
 class BaseAttention(Layer):
-    """Attention without the projections that compute queries, keys and values. A derived class adds them.
+    """Attention without projections for queries, keys and values. A derived class adds these projections.
 
     A derived class creates the projections and ``o_proj``, and defines `forward`, `_add_norm`, `_to_heads`, `_qkv` and
     `attention`. To support tensor and context parallelism, the class also defines `can_shard`, `shard` and
@@ -86,7 +86,7 @@ class BaseAttention(Layer):
         ``recompute`` is True, the backward recomputes everything except the output projection.
         """
         if norm is None:
-            # Only the sum is saved, and neither of its terms.
+            # Only the sum is saved, not its two terms.
             _, residual = add_norm(None, x, residual)
             x = None
         if not recomputes(self) or layout.cache is not None:  # recomputation would append to the cache again
@@ -103,8 +103,8 @@ class BaseAttention(Layer):
 
     def _attend(self, projected: Any, layout: BatchLayout) -> Tensor:
         """Compute the output of the layer, [B, T, C], from the projections of this rank's tokens."""
-        # With context parallelism, each rank trades its T / R tokens of all heads for all T tokens of its heads, and
-        # back.
+        # With context parallelism, each rank exchanges T / R tokens of all heads for all T tokens of its own heads.
+        # After attention, the ranks exchange the outputs back.
         context = self.groups.context
         out = self._mix(projected if context is None else self._to_heads(projected, context), layout)  # [B, T, H · V]
         out = out if context is None else to_tokens(out, context)
@@ -122,8 +122,8 @@ class BaseAttention(Layer):
         """Store the new tokens in the cache, if there is one, and return queries, keys and values.
 
         Returns:
-            q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all tokens. On a paged cache, k
-            and v are all pages of the layer.
+            q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all tokens. With a paged
+            cache, k and v hold all pages of the layer.
         """
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class BaseAttention(Layer):
         )  # fmt: skip
 
     def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return cos and sin of the layer's rotary embedding, or None and None without rotation."""
+        """Return cos and sin of the layer's rotary embedding, or (None, None) without rotation."""
         return (None, None) if self.rotary is None else layout.tables[self.rotary]
 
     def _local_sinks(self) -> Tensor | None:
@@ -179,7 +179,7 @@ class LigerAttention(BaseAttention):
     """Causal grouped-query attention with rotary embedding and one packed projection for q, k and v.
 
     The rows of ``qkv_proj`` are grouped by KV head. Each group has the rows of the KV head's H / G query heads, then
-    the rows of its key, then the rows of its value.
+    the rows of the key, then the rows of the value.
 
     Args:
         hidden_size: C.
@@ -228,7 +228,7 @@ class LigerAttention(BaseAttention):
             dropout=dropout, rotary=rotary, interleaved=interleaved, rope_kernel=rope_kernel,
         )  # fmt: skip
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        # One projection, whose rows are grouped by KV head: each group has the head's queries, its key and its value.
+        # One projection, whose rows are grouped by KV head: each group has the KV head's queries, key and value.
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
@@ -237,8 +237,8 @@ class LigerAttention(BaseAttention):
         """Build the attention of a layer with the sizes and the dropout of a config.
 
         Args:
-            config: sizes and constants. If it has ``attention_bias``, this field is the default of ``qkv_bias`` and
-                ``o_bias``.
+            config: sizes and constants. If the config has the field ``attention_bias``, this field is the default of
+                ``qkv_bias`` and ``o_bias``.
             layer: index of the layer, which is also its slot in the decode cache.
             kernels: which parts run on fused kernels.
             options: further arguments of the class's constructor.
@@ -300,7 +300,7 @@ class LigerAttention(BaseAttention):
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
     def _share_heads(self, group: Group) -> None:
-        """Set the numbers of query heads and KV heads to the numbers that this rank has."""
+        """Set the numbers of query heads and KV heads to this rank's numbers of heads."""
         check_heads("LigerAttention", self.num_kv_heads, group)
         self.num_heads //= group.size
         self.num_kv_heads //= group.size

@@ -25,7 +25,7 @@ from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Mask, Segm
 from liger_models.layers.recompute import repeats
 
 CAUSAL_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash attention on an H200, D 128, S 8192
+    SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash attention on an H200 for D = 128 and S = 8192
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
@@ -34,31 +34,35 @@ MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """SDPA's backends for attention with a mask, except cuDNN, whose gradient of q may be NaN (pytorch#196678)."""
 
 CUDNN_STEP = 128
-"""cuDNN is used only for lengths that are multiples of this. For every new length, cuDNN builds a plan, which takes
-0.13 s on an H200, so a job with many different lengths would wait for plans all the time."""
+"""cuDNN is used only for lengths that are multiples of this number. For every new length, cuDNN builds a plan, which
+takes 0.13 s on an H200, so a job with many different lengths would wait for plans all the time.
+"""
 
 LEAST_CALL = 1024
 """If a cuDNN call covers at least this many tokens on average, separate cuDNN calls are faster than one kernel for all
 segments."""
 
 MOST_SCORES = 2**28
-"""Maximum size of the scores, in bytes, up to which attention in fp32 is unfused. Unfused attention is used within
-segments, and if query heads share keys and values. It is PyTorch's most accurate implementation: query gradients from
-the fused kernel have five times the error. (On GPUs, only flash attention and cuDNN support shared keys and values, and
-both need half precision.) Above this size, shared keys and values are repeated for each head, and a fused kernel runs.
+"""Maximum size of the scores, in bytes, up to which attention in fp32 is unfused. Up to this size, unfused attention
+is used within segments and for query heads that share keys and values. It is PyTorch's most accurate implementation:
+query gradients from the fused kernel have five times the error. (On GPUs, only flash attention and cuDNN support
+shared keys and values, and both need half precision.) Above this size, shared keys and values are repeated for each
+head, and a fused kernel runs.
 """
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
-"""If the queries have more elements than this, attention is computed for a part of the heads at a time. The first limit
-applies in general, and the second one in a block that is recomputed. The backward of a fused kernel allocates up to
-four times as many bytes as the queries take up: for sums of dq in fp32 and, if query heads share keys, for dk and dv of
-every query head. The first limit is higher, because blocks that are not recomputed would save the results of the heads
-twice."""
+"""If the queries have more elements than this, attention is computed for a part of the heads at a time. The first
+limit applies in general, and the second one applies in a block that is recomputed. The backward of a fused kernel
+allocates up to four times as many bytes as the queries take up: for sums of dq in fp32 and, if query heads share
+keys, for dk and dv of every query head. The first limit is higher, because blocks that are not recomputed would save
+the results of the heads twice.
+"""
 
 
 NO_MASK = Mask()
-"""The mask of an `AttentionCall` that has no mask yet. It is not the default value of the field ``mask``, because
-PyTorch 2.11 can't compile calls of a class with such a default."""
+"""The mask of an `AttentionCall` that has no mask yet. This object is not the default value of the field ``mask``,
+because PyTorch 2.11 can't compile calls of a class with such a default.
+"""
 
 
 @dataclass(eq=False)
@@ -223,7 +227,7 @@ def _paged(call: AttentionCall) -> Tensor:
 
 
 def _counted(call: AttentionCall) -> Tensor:
-    """Save the tensors that the kernel for this call would save, in a memory estimate."""
+    """In a memory estimate, save the tensors that the kernel for this call would save."""
     heads, V = [call.q, call.k, call.v], call.v.shape[3]
     if _pads_values(call):
         heads = [*_of_one_width(call.q, call.k, call.v)]
@@ -302,10 +306,10 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Compute attention within segments: by one kernel for all, by a call per run of equal lengths, or with a mask.
+    """Compute attention within segments: in one kernel, in one call per run of equal lengths, or with a mask.
 
-    A compiled graph must serve all lengths, so it does not read them. If no kernel supports segments, the graph uses a
-    mask.
+    A compiled graph must work for all lengths, so it does not read the lengths of the segments. If no kernel
+    supports segments, the graph uses a mask.
     """
     segments = call.mask.segments
     assert segments is not None
@@ -314,7 +318,7 @@ def _segments(call: AttentionCall) -> Tensor:
     q, k, v = _sorted(call.q, segments), _sorted(call.k, key_segments), _sorted(call.v, key_segments)
 
     # Consecutive segments with equal numbers of queries and keys form a run. If the lengths are unknown, there are
-    # none.
+    # no runs.
     takes_varlen = takes_segments(q.device, q.dtype, q.shape[2])
     compiling = torch.compiler.is_compiling()
     lengths = [] if compiling else [*zip(segments.lengths or [], key_segments.lengths or [], strict=True)]
@@ -461,7 +465,7 @@ WITHOUT_MASK: tuple[Backend, ...] = (
     (lambda call: is_batch_invariant(), _invariant),
     # Keys and values are pages, which no backend below can read.
     (lambda call: call.layout.pages is not None, _paged),
-    # A memory estimate runs on tensors without values. From these, the backends below cannot build a mask.
+    # A memory estimate runs on tensors without values. The backends below cannot build a mask from such tensors.
     (lambda call: call.layout.masks[call.window].counted, _counted),
     # Flash attention does not support such wide heads. Without this entry, flex_attention would run, which is slower.
     (_has_wide_heads, _wide),
@@ -473,7 +477,8 @@ WITH_MASK: tuple[Backend, ...] = (
     # Backends that support sinks come first, because the other backends for the same masks would ignore the sinks.
     (lambda call: call.sinks is not None and call.mask.segments is not None, _sinks_in_segments),
     (_has_causal_sinks, _causal_sinks),
-    # The form of the mask decides: segments for variable-length attention, blocks for flex_attention, dense, or none.
+    # The form of the mask determines the backend: segments for variable-length attention, blocks for flex_attention;
+    # dense masks and no mask are left to the entries below.
     (lambda call: call.mask.segments is not None, _segments),
     (lambda call: call.mask.block is not None, _flex),
     # With one query per head, the query heads of a group become rows that share the group's keys. No key is repeated.
@@ -508,7 +513,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if unfused and not _few_scores(q, k):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         shared = False
-    if shared:  # not enable_gqa=shared, which is no bool in a graph with symbolic numbers of heads
+    if shared:  # not enable_gqa=shared, which is not a bool in a graph with symbolic numbers of heads
         options["enable_gqa"] = True
     y: Tensor = F.scaled_dot_product_attention(q, k, v, **options)
     return y if y.shape[3] == V else y[..., :V]
@@ -517,9 +522,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> bool:
     """Whether SDPA's fastest kernel for q and k supports values of a different width.
 
-    Of the fused kernels in half precision, only cuDNN's kernel supports such values, for some widths and versions. The
-    kernel that supports all widths is slower than flash attention on padded values. On the CPU, only the unfused form
-    supports other widths.
+    Among the fused kernels for half precision, only cuDNN's kernel supports such values, and only for some widths
+    and in some versions. The kernel that supports all widths is slower than flash attention on padded values. On the
+    CPU, only the unfused form supports other widths.
     """
     if q.device.type not in ACCELERATORS:
         return False
@@ -538,7 +543,7 @@ def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
     G, calls = k.shape[2], -(-q.numel() // most)
-    kv_heads = -(-G // calls)  # of a call
+    kv_heads = -(-G // calls)  # KV heads per call
     heads = zip(q.split(q.shape[2] // G * kv_heads, 2), k.split(kv_heads, 2), v.split(kv_heads, 2), strict=True)
     return torch.cat([_sdpa(*(x.transpose(1, 2) for x in qkv), **options).transpose(1, 2) for qkv in heads], 2)
 
@@ -581,7 +586,8 @@ SETTINGS: tuple[tuple[SDPBackend, Callable[[], bool], Callable[[bool], None]], .
         (SDPBackend.OVERRIDEABLE, "overrideable"),
     )
 )
-"""Each backend of SDPA, whether it is enabled, and a function that enables or disables it."""
+"""For each backend of SDPA, a function that returns whether it is enabled, and a function that changes this.
+"""
 
 
 class SDPAOrder:

@@ -35,16 +35,17 @@ class BatchLayout:
         masks: maps each window of the attention layers to a mask; the key None stands for no window.
         causal: whether tokens attend only to themselves and earlier tokens.
         attention_mask: [B, S], the argument of the model's forward.
-        bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last
-            one. Each row starts a document, and documents may be empty. None if rows are not packed, or if no layer
-            reads ``bounds``.
+        bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the
+            last document. Each row starts a document, and documents may be empty. None if rows are not packed, or if
+            no layer reads ``bounds``.
         experts: for each layer with routed experts, a tensor [B, T, K] of experts that replace the router's choice; see
             ``routed_experts`` of `Decoder.forward`. A block gets only the entries of its own layers. If the tuple is
             empty, the routers choose.
         pages: the location of each row's tokens if this is a decoding step on a paged cache; otherwise None. Such a
             step has no masks.
-        spans: within `batch_invariant`, two tensors [B · T] int32: the first and the last key that each token attends
-            to if there is no window. Keys are numbered as in `invariant_attention`. Outside of `batch_invariant`, None.
+        spans: within `batch_invariant`, two int32 tensors [B · T]: the numbers of the first and the last key that
+            each token attends to if there is no window. Keys are numbered as in `invariant_attention`. Outside of
+            `batch_invariant`, None.
         chunk: in the layout of chunked attention, the number of tokens per chunk; otherwise None.
         chunks: maps each chunk size of the attention layers to the layout for the layers with this size. In this
             layout, every chunk of a document counts as a document: tokens attend only to earlier tokens of their own
@@ -81,9 +82,9 @@ class BatchLayout:
         Args:
             position_ids: [..., 1, N] int64.
             rotary: maps a name to a function from positions to (cos, sin).
-            segments: [N] int64, ascending, the number of the image, frame or window that each patch belongs to. None
-                means that each row of ``position_ids`` is one segment; ``position_ids`` may have several rows only in
-                this case.
+            segments: [N] int64, ascending: for each patch, the number of the image, frame or window that it belongs
+                to. None means that each row of ``position_ids`` is one segment; ``position_ids`` may have several
+                rows only in this case.
         """
         tables = {name: table(position_ids) for name, table in rotary.items()}
         mask = Mask()
@@ -134,16 +135,16 @@ class BatchLayout:
                 boundary is 0, and the boundaries never decrease. Tokens after the last boundary form another document.
                 A document that would span several rows of the batch is split at the row ends.
             cache: the decode cache that holds the preceding tokens.
-            visible_until: [B, T] int64, ascending along T, the index of the last token that each token attends to. This
-                may be a later token of the same image. By default, it is the token itself.
-            prefix: [B, T] bool, whether a token is exempt from the window, such as the tokens of a prefix that attend
-                to each other in both directions (by ``visible_until``). By default, no token is exempt.
+            visible_until: [B, T] int64, ascending along T: for each token, the index of the last token that it
+                attends to, which may be a later token of the same image. By default, this is the token itself.
+            prefix: [B, T] bool, whether each token is exempt from the window, like the tokens of a prefix that
+                attend to each other in both directions (see ``visible_until``). By default, no token is exempt.
             dtype: dtype of the activations. If it is given, masks may have forms that only the kernels for this dtype
                 support. Otherwise, masks have forms that every kernel supports.
             needs_bounds: whether a layer reads ``bounds``.
             chunks: the chunk sizes of the attention layers. If there are any, ``windows`` must have the key None.
-            causal: False lets each token attend to all tokens of its document. There must be no windows, chunks or
-                cached tokens.
+            causal: False lets each token attend to all tokens of its document. In this case, there must be no
+                windows, chunks or cached tokens.
             extra: further fields of a derived class.
 
         Raises:
@@ -160,7 +161,7 @@ class BatchLayout:
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one of the two.")
 
-        # Number the documents, and count positions from the start of each. Padding is a separate document.
+        # Number the documents, and count positions from the start of each document. Padding is a separate document.
         documents = index = positions = None
         if cu_seqlens is not None:
             documents, index = number_documents(cu_seqlens, B, T, device)
@@ -299,7 +300,7 @@ class BatchLayout:
         return mask
 
     def padding(self, T: int) -> Tensor | None:
-        """Return [B, T] bool, whether each of the last T tokens is padding; None if there is no padding."""
+        """Return whether each of the last T tokens is padding, [B, T] bool; None if there is no padding."""
         if self.attention_mask is None or self.documents is None:
             return None
         return self.documents[:, -T:] < 0
@@ -387,7 +388,7 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:
-    """Return the length of each token's document up to its last new token, [B, T] int64; None if rows are documents.
+    """Return each token's document length up to the last new token, [B, T] int64; None if each row is a document.
 
     Args:
         positions: [1 or B, T] or [3, 1 or B, T].
@@ -440,7 +441,7 @@ def number_chunks(
         index: [B, S] int64, the index of each token in its packed document. If it is None, each row is one document,
             which starts at the first token that is not padding.
         size: number of tokens per chunk.
-        B, S: the number of rows, and the number of cached tokens plus new tokens.
+        B, S: the number of rows, and the total number of cached and new tokens.
         device: device of the result.
     """
     if index is not None and documents is not None:

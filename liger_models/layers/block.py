@@ -16,13 +16,13 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 class Block(nn.Module):
-    """The methods that create the layers of a block. By default, these are the layers of Llama.
+    """The methods that create the layers of a block. By default, they create the layers of Llama.
 
     A derived class overrides the methods or the constants for layers that differ from Llama's.
     """
 
     attention_class: ClassVar[Any] = LigerAttention
-    """A class with `LigerAttention.from_config`."""
+    """The class of the attention, which has a method like `LigerAttention.from_config`."""
 
     def norm_factory(self, config: Any, kernels: KernelOptions) -> Callable[[int], nn.Module]:
         """Return a function that creates a norm of a given width."""
@@ -76,7 +76,7 @@ class QKNormBlock(PreNormBlock):
 
 
 class PostNormBlock(Block):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums h are saved for the backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums ``h`` are saved for the backward."""
 
     def __init__(self, config: Any, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class SandwichNormBlock(Block):
 
 
 class SharedExpertBlock(PreNormBlock):
-    """A `PreNormBlock` with a mixture of experts and shared experts in sparse layers."""
+    """A `PreNormBlock` whose sparse layers are a mixture of experts with shared experts."""
 
     experts: ClassVar[Mapping[str, Any]] = {"correction_bias": True}
     """Arguments of `LigerSharedExpertMoE.from_config`."""

@@ -1,10 +1,10 @@
 """Compilation of a training step's Triton kernels in parallel, before the first step launches them.
 
-Triton compiles a kernel at its first launch, so the kernels of a first step would be compiled one after the other.
+Triton compiles a kernel at its first launch, so the kernels of the first step would be compiled one after the other.
 `compile_ahead` first runs the step on tensors without values, and records the kernels that the step launches. This
-takes milliseconds per block and no memory on the GPU. Threads then compile and load these kernels in parallel, while
-the real step begins. A launch waits if its kernel is still being compiled. Threads suffice, because Triton's compiler
-releases Python's global lock.
+takes a few milliseconds per block, and no memory on the GPU. Threads then compile and load these kernels in
+parallel, while the real step begins. A launch waits if its kernel is still being compiled. Threads suffice, because
+Triton's compiler releases Python's global lock.
 
 If the step cannot run on tensors without values, Triton compiles each kernel at its first launch. The results are the
 same.
@@ -75,8 +75,8 @@ Kernels = dict[tuple[Any, int, str], Launch]
 def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mapping[str, Any]) -> None:
     """Start to compile the kernels of ``model.run(embeds, layout, **options)`` and its backward.
 
-    Only the first call for a model has an effect. It must be on an NVIDIA GPU, with gradients and without a cache, and
-    the model must have plain parameters, must have no hooks, and must not be distributed.
+    Only the first call for a model has an effect. This call must be on an NVIDIA GPU, with gradients and without a
+    decode cache. The model must have plain parameters, must have no hooks, and must not be distributed.
 
     Args:
         model: the `Decoder`.
@@ -109,8 +109,8 @@ def compile_with_steps(optimizer: Any) -> None:
     """Make `compile_ahead` also compile the kernels of an optimizer that updates the model's parameters.
 
     Args:
-        optimizer: has a method ``launch``, which takes parameters, and launches the kernels that would update them, on
-            tensors that the method creates.
+        optimizer: an optimizer with a method ``launch``. This method takes parameters, and launches the kernels that
+            would update them on placeholder tensors that it creates itself.
     """
     _optimizers.add(optimizer)
 
@@ -217,7 +217,7 @@ def record_step(
     kernels: Kernels,
     device: torch.device | None = None,
 ) -> None:
-    """Add the kernels of a step to ``kernels``: ``model.run(embeds, layout, **options)``, its backward, and the update.
+    """Add the kernels of ``model.run(embeds, layout, **options)``, its backward and the update to ``kernels``.
 
     The step runs on tensors without values. Neither the model nor its gradients change.
 
@@ -236,7 +236,8 @@ def record_step(
             leaf = mode.from_tensor(tensor.detach())
         return leaf.requires_grad_(tensor.requires_grad)
 
-    # The caller's hooks of saved tensors must not see tensors without values. Autograd calls only the innermost hooks.
+    # The caller's hooks on saved tensors must not see tensors without values. Autograd calls only the innermost
+    # hooks.
     no_hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with mode, _Implementations(), recording(kernels), torch.enable_grad(), no_hooks:
         # A parameter that has several names becomes one fake tensor.
@@ -384,10 +385,10 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
 
 
 def num_products(function: Any, *callers: Any) -> int:
-    """Return how often a `triton.JITFunction` computes ``tl.dot``, including the functions that it calls.
+    """Return the number of ``tl.dot`` products in a `triton.JITFunction` and in the functions that it calls.
 
-    The more matrix products a kernel has, the longer its compilation takes: 0.1 to 0.8 s without products, and 6 s with
-    14.
+    The more matrix products a kernel has, the longer its compilation takes: 0.1 to 0.8 s without products, and 6 s
+    with 14 products.
     """
     path, names = (*callers, function), function.fn.__globals__
     called = [names.get(name) for name in re.findall(r"(\w+)\(", function.src)]
@@ -443,7 +444,7 @@ def _parsing_in_turn() -> Iterator[None]:
 
 
 def compile_threads() -> int:
-    """Return the number of threads that compile: this process's number of cores, divided by the ranks on this host."""
+    """Return the number of threads that compile: this process's cores, divided by the number of ranks on this host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(cores // max(int(ranks) if ranks.isdigit() else 1, 1), 1)

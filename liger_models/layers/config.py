@@ -105,8 +105,8 @@ class BaseConfig:
 class DecoderConfig(BaseConfig):
     """Sizes and constants of a decoder, under the names that they have in Hugging Face's config.json.
 
-    The config of each architecture derives from this class and adds its own fields. Its defaults equal the defaults in
-    transformers, because they apply to keys that are missing in a config.json.
+    The config of each architecture derives from this class and adds its own fields. The default of each field equals
+    the default in transformers, because the defaults apply to keys that are missing in a config.json.
 
     Raises:
         ValueError: a number is out of range, the sizes are inconsistent, or the architecture does not support the
@@ -117,7 +117,8 @@ class DecoderConfig(BaseConfig):
     """Values of ``hidden_act`` that the architecture supports."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {}
-    """Maps the rope types that config.json files of this architecture use to the types that they stand for."""
+    """Maps the rope type names in config.json files of this architecture to the rope types that the names mean.
+    """
 
     layer_kinds: ClassVar[tuple[str, ...]] = LAYER_TYPES
     """Values that ``layer_types`` may hold, if the config has this field."""
@@ -181,7 +182,7 @@ class DecoderConfig(BaseConfig):
 
     @property
     def rotary_width(self) -> int:
-        """Number of rotated dimensions of a head: all, or the fraction ``partial_rotary_factor``."""
+        """Number of rotated dimensions of a head: all of them, or the fraction ``partial_rotary_factor``."""
         share = getattr(self, "partial_rotary_factor", None)
         return int(self.head_size * (share or 1))
 
@@ -195,7 +196,7 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LateWindowDecoderConfig(RMSNormDecoderConfig):
-    """`RMSNormDecoderConfig` of a decoder whose layers may have an attention window from ``max_window_layers`` on."""
+    """`RMSNormDecoderConfig` of a decoder that may have attention windows in layers from ``max_window_layers`` on."""
 
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
@@ -209,7 +210,7 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
 
 
 class GroupedExperts:
-    """Methods of a config whose first layers are dense, and whose other layers choose experts from the best groups."""
+    """Methods of a config with dense first layers, and later layers that choose experts from the best expert groups."""
 
     @property
     def routing(self: Any) -> Routing:
@@ -285,7 +286,7 @@ PLAIN_ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
 
 
 def check_multiple(config: Any, **divisors: str) -> None:
-    """Raise ValueError unless each named field is a multiple of the field with the given name."""
+    """Raise ValueError unless the field that each keyword names is a multiple of the field that its value names."""
     for field, divisor in divisors.items():
         value, of = getattr(config, field), getattr(config, divisor)
         if value % of != 0:
@@ -316,5 +317,5 @@ def check_layer_types(
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Return whether a layer has an attention window, according to ``layer_types``, or ``default`` if that is None."""
+    """Return whether a layer has an attention window, according to ``layer_types``; ``default`` if this is None."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 class QuantizedCheckpoint:
     """The parts of a quantized checkpoint that are saved again together with the weights of a model.
 
-    They are empty unless the model was loaded with ``keep_quantized``.
+    All parts are empty unless the model was loaded with ``keep_quantized``.
 
     Attributes:
         config: the ``quantization_config`` of the checkpoint.
         encodings: maps the name of each quantized tensor of the checkpoint to the way in which it is stored.
         extras: tensors that do not change a weight, such as scales of activations. Only rank 0 has them.
-        kept: for each of `Decoder.kept_tensors` that is quantized in the checkpoint, its tensors in the files, by name.
-            Only rank 0 has them.
+        kept: for each tensor in `Decoder.kept_tensors` that is quantized in the checkpoint, the tensors that store
+            it in the files, by name. Only rank 0 has them.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -128,9 +128,9 @@ def check_policy(name: str, policy: str) -> None:
 class Decoder(nn.Module):
     """A decoder with a language-model head.
 
-    If a subclass sets ``block_class``, the ``build_`` methods build its parts, and the subclass overrides the methods
-    for parts that differ. A subclass without ``block_class`` calls this constructor first, then sets the parts itself,
-    and calls `post_init` last.
+    If a subclass sets ``block_class``, the ``build_`` methods build the parts of the model, and the subclass
+    overrides the methods for parts that differ. A subclass without ``block_class`` calls this constructor first,
+    then sets the parts itself, and calls `post_init` last.
 
     Args:
         config: sizes and constants.
@@ -147,15 +147,15 @@ class Decoder(nn.Module):
     prompts_are_causal: ClassVar[bool] = True
     """Whether the tokens of a prompt attend only to earlier tokens, so that a prompt may be computed in pieces."""
     images_shift_positions: ClassVar[bool] = False
-    """Whether the position of a token depends on the images before it. The decode cache then keeps the difference."""
+    """Whether the position of a token depends on the images before it. The decode cache then keeps this shift."""
     replays_routing: ClassVar[bool] = False
     """Whether blocks pass `BatchLayout.experts` to their layers with routed experts."""
     embed_tokens: LigerEmbedding
     layers: nn.ModuleList
     """Blocks, called as ``(x | None, residual, layout) -> (x | None, residual)``.
 
-    ``x`` is still to be added to the residual stream, ``residual``. A block may return further tensors for `carry`,
-    such as router logits.
+    ``x`` has not been added to the residual stream, ``residual``, yet. A block may return further tensors for
+    `carry`, such as router logits.
     """
     norm: Norm
     lm_head: LigerLMHead
@@ -177,13 +177,14 @@ class Decoder(nn.Module):
         self.groups = ParallelGroups()
         """The process groups that the model is distributed over."""
         self.has_head = True
-        """False for a model of text embeddings, which is saved without a head. `lm_head` then has the embedding's
-        weight."""
+        """False for a model that computes text embeddings and is saved without a head. `lm_head` then has the
+        embedding's weight.
+        """
         self.bidirectional = False
         """Whether each token attends to all tokens of its document; see `set_bidirectional`."""
         # What the layers need from the layout of every batch.
         self.needs_bounds = False
-        """Whether a layer reads `BatchLayout.bounds`; set by `post_init`."""
+        """Whether any layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
         """Maps each window to whether an attention layer with this window always needs a mask; set by `post_init`."""
         self._chunks: set[int] = set()
@@ -202,7 +203,8 @@ class Decoder(nn.Module):
         self.trained_tensors: Callable[[], dict[str, Tensor]] = dict
         """Function that returns the current values of those `kept_tensors` that a separate module trains."""
         self.read_dtypes: dict[str, torch.dtype] = {}
-        """The dtypes, in the checkpoint that the model was loaded from, of the parameters named in `Layer.wide`.
+        """The dtypes that the parameters named in `Layer.wide` have in the checkpoint that the model was loaded
+        from.
         """
         self.quantized = QuantizedCheckpoint()
         if self.block_class is not None:
@@ -251,7 +253,7 @@ class Decoder(nn.Module):
         return {"default": rotary}
 
     def post_init(self) -> None:
-        """Check the parts, and tie and initialize the weights. A constructor that sets parts itself calls this last.
+        """Check the parts, and tie and initialize the weights. A constructor that sets parts calls this method last.
 
         Raises:
             ValueError: a part is missing, the model has a buffer, or attention layers share a cache slot.
@@ -343,8 +345,8 @@ class Decoder(nn.Module):
 
         The weights of linear layers and embeddings are drawn from a normal distribution with ``initializer_range``;
         biases and the embedding of the padding token are set to 0. Other layers initialize their parameters in
-        `Layer.draw`. All other modules initialize them in ``reset_parameters``, submodules first. If a subclass of a
-        linear layer, an embedding or a layer adds ``reset_parameters``, this method is also called.
+        `Layer.draw`. All other modules initialize their parameters in ``reset_parameters``, submodules first. If a
+        subclass of a linear layer, an embedding or a layer adds ``reset_parameters``, this method is also called.
 
         Raises:
             ValueError: a module has parameters but no method ``reset_parameters``.
@@ -507,7 +509,7 @@ class Decoder(nn.Module):
         self.bidirectional = bidirectional
 
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
-        """Choose which activations are saved for the backward, and where they are saved. Gradients do not depend on it.
+        """Choose which activations are saved for the backward, and where. Gradients do not depend on this choice.
 
         Args:
             policy: one policy for all blocks, or a list with a policy for each block. "none" saves all tensors that the
@@ -516,11 +518,11 @@ class Decoder(nn.Module):
                 projection, whose output the backward does not need. Under "full", blocks with routed experts also save
                 the input of the experts, so that the backward routes tokens to the same experts. Compiled blocks and
                 models also save the input of the MLP.
-            offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap with
-                the compute stream. The blocks are spread evenly and exclude the last two if possible, so that copies
-                can finish while other blocks run. Offloading works with compiled blocks. A model with offloading is not
-                compiled as one graph: ``torch.compile(model)`` splits it into several graphs, and with
-                ``fullgraph=True``, the forward fails.
+            offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap
+                with the compute stream. These blocks are spread evenly over the model and exclude the last two
+                blocks if possible, so that copies can finish while other blocks run. Offloading works with compiled
+                blocks. A model with offloading is not compiled as one graph: ``torch.compile(model)`` splits it into
+                several graphs, and with ``fullgraph=True``, the forward fails.
 
         Raises:
             ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``
@@ -577,15 +579,15 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: [B, T] int64.
-            labels: [B, T] int64, unshifted; −100 is ignored. Padding, the last token of a row and the last token of a
-                packed document have no target.
+            labels: [B, T] int64, unshifted; labels of −100 are ignored. Padding, the last token of a row and the
+                last token of a packed document have no target.
             position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
             inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
             num_items_in_batch: number by which the summed loss is divided, by default the number of targets in this
-                batch. With gradient accumulation or several ranks, pass the number of targets in all accumulation steps
-                and on all ranks, as a number or a tensor of one element. It may be 0 only if this batch has no targets.
-                The auxiliary loss is multiplied by the fraction of these targets that are in this batch, so that these
-                factors of all batches of a step add up to 1.
+                batch. With gradient accumulation or several ranks, pass the number of targets in all accumulation
+                steps and on all ranks, as a number or a tensor of one element. It may be 0 only if this batch has no
+                targets. The auxiliary loss is multiplied by the fraction of these targets that is in this batch.
+                Over all batches of a step, these fractions add up to 1.
             return_logits: whether to return logits. By default, logits are returned only if there are no ``labels``.
                 True returns logits in addition to the loss. False without ``labels`` skips the head and returns the
                 head's input in ``hidden_states``.
@@ -660,7 +662,7 @@ class Decoder(nn.Module):
         return self.embed_tokens(self.groups.local_along_context(input_ids)), (B, T)
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """Return the additional fields of ``layout_class`` for rows of T tokens; ``embeds`` has this rank's tokens."""
+        """Return ``layout_class``'s additional fields for rows of T tokens; ``embeds`` is for this rank's tokens."""
         return {}
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
@@ -687,7 +689,8 @@ class Decoder(nn.Module):
         )  # fmt: skip
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
-        """Return a layout for running one block alone, in which placeholders replace the tensors that other blocks add.
+        """Return a layout for running one block alone, with placeholders for the tensors that other blocks would
+        add.
 
         Args:
             layout: a result of `layout`.
@@ -799,7 +802,7 @@ class Decoder(nn.Module):
         return torch.stack(chosen, 1).to(torch.int16)
 
     def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
-        """Return the part of ``routed_experts`` for this rank, one of R: a tensor [B, T / R, K] for each layer."""
+        """Return this rank's part of ``routed_experts``, for R ranks: a tensor [B, T / R, K] for each layer."""
         routers, name = self.routers, type(self).__name__
         if not routers:
             raise ValueError(f"forward: routed_experts need layers with routed experts, got {name} without any.")
@@ -832,8 +835,8 @@ class Decoder(nn.Module):
         If ``states`` is given, the residual stream before each block, [B, T, C], is appended to it.
         """
         offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
-        # The compiler ends its graph at this error, and runs the method uncompiled. Users see the error only if there
-        # must be a single graph.
+        # The compiler ends its graph at this error, and runs the method uncompiled. Users see the error only if they
+        # require a single graph.
         if offload is not None and torch.compiler.is_compiling():
             raise ValueError(
                 "forward: offload_layers must be 0 in a model compiled as one graph. Compile the blocks instead."

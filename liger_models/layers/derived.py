@@ -1,4 +1,4 @@
-"""Tensors that depend only on weights, which decoding computes once instead of for every token.
+"""Tensors that depend only on weights, and that decoding therefore computes once instead of for every token.
 
 A layer gets these tensors from `derive`. Outside of decoding and in compiled code, every call of `derive` computes them
 again, with gradients.
@@ -16,7 +16,7 @@ from liger_models.common.errors import is_traced
 Tensors = TypeVar("Tensors", bound="tuple[Tensor | None, ...]")
 
 Key = tuple[nn.Module, Hashable]
-"""The layer that derives tensors, and their purpose."""
+"""The layer that derives the tensors, and the purpose of the tensors."""
 
 _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 

@@ -15,11 +15,13 @@ holds the tensors for both parameters, under the parameters' names::
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
-If there are too few experts to give each rank of `apply_fsdp` some, their codes are sharded along O instead of X.
+If there are too few experts for every rank of `apply_fsdp` to hold at least one, the codes are sharded along O
+instead of X.
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
-weight does not depend on the number of ranks. After `apply_tp`, each rank uses its own slice without gathering, and
-after `apply_ep`, its own experts. A slice consists of whole blocks, so its values are the same as in the whole weight.
+weight does not depend on the number of ranks. After `apply_tp`, each rank uses its own slice without gathering.
+After `apply_ep`, each rank uses its own experts. A slice consists of whole blocks, so its values are the same as in
+the whole weight.
 
 When a checkpoint is loaded, each rank reads and quantizes only its part. The scales of NF4 are themselves quantized,
 together for the whole weight, so the ranks exchange the largest absolute value of each block of 64 elements.
@@ -55,7 +57,7 @@ class FrozenParameters(nn.Module):
         self.shape = weight.shape if like is None else like.shape
         """Global (unsharded) shape of the weight: ``[O, C]``, or ``[X, O, C]`` for experts."""
         self.sharded: tuple[int, int] | None = None
-        """Dimension along which `apply_tp` or `apply_ep` sharded the weight, and number of ranks; None without these.
+        """Dimension along which `apply_tp` or `apply_ep` sharded the weight, and number of ranks; None if unsharded.
         """
         # `shard` may change the layout, and `apply_fsdp` the dtype. Quantizing again uses the original layout and
         # dtype.
@@ -100,7 +102,8 @@ class FrozenParameters(nn.Module):
         A weight that FSDP has sharded is gathered from all ranks. After `apply_tp` or `apply_ep`, the result is this
         rank's part.
         """
-        # The device mesh has more dimensions if FSDP has also sharded the parameters. They are gathered in the forward.
+        # The device mesh has more dimensions if FSDP has also sharded the parameters. Such parameters are gathered
+        # in the forward.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
             return self.whole(codes)
         return self._weight_of({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
@@ -218,7 +221,8 @@ class FrozenParameters(nn.Module):
             target_first, *offsets = offset_of(parameter)
             source_first = 0 if name in self.format.shared else first
 
-            # Copy the rows [start, end) that both have. In the other dimensions, copy the indices that the target has.
+            # Copy the rows [start, end) that both source and target have. In the other dimensions, copy the indices
+            # that the target has.
             start, end = max(target_first, source_first), min(target_first + len(target), source_first + len(source))
             if start >= end:
                 continue
@@ -339,7 +343,7 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Map a module's own parameters to their numbers of elements; for codes, this is the size of the dense weight."""
+    """Map a module's own parameters to their numbers of elements; codes count as the dense weight."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)

@@ -27,7 +27,7 @@ class HeadRequest(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "HeadRequest":
-        """Make a request from keyword arguments, which may have their names in this package or in transformers."""
+        """Make a request from keyword arguments, under the names that this package or transformers uses."""
         return cls(**translate("forward", options, cls._fields))
 
     @property

@@ -17,7 +17,7 @@ from liger_models.layers.norm import call_linear, is_plain
 
 
 class ForgetGate(Layer):
-    """``-exp(A_log) · softplus(x + dt_bias)``, with parameters that stay in fp32 even in a model in half precision.
+    """``-exp(A_log) · softplus(x + dt_bias)``, whose parameters stay in fp32 even in half-precision models.
 
     Args:
         num_heads: H.
@@ -186,7 +186,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         return normed, (conv_state, state)
 
     def _of_latent(self, linear: nn.Linear, latent: Tensor) -> Tensor:
-        """Gather a latent, of which this rank has some channels, and project it for this rank's heads."""
+        """Gather a latent whose channels are divided among the ranks, and project it for this rank's heads."""
         context, ranks = self.groups.context, self.tensor_ranks
         if context is not None:  # each rank uses all channels for its heads
             latent = gather_channels(latent, context)

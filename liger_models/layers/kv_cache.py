@@ -15,7 +15,7 @@ class Pages(NamedTuple):
 
     Attributes:
         table: [B, N] int32, the pages of each row.
-        lengths: [B] int32, number of tokens of each row, including the new one.
+        lengths: [B] int32, number of tokens of each row, including the new token.
     """
 
     table: Tensor
@@ -55,8 +55,8 @@ class DecodeCache:
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all its keys and all its values.
 
-        The results are [B, length + T, G, D] and [B, length + T, G, V]. V is 0 for latent attention: it caches only one
-        row per token, and computes keys and values from it.
+        The results are [B, length + T, G, D] and [B, length + T, G, V]. V is 0 for latent attention, which caches
+        only one row per token, and computes keys and values from this row.
 
         This method does not change ``length``; `advance` changes it after all layers have run.
 
@@ -93,11 +93,11 @@ class DecodeCache:
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Set a layer's states to the given states, which follow the new tokens."""
+        """Set a layer's states to the given states, which are the states after the new tokens."""
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:
-        """Add the tokens of a forward to ``length``, after all layers have stored their keys, values and states."""
+        """Add a forward's number of tokens to ``length`` after all layers have stored keys, values and states."""
         self._states.update(self._new_states)
         self._new_states.clear()
         self.length += tokens

@@ -8,8 +8,8 @@ and keys with N + R columns and values with V columns::
     k_h = [W_k,h c, rotate(r')],  v_h = W_v,h c
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
 
-Training and prompts use this form. Decoding caches only the row [c, rotate(r')] of each token, and multiplies queries
-by W_k and weighted sums by W_v, instead of the latents::
+Training and prompts use this form. Decoding caches only the row [c, rotate(r')] of each token. It multiplies the
+queries by W_k and the weighted sums by W_v, instead of multiplying the latents by both::
 
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j
@@ -127,7 +127,8 @@ class LigerLatentAttention(BaseAttention):
             self.qkv_a_proj = nn.Linear(hidden_size, q_rank + kv_rank + rope_dim, bias=bias)
             self.q_a_layernorm = norm(q_rank)
             self.q_b_proj = nn.Linear(q_rank, num_heads * (nope_dim + rope_dim), bias=False)
-        # The projection from a latent to each head's first part of the key and its value, head by head.
+        # The projection from the latent of keys and values to the first part of each head's key and to each head's
+        # value. The rows are grouped by head.
         self.kv_a_layernorm = norm(kv_rank)
         self.kv_b_proj = nn.Linear(kv_rank, num_heads * (nope_dim + value_dim), bias=False)
         self.o_proj = nn.Linear(num_heads * value_dim, hidden_size, bias=bias)
@@ -193,7 +194,8 @@ class LigerLatentAttention(BaseAttention):
         return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
 
     def _to_heads(self, projected: Latents, context: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all tokens' q, projected latents (both for this rank's heads) and shared part of the keys.
+        """Return q and projected latents for this rank's heads, and the shared part of the keys, each for all
+        tokens.
 
         The ranks exchange latents, which are smaller than keys and values, and each rank projects them to its heads.
         """

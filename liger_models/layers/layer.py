@@ -20,10 +20,11 @@ class AttentionSpec(NamedTuple):
             values.
         rotary: name of the rotary embedding that rotates queries and keys; None for no rotation.
         window: number of tokens that a token attends to, including itself; None for all.
-        needs_mask: whether the kernel needs a mask even for plainly causal attention (softcaps).
+        needs_mask: whether the kernel needs a mask even for plainly causal attention, as attention with a softcap
+            does.
         pair_flops: number of floating-point operations in the forward for each pair of a query and a visible key.
-        needs_flash: whether plainly causal attention on accelerators needs a mask unless it runs in half precision
-            (sinks).
+        needs_flash: whether plainly causal attention on accelerators needs a mask unless it runs in half precision,
+            as attention with sinks does.
         takes_pages: whether, in a decoding step, keys and values may be pages of a `PagedCache`.
         caches_latents: whether the decode cache has one row per token, and keys and values are computed from these
             rows.
@@ -93,7 +94,7 @@ class Layer(nn.Module):
     num_experts: int = 0
     """Number of experts, for a layer with a router."""
     switch_length: int | None = None
-    """Length beyond which a rotary embedding changes all frequencies, even for cached tokens; None if never.
+    """Length beyond which a rotary embedding changes all frequencies, even for cached tokens; None if there is none.
     """
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""

@@ -72,12 +72,12 @@ def local_or_none(weight: Tensor | None) -> Tensor | None:
 
 
 def replicated(weight: Tensor, group: Group | None) -> Tensor:
-    """Return a replicated weight. If the ranks have different tokens, its gradient is summed over them."""
+    """Return a replicated weight. If the ranks have different tokens, its gradient is summed over the ranks."""
     return sum_gradient(local(weight), group) if group is not None and group.sequence_parallel else local(weight)
 
 
 def check_divisible(where: str, name: str, count: int, group: Group, more: str = ".") -> None:
-    """Raise ValueError unless ``count`` is a multiple of the number of ranks. The message then ends with ``more``."""
+    """Raise ValueError unless ``count`` is a multiple of the number of ranks. The error message ends with ``more``."""
     if count % group.size != 0:
         raise ValueError(f"{where}: {name} ({count}) must be a multiple of {group.size} ranks{more}")
 
@@ -90,7 +90,7 @@ class PartialLinear(nn.Linear, Layer):
 
     @classmethod
     def of(cls, linear: nn.Linear, group: Group | None) -> "Self":
-        """Convert a linear layer, reusing its parameters.
+        """Convert a linear layer to this class, reusing the layer's parameters.
 
         Args:
             linear: an `nn.Linear`, or a layer (with adapters or a frozen weight) whose ``parallel_kinds`` has this

@@ -77,7 +77,7 @@ class LinearAttention(Layer):
         ValueError: K is below 2, or above the limit of the kernel.
     """
 
-    batch_invariant = False  # for chunks of a sequence, the order of sums differs from that for single tokens
+    batch_invariant = False  # the order of sums differs between chunks of a sequence and single tokens
     linears: tuple[str, ...] = ("in_proj", "out_proj")
     needs_bounds = True
     recurrent = True
@@ -164,7 +164,7 @@ class LinearAttention(Layer):
         return {name: dim for name, dim in shards.items() if _has(self, name)} | self.own_shards()
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens. Between the projections, it has all T tokens and 1 / R of the units.
+        """Give each of R ranks T / R tokens, but between the projections all T tokens and 1 / R of the units.
 
         Raises:
             ValueError: the units cannot be divided equally among the ranks.

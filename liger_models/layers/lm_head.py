@@ -22,7 +22,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 ROW_MULTIPLE = 256
-"""If the head skips rows, the number of remaining rows is a multiple of this, so that there are few shapes."""
+"""If the head skips rows, the number of remaining rows is a multiple of this number, so that there are few shapes."""
 
 BIAS_COLUMNS = 8
 """Number of columns that are appended to the operands of a loss for the bias. Because it is a multiple of 8, the rows
@@ -74,7 +74,7 @@ class LabeledRows:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [..., C] and the targets, or only n rows of both that include all rows with a target.
+        """Return x [..., C] and the targets, or only n rows of both, among which are all rows with a target.
 
         The number n is a multiple of `ROW_MULTIPLE`. If n is not below the number of rows, all rows are returned.
         """
@@ -89,7 +89,7 @@ class LabeledRows:
         return selected, self.target.flatten()[self.rows]
 
     def spread(self, results: Tensor) -> Tensor:
-        """Return results for the rows that `select` returned in the targets' shape, with zeros for all other rows."""
+        """Expand results for the rows from `select` to the shape of the targets, with zeros for all other rows."""
         if self.rows is None:
             return results
         whole = results.new_zeros(self.target.numel()).index_copy(0, self.rows, results)
@@ -138,7 +138,7 @@ class LigerLMHead(nn.Linear, Layer):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return an input and a weight whose product is the logits before scale and cap.
 
-        A bias and adapters add columns to both, so that every loss is a function of two matrices.
+        A bias and adapters add columns to both matrices, so that every loss is a function of two matrices.
         """
         return self.with_bias(x, local(self.weight))
 
@@ -172,8 +172,8 @@ class LigerLMHead(nn.Linear, Layer):
             target: [...] int64, already shifted; −100 is ignored. None returns only the logits.
             num_items: number by which the summed loss is divided; None for the number of targets.
             return_logits: whether to return the logits [..., V] in addition to the loss.
-            log_probs: whether to return the log-probability of each target [...] instead of the loss. It is 0 for
-                ignored targets.
+            log_probs: whether to return the log-probability of each target [...] instead of the loss. The
+                log-probability is 0 for ignored targets.
             loss_function: function of the input and the weight that `operands` returns, and of the targets. Its result
                 is returned instead of the loss.
 

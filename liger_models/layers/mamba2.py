@@ -295,7 +295,7 @@ class LigerMamba2(LinearAttention):
         return normed, (conv_state, state)
 
     def _own_groups(self, convolved: Tensor, widths: list[int]) -> tuple[Tensor, int]:
-        """Replace this rank's share of the channels of B and C by all channels of its heads' groups.
+        """Replace this rank's channels of B and C by all channels of the groups that its heads belong to.
 
         Returns the tensor and the number of these groups.
         """

@@ -26,8 +26,8 @@ class Segments:
 
     Attributes:
         cu_seqlens: [n + 1] int32, the start of each segment and the end of the last one. Segments may be empty.
-        max_seqlen: upper bound of the length of a segment.
-        lengths: length of each segment; None if they were not read from the device.
+        max_seqlen: upper bound on the length of a segment.
+        lengths: the lengths of the segments; None if they were not read from the device.
         at: [N] int64, maps each token to its index in the flattened batch; None if the tokens are in the order of the
             batch.
         keys: the segments of the keys, if queries and keys are different tokens; otherwise None. Segment i of the
@@ -93,8 +93,8 @@ class Segments:
 
         Args:
             numbers: [B, T] int64.
-            most: upper bound of the number of runs.
-            max_seqlen: upper bound of the length of a run.
+            most: upper bound on the number of runs.
+            max_seqlen: upper bound on the length of a run.
         """
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -139,7 +139,7 @@ def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
 
 
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
-    """Whether variable-length attention, which runs on flash attention and needs torch 2.11, supports such heads."""
+    """Whether variable-length attention (flash attention, from torch 2.11 on) supports heads of this dtype and size."""
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
@@ -157,7 +157,7 @@ class Mask:
         counted: whether this is a memory estimate on tensors without values. If so, attention computes nothing, but
             saves the same tensors as a fused kernel: q, k, v, the output, and one number for each head and token. Flash
             attention saves heads whose width is padded to a multiple of 8.
-        later: whether some tokens attend to later tokens (images).
+        later: whether some tokens attend to later tokens, as tokens of images do.
     """
 
     block: "BlockMask | None" = None
@@ -218,7 +218,7 @@ def text_mask(
 
 
 def document_mask(documents: Tensor) -> Mask:
-    """Build the mask of bidirectional attention within documents; ``documents`` [B, N] has ascending numbers."""
+    """Build the bidirectional mask within documents; ``documents`` [B, N] holds ascending document numbers."""
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
     return Mask(block=_document_block_mask(documents))
@@ -270,7 +270,8 @@ def _block_mask(
         seen = (last + start >= k) & (near if prefix is None else near | prefix[b, q])
         return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
 
-    # Find the blocks of 128 × 128 pairs that have some visible pairs, and the blocks that have only visible pairs.
+    # Find the blocks of 128 × 128 pairs that have at least one visible pair, and the blocks that have only visible
+    # pairs.
     query, query_end = _block_bounds(past, S, device)
     key, key_end = _block_bounds(0, S, device)
     nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
@@ -334,7 +335,8 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
 
     def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
-        # A block of keys covers the parts from `low` to `high`. A difference of running sums counts the visible ones.
+        # A block of keys covers the parts from `low` to `high`. A difference of running sums counts the visible
+        # parts.
         sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
         return sums[..., high + 1] - sums[..., low]
 
@@ -354,7 +356,7 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count each query's True keys in ``blocks`` [B, queries, keys], and sort its keys so that these come first.
+    """Count each query's True keys in ``blocks`` [B, queries, keys], and sort its keys so that True keys come first.
 
     Both results have an additional dimension, for heads, after the first dimension.
     """

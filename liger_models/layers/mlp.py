@@ -341,9 +341,9 @@ class LigerSwiGLUMLP(GatedMLP):
     """``down(silu(gate(x)) · up(x))`` with the sizes of a configuration.
 
     Args:
-        config: has ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias``, ``hidden_act``, and
-            ``mlp_multipliers`` (Falcon-H1), which are the multiplier of the gate before its activation and the
-            multiplier of the result.
+        config: a configuration with ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias``,
+            ``hidden_act`` and ``mlp_multipliers``. The last field (Falcon-H1) has two values: the multiplier of the
+            gate before its activation, and the multiplier of the result.
         intermediate_size: F; None for the configuration's ``intermediate_size``.
         kernel: False for plain torch.
 

@@ -125,7 +125,8 @@ class Fp32Router(WideRouter):
 
 
 class LigerMoE(Layer):
-    """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects per token.
+    """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts ``e`` that the router selects per
+    token.
 
     Args:
         hidden_size: C.
@@ -516,8 +517,9 @@ class LigerSharedExpertMoE(Layer):
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
     """Adjust each `CorrectionBias` so that routers choose experts with few tokens more often, and others less often.
 
-    Call this function after the backward of a step, on all ranks. In each layer, the bias of expert e changes by ``rate
-    · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert e had on all ranks.
+    Call this function after the backward of a step, on all ranks. In each layer, the bias of expert ``e`` changes by
+    ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` had on all
+    ranks.
 
     Args:
         model: a model with routed experts.
@@ -539,7 +541,8 @@ def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) ->
     for layer, chosen in zip(routers, experts.unbind(1), strict=True):
         if layer.correction is None:
             continue
-        # FSDP has gathered the bias for `choose_experts`. Free the gathered bias, because a change of it would be lost.
+        # FSDP has gathered the bias for `choose_experts`. Free the gathered bias, because a change to it would be
+        # lost.
         getattr(layer.correction, "reshard", lambda: None)()
         bias: Any = layer.correction.bias
         load = torch.bincount(chosen.flatten().long(), minlength=bias.numel()).float()

@@ -1,4 +1,4 @@
-"""Asynchronous offloading of activations, which blocks save for the backward, to host memory."""
+"""Asynchronous offloading, to host memory, of the activations that blocks save for the backward."""
 
 import functools
 from collections import deque
@@ -16,7 +16,9 @@ SMALLEST = 2**20
 """Activations and optimizer moments with fewer bytes than this are not offloaded."""
 
 PIECE = 2**26
-"""Bytes per allocation of host memory. This is a power of two, because PyTorch rounds pinned allocations up to one."""
+"""Bytes per allocation of host memory: a power of two, because PyTorch rounds pinned allocations up to powers of
+two.
+"""
 
 LEAVING, COMING = 2 * 2**30, 2 * 2**30
 """The maximum number of bytes in flight to the host, and the number of bytes to prefetch from the host.
@@ -26,7 +28,7 @@ A block of an 8B model saves 1.5 GB for 16,384 tokens.
 
 
 SLICE = 2**24
-"""Bytes per copy to the device. Each copy takes a third of a millisecond, and other streams may copy after it."""
+"""Bytes per copy to the device. Such a copy takes a third of a millisecond, and then other streams may copy."""
 
 
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
@@ -91,7 +93,8 @@ class Kept:
         device: the device that the storage was copied from.
         host: the bytes of the storage in pieces. The pieces are in pinned memory if the storage is on an accelerator.
         left: event that is recorded after the copy to the host; None on the CPU.
-        before: the storage that was offloaded just before this one. The backward needs it just after this one.
+        before: the storage that was offloaded just before this one. The backward needs that storage just after this
+            one.
         nbytes: size of the storage.
         uses: number of saved tensors in the storage.
         rounds: number of backward passes that have read all saved tensors of the storage.

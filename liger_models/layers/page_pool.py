@@ -153,8 +153,8 @@ class PagePool(PagedCache):
     def speculate(self, n: int, offset: int = 0) -> Tensor:
         """Prepare a forward of n tokens per row. `accept` then keeps some of them, starting from the first.
 
-        In this forward, each token is a separate row of the batch: the batch has rows · n rows, and the n tokens of a
-        row of the pool are consecutive. Neither ``lengths`` nor the states of linear attention change.
+        In this forward, each token is a separate row of the batch: the batch has ``rows · n`` rows, and the n tokens
+        of a row of the pool are consecutive. Neither ``lengths`` nor the states of linear attention change.
 
         Args:
             n: number of tokens of each row.
@@ -170,11 +170,11 @@ class PagePool(PagedCache):
         return positions
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Store a layer's states after the next of the tokens that `speculate` prepared."""
+        """Store a layer's states after the next one of the tokens that `speculate` prepared."""
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
-        """Keep each row's states after the first ``counts`` [rows] of the tokens that `speculate` has prepared.
+        """For each row, keep the states after the first ``counts`` [rows] tokens that `speculate` has prepared.
 
         The caller writes ``lengths`` and ``remaining``.
         """
@@ -214,7 +214,7 @@ class PagePool(PagedCache):
         for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:
                 held.copy_(state)
-            else:  # the bounds include an empty document at both ends, see `Segments.of_rows`
+            else:  # the bounds include an empty document at each end, see `Segments.of_rows`
                 held[self._filled] = state[(len(state) - n) // 2 :][:n]
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:

@@ -16,11 +16,11 @@ PAGE = 64
 class PagedCache(DecodeCache):
     """A decode cache that first stores prompts without their padding, and then one token per row in each step.
 
-    Keys of a layer are [pages, P, G, D], and values [pages, P, G, V], where P is the number of tokens per page. A table
-    lists the pages of each row. Tensors on the device determine where new tokens are stored, and which tokens the new
-    tokens attend to. All tensors that the forward of a step reads or writes stay at the same addresses: pages, table,
-    lengths, states of linear attention and ``extra``. A captured forward can therefore be replayed for later tokens and
-    for other prompts.
+    The keys of a layer are stored as [pages, P, G, D] and the values as [pages, P, G, V], where P is the number of
+    tokens per page. A table lists the pages of each row. Tensors on the device determine where new tokens are
+    stored, and which tokens the new tokens attend to. All tensors that the forward of a step reads or writes stay at
+    the same addresses: pages, table, lengths, states of linear attention and ``extra``. A captured forward can
+    therefore be replayed for later tokens and for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
     ``length`` is the number of tokens, including padding, that the host has counted. The host does not count replayed

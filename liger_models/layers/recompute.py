@@ -15,7 +15,7 @@ _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module runs other code than its class's forward: hooks, or a replaced forward.
+    """Whether calling the module runs code other than its class's forward: hooks, or a replaced forward.
 
     Hooks whose attribute ``only_checks`` is True do not count, because they can only raise errors.
     """
@@ -23,7 +23,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module, ignored: tuple[str, ...] = ("only_checks",)) -> bool:
-    """Whether a module has hooks, not counting hooks that have one of the attributes ``ignored``."""
+    """Whether a module has hooks, not counting hooks that have one of the attributes named in ``ignored``."""
     registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     for registry in registries:  # every fused layer calls this in every forward, so empty registries create nothing
         if registry and not all(any(getattr(hook, name, False) for name in ignored) for hook in registry.values()):

@@ -30,7 +30,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high frequencies, and blends in between (Llama 3.1 and later)."""
+    """Divides low frequencies by ``factor``, keeps high ones, and blends both in between (Llama 3.1 and later)."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: divides low frequencies, keeps high frequencies, and blends in between.
+    """YaRN: divides low frequencies, keeps high frequencies, and blends both in between.
 
     ``beta_fast`` and ``beta_slow`` are the limits for high and low frequencies. Their unit is the number of turns over
     the original length.
@@ -108,7 +108,7 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    # If both constants are given, the result is the ratio of the factors that they give.
+    # If both constants are given, the result is the ratio of their two factors.
     if scaling.mscale and scaling.mscale_all_dim:
         return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     return yarn_mscale(scaling.factor, 1.0)
@@ -334,7 +334,7 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency belongs to one of these.
+    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency is for one of the three.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
@@ -392,8 +392,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of a patch's row and column. The row fills the first half of the result, and the column the
-    rest.
+    """Computes cos and sin of a patch's row and column. The row determines the first half of the result, and the
+    column determines the second half.
 
     Args:
         width: head dimension, a multiple of 4.

@@ -35,8 +35,8 @@ class PreferenceMetrics(NamedTuple):
 
     Attributes:
         chosen_logps, rejected_logps: [pairs] l(y) of each sequence.
-        chosen_logits_mean, rejected_logits_mean: [] mean of all logits before the softcap. `from_log_probs` sets them
-            to None.
+        chosen_logits_mean, rejected_logits_mean: [] mean of all logits before the softcap. `from_log_probs` sets
+            both means to None.
         nll_loss: [] the NLL, or 0 if the loss does not include the NLL.
         chosen_rewards, rejected_rewards: [pairs] β·r(y) of each sequence.
     """
@@ -154,7 +154,7 @@ class PreferenceLoss(FusedLinearLoss):
                 )
             assert ref_log_probs is not None
             # Log-probabilities of sequences, [B], are l_ref(y) already. Log-probabilities of tokens, [B, T], are
-            # reduced to it.
+            # reduced to l_ref(y).
             if ref_log_probs.dim() == 1:
                 if len(ref_log_probs) != len(target):
                     raise ValueError(
@@ -175,7 +175,7 @@ class PreferenceLoss(FusedLinearLoss):
 
 
 class PairLoss(PreferenceLoss, ABC):
-    """A loss over pairs. The first half of the rows are the chosen sequences, and the rest are the rejected ones.
+    """A loss over pairs. The first half of the rows are chosen sequences, and the second half are rejected ones.
 
     Args:
         alpha: weight of the NLL.

@@ -98,8 +98,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for A <= 0, respectively.
         temperature: number by which the logits are divided. It must be the temperature at which the completions were
             sampled.
-        delta: δ, an upper bound of w (two-sided clipping). It matters for A < 0, where the clipping by ε does not bound
-            w. None for no bound.
+        delta: δ, an upper bound on w (two-sided clipping). It matters for A < 0, where the clipping by ε does not
+            bound w. None for no bound.
         use_bias_correction_kl: whether to multiply the KL term by w.
         vespo_k_pos, vespo_lambda_pos: k and λ of vespo for A >= 0.
         vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A < 0.
@@ -231,7 +231,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             vllm_is_ratio: [B, T], [B, 1] or [B], an importance ratio by which the first term of each token's loss is
                 multiplied. It corrects for a sampler whose probabilities differ from the policy's. vespo multiplies W
                 by the ratio instead.
-            num_items_in_batch: number of tokens over all ranks and accumulation steps; only for dapo, cispo and vespo.
+            num_items_in_batch: number of tokens on all ranks and in all accumulation steps; only for dapo, cispo and
+                vespo.
 
         Returns:
             The loss [] fp32, and a tuple of metrics [] without gradients: the mean KL term if ``beta`` is not 0, and

@@ -1,4 +1,4 @@
-"""Generalized Jensen-Shannon divergence, fused with the heads of both models or computed from log-probabilities."""
+"""Generalized Jensen-Shannon divergence: fused with the heads of both models, or computed from log-probabilities."""
 
 import torch
 from torch import Tensor, nn

@@ -88,7 +88,7 @@ class LigerFusedLinearORPOLoss(PairLoss):
     def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the log odds ratio x and log σ(x) of each pair, both [pairs].
 
-        Both are 0 for a pair that has a sequence whose log-probability is 0.
+        Both results are 0 for a pair that has a sequence whose log-probability is 0.
         """
         both = (chosen != 0) & (rejected != 0)
         odds = log_odds(chosen) - log_odds(rejected)
@@ -111,8 +111,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
 
         Args:
             nll_target: [2·pairs, T] targets for the NLL if they differ from ``target``, for example because the NLL
-                includes the prompt. Only the half of the chosen sequences is read. The head then runs a second time on
-                them.
+                includes the prompt. Only the half of the chosen sequences is read. The head then runs a second time
+                on the chosen sequences.
             Others: as in `LigerFusedLinearDPOLoss.forward`.
         """
         if nll_target is None:

@@ -1,4 +1,4 @@
-"""Total variation distance, fused with the heads of both models or computed from logits or probabilities."""
+"""Total variation distance: fused with the heads of student and teacher, or computed from logits or probabilities."""
 
 from torch import Tensor, nn
 

@@ -49,8 +49,9 @@ class TrainingMemory(NamedTuple):
             backward.
         head: the logits of one chunk and, if the head is trained, the head's gradient. Both exist before the backward
             of the blocks.
-        recomputed: for each policy, the bytes by which a block's recomputed activations exceed the logits of one chunk.
-            When a block recomputes, the memory of the logits is free, so the activations can use it.
+        recomputed: for each policy, the bytes by which a block's recomputed activations exceed the logits of one
+            chunk. When a block recomputes its activations, the memory of the logits is free, so the activations can
+            use this memory.
         logits: the logits of one chunk and, if the head has a bias, the copy of its weight that holds the bias.
         blocks: for each policy, what each block saves.
         moments: for each block, the bytes of the optimizer's moments that may be kept in host memory.
@@ -123,8 +124,8 @@ class TrainingMemory(NamedTuple):
         fetched = min(moved, COMING + max((saved[index].largest for index in offloaded), default=0))
         excess = max((self.excess(name, index) for index, name in enumerate(policies)), default=0)
 
-        # Collect what exists at each of the four times. The gradient of a tied head is complete only when the gradient
-        # of the embedding is.
+        # Collect what exists at each of the four times. The gradient of a tied head is complete only when the
+        # gradient of the embedding is complete.
         head = 0 if in_backward and not self.tied else self.head - self.logits
         block = {"a block's backward": self.logits + excess, "fetched": fetched}
         times = [{"activations": kept, "head": self.head}, {"activations": kept, "head": head, **block}]

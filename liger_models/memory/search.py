@@ -105,7 +105,8 @@ class Search:
         self.first = [self.type_of.index(block_type) for block_type in range(len(types))]
         """For each type, the index of its first block, which represents all blocks of the type."""
 
-        # Both results are cached, because cases that differ in only one bound share sums or bytes of moments.
+        # The results of both functions are cached, because cases that differ in only one bound share sums or bytes
+        # of moments.
         self._sums, self._freed = functools.cache(self._best_sums), functools.cache(self._freed_bytes)
 
         # The best candidates so far.
@@ -205,7 +206,7 @@ class Search:
 
         # While activations exist, the peak is in the head or in the first backward of a block. In the latter, the
         # head's gradient still exists unless the optimizer has applied it. A tied head's gradient is not complete
-        # before the embedding's.
+        # before the embedding's gradient.
         head_gradient = 0 if in_backward and not memory.tied else memory.head - memory.logits
         accumulated = memory.gradients if self.accumulate > 1 else 0
         head_or_block = (head_gradient + block).clamp(min=memory.head)
@@ -235,7 +236,7 @@ class Search:
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs (type, number of its offloaded blocks), or of its other blocks if ``is_away`` is False."""
+        """Return pairs (type, number of its offloaded blocks); if ``is_away`` is False, count the other blocks."""
         counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
         return tuple(sorted(counts.items()))
 

@@ -1,4 +1,4 @@
-"""Models for search: text embeddings, rerankers, their folders for sentence-transformers, and their metrics."""
+"""Text embedding models and rerankers for search, their folders for sentence-transformers, and retrieval metrics."""
 
 from liger_models.common.lazy import lazy_exports
 

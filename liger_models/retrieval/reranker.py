@@ -25,7 +25,7 @@ class LigerReranker:
 
     Args:
         model: the causal model, with its head.
-        settings: the prompt and both tokens, by default as in Qwen3-Reranker.
+        settings: the prompt and the two answer tokens, by default as in Qwen3-Reranker.
 
     Raises:
         ValueError: ``yes`` or ``no`` in the settings is not a single token.

@@ -119,7 +119,8 @@ class EmbedderSettings:
 class RerankerSettings:
     """How a causal language model scores a document for a query: with the logits of two tokens after a prompt.
 
-    The score is the logit of ``yes`` minus the logit of ``no``. Its sigmoid is the probability of ``yes`` over ``no``.
+    The score is the logit of ``yes`` minus the logit of ``no``. The sigmoid of the score is the probability of
+    ``yes`` over ``no``.
 
     Attributes:
         instruction: text that says what makes a document fit a query.
@@ -217,7 +218,7 @@ def copy_settings(source: Path, folder: Path) -> None:
 
 
 class _Files:
-    """The files of a local folder or of a repository on the hub, without its weights."""
+    """The files of a local folder or of a repository on the hub, without the weights."""
 
     def __init__(self, name: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
         self.folder = settings_folder(name, **options)

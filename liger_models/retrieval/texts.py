@@ -18,7 +18,7 @@ ROW = 512
 GROUP = 256
 """Number of texts that are tokenized together."""
 MULTIPLE = 64
-"""The number of tokens in a row is a multiple of this, so that few shapes occur."""
+"""The number of tokens in a row is a multiple of this number, so that few shapes occur."""
 
 
 class EmptyTextError(ValueError):
@@ -68,8 +68,9 @@ def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
         filler: the token id that pads the ends of rows.
 
     Returns:
-        For a model's forward, ``input_ids`` and ``labels`` (all −100), both [B, T] int64, and ``cu_seqlens`` [documents
-        + 1] int32. In addition, ``texts`` [texts] int64, the index of each text's document. Padding is also a document.
+        A batch with ``input_ids`` and ``labels`` (all −100), both [B, T] int64, and ``cu_seqlens`` [documents + 1]
+        int32, for a model's forward. It also has ``texts`` [texts] int64, the index of each text's document. Padding
+        is also a document.
     """
     # A row has room for the longest text, or for several other texts.
     sizes = torch.tensor([len(text) for text in texts])
@@ -88,7 +89,8 @@ def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
 
 
 def split_by_tokens(texts: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Group texts into batches of at most ``most`` tokens or one text. Texts of a batch have similar lengths.
+    """Group texts into batches of at most ``most`` tokens, or of one longer text. Texts of a batch have similar
+    lengths.
 
     Args:
         texts: the token ids of each text, [n].

@@ -35,8 +35,8 @@ _TOOLS = -1
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
 """Fields that an answer may have instead of ``content``."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
-"""Where the marks of a field are placed. The first value shows the most, and the last one means that there are no
-marks."""
+"""Where the marks of a field are placed: around its texts, which reveals the most, inside its texts, or nowhere.
+"""
 
 _headers: dict[tuple[Any, ...], int] = {}
 """Maps (template, variables, fields of messages, text before an answer) to the length of the answer's header."""
@@ -105,7 +105,8 @@ def render_examples(
     Args:
         style: the template and its variables.
         messages: dicts with ``role`` and ``content``.
-        learned: for each message, whether it is an answer to learn; by default, all messages of the assistant are.
+        learned: for each message, whether it is an answer to learn; by default, all messages of the assistant are
+            answers to learn.
         multi_turn: one of `MULTI_TURN`.
 
     Raises:
@@ -152,7 +153,9 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in each form that templates may expect for tool calls. Contents and arguments differ."""
+    """Yield the messages in each form that templates may expect for tool calls. The forms differ in contents and
+    arguments.
+    """
     plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
     yield plain
     calling = [bool(message.get("tool_calls")) for message in plain]
@@ -369,8 +372,8 @@ class _Conversation:
         """Place marks in every field where they do not change what the template renders."""
         if self._fits({}):
             return
-        # Some field can't have marks, for example because the template compares it with a word. Find such fields by
-        # adding marks to one field after the other.
+        # Some fields can't have marks, for example because the template compares them with a word. Find such fields
+        # by adding marks to one field after the other.
         placing = dict.fromkeys([*self._marks.places, *(place[:2] for place in self._marks.unmarked)], _NOWHERE)
         for place in placing:
             for where in (_AROUND, _INSIDE, _NOWHERE):
@@ -479,8 +482,8 @@ class _Conversation:
         if own:
             return spans
 
-        # The template writes nothing of the answer, for example because it is empty. Its position is between its
-        # neighbors.
+        # The template writes nothing of the answer, for example because it is empty. The position of the answer is
+        # between the messages next to it.
         earlier = [group for group in groups if group.owner < index]
         before = earlier[-1] if earlier else None
         lower = before.end if before else 0
@@ -637,7 +640,7 @@ class _Conversation:
         return text is not None and text == self._render(question, prompts=True)
 
     def _stop(self) -> str:
-        """Return the special token with which the next message would begin; if there is none, return the end token."""
+        """Return the special token with which the next message would begin; without one, return the end token."""
         # After a call, the next message is a tool's result. After any other answer, it is a question.
         role = "tool" if self.messages[-1].get("tool_calls") else "user"
         for following in dict.fromkeys((role, "user")):
@@ -658,8 +661,8 @@ class _Conversation:
         if sorted(wanted) == answers:
             return spans
 
-        # The owner of a span is the first answer that has marks in it. Without one, it is the answer just before or
-        # after it.
+        # The owner of a span is the first answer that has marks in it. A span without marks belongs to the answer
+        # just before or after the span.
         def owner(span: Span) -> int:
             inside = [group.owner for group in self._groups if group.start <= span[1] and group.end >= span[0]]
             before = [group.owner for group in self._groups if group.end <= span[0]]

@@ -100,7 +100,7 @@ def _of_type(name: str, hint: Any) -> dict[str, Any]:
         return _of_values(name, hint, [member.value for member in hint])
     if origin is typing.Literal:
         return _of_values(name, hint, parts)
-    # A union of plain types becomes a list of names, and any other union a list of schemas.
+    # A union of plain types becomes a list of names, and any other union becomes a list of schemas.
     if origin in (typing.Union, types.UnionType):
         options = [_of_type(name, part) for part in parts if part is not type(None)]
         if len(options) > 1 and all(option.keys() == {"type"} and type(option["type"]) is str for option in options):

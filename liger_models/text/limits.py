@@ -90,7 +90,7 @@ def charged(value: Any, *, deep: bool = True) -> Any:
 
 
 def size(value: Any, *, deep: bool = True) -> int:
-    """Return the number of characters of a text, or about how many it takes to write out another value.
+    """Return the number of characters of a text, or roughly the number of characters that any other value prints as.
 
     Args:
         value: anything.

@@ -124,7 +124,8 @@ class Tokenizer:
         config = config or {}
         self.backend = backend
 
-        # A tokenizer.json that enables these would truncate or pad every text, but this is the caller's choice.
+        # A tokenizer.json that enables truncation or padding would change every text, but this is the caller's
+        # choice.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = {name: _text(name, config[name]) for name in SPECIAL_TOKENS if config.get(name)}
@@ -176,7 +177,7 @@ class Tokenizer:
         Args:
             folder: the folder; or, if there is no such folder, the name ``owner/name`` of a repository on the hub.
             padding_side: the default padding side of calls, "left" (for generation) or "right" (for training).
-            pad_token: the token that pads a batch, by default the checkpoint's.
+            pad_token: the token that pads a batch, by default the checkpoint's padding token.
             revision, cache_dir, token, local_files_only: as in huggingface_hub; ignored for a folder.
 
         Raises:
@@ -202,7 +203,8 @@ class Tokenizer:
 
     @foreign_arguments("Tokenizer.save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` also writes them.
+        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` also writes
+        these.
 
         Args:
             folder: the folder. It is created if it does not exist; other files in it are kept.
@@ -259,7 +261,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def add_tokens(self, new_tokens: str | Sequence[str], special_tokens: bool = False) -> int:
-        """Add tokens. They are matched in a text before the text is split. Existing tokens do not change.
+        """Add tokens. The tokens are matched in a text before the text is split. Existing tokens do not change.
 
         The model's embedding needs a row for each id. If the embedding has fewer rows than ``len(tokenizer)``, call
         ``model.resize_token_embeddings(len(tokenizer))``.
@@ -618,7 +620,8 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
-        """Render a conversation as text, and find the parts that the assistant writes. A model is trained on these.
+        """Render a conversation as text, and find the parts that the assistant writes. A model is trained on these
+        parts.
 
         A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
         parts, such as reasoning and text. Without these marks, an answer extends from the end of the generation prompt
@@ -627,7 +630,8 @@ class Tokenizer:
 
         Args:
             messages, tools, chat_template, **variables: as for `apply_chat_template`, for one conversation.
-            learned: for each message, whether it is an answer to find; by default, all messages of the assistant are.
+            learned: for each message, whether it is an answer to find; by default, all messages of the assistant are
+                answers to find.
 
         Returns:
             The text, and for each part, the index of its first character and the index after its last character.
@@ -718,8 +722,7 @@ class Tokenizer:
         templates = named.values() if isinstance(named, dict) else [named or ""]
         names = set().union(*map(variables_of, templates))
         unknown = sorted(variables.keys() - names) if named else []
-        # Arguments of transformers are accepted if they request what happens anyway. `max_length` is not one of these
-        # here.
+        # Arguments of transformers, except `max_length`, are accepted if they request what happens anyway.
         foreign = {name: variables[name] for name in unknown if name in FOREIGN and name != "max_length"}
         translate("apply_chat_template", foreign, ())
         variables = {name: value for name, value in variables.items() if name not in foreign}
@@ -731,7 +734,7 @@ class Tokenizer:
 
 
 def _refuse_variables(unknown: Sequence[str], names: set[str]) -> None:
-    """Raise TypeError for variables that the chat template does not read; ``names`` are the ones that it reads."""
+    """Raise TypeError for variables that the chat template does not read; ``names`` are the variables that it reads."""
     options = sorted(names - {"messages", *SPECIAL_TOKENS})
     near = difflib.get_close_matches(unknown[0], options, n=1)
     if {"truncation", "max_length"} & {*unknown}:
