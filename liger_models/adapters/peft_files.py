@@ -137,8 +137,8 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 def _misread(model: CausalLM) -> set[str]:
     """Return the last parts of names that PEFT always takes for experts if they are in ``target_modules``.
 
-    A checkpoint has separate tensors with these names for each expert, where transformers has one parameter. The layers
-    of a shared expert or of a dense MLP may have names with the same last parts.
+    A checkpoint has a separate tensor with such a name for each expert, whereas transformers has one parameter. The
+    layers of a shared expert or of a dense MLP may have names with the same last parts.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())

@@ -9,8 +9,8 @@ first split into one linear layer per matrix. The model keeps its blocks, its at
         o_proj                       nn.Linear with the model's own weight, the only part of its UnpackedLinear
       model.layers.0.mlp.experts   Node with the parameters that PEFT cannot adapt
 
-PEFT changes only the tree. `UnpackedModel.sync` copies the tree's modules into the model. It runs when PEFT sets or
-deletes ``peft_config``, and before every forward.
+PEFT changes only the tree. `UnpackedModel.sync` copies the tree's modules into the model. This method runs when PEFT
+sets or deletes ``peft_config``, and before every forward.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Search for the architecture that is nearest to a new one in transformers, and renamed copies of its module."""
+"""Finds the architecture that is nearest to a new one in transformers, and copies its module under new names."""
 
 import ast
 import dataclasses

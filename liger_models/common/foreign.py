@@ -1,4 +1,4 @@
-"""Arguments of transformers that this package does not have or names differently, with a translation or advice."""
+"""Arguments of transformers that this package lacks or names differently, each with a translation or with advice."""
 
 import difflib
 import functools

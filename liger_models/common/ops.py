@@ -86,10 +86,10 @@ class Argument(NamedTuple):
     The field that holds the value is annotated with ``Annotated[T, Argument(...)]``.
 
     Attributes:
-        schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
-            may lack a default value. If the first argument that has a default has its default value, the op knows that
-            the value was not converted. Such a value is passed as the argument without a default, or is None if every
-            argument has a default.
+        schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first
+            argument may lack a default value. If the first argument with a default has this default value, the op
+            knows that the value was not converted. Such a value is passed as the argument without a default, or is
+            None if every argument has a default.
         to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
             itself is the first argument.
         from_op: function that maps all arguments of the value back to the value.
@@ -246,8 +246,8 @@ class Op(Generic[Inputs, Outputs]):
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
-        forward: implementation of the op. Its parameter is annotated with a NamedTuple, and its result with a
-            NamedTuple or with ``Tensor``. Fields of the result may be ``Tensor | None``.
+        forward: implementation of the op. Its parameter is annotated with a NamedTuple, and its result is annotated
+            with a NamedTuple or with ``Tensor``. Fields of the result may be ``Tensor | None``.
         fake: implementation for fake tensors, which have shapes and dtypes but no values.
     """
 

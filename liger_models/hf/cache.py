@@ -22,8 +22,8 @@ class LigerCache(Cache):
     """The ``past_key_values`` that a model returns, and that the caller passes back with the next tokens.
 
     Attributes:
-        given: the transformers cache that the caller passed; None if the caller passed none. The new tokens are added
-            to it after the forward.
+        given: the transformers cache that the caller passed; None if the caller passed none. The new tokens are
+            added to this cache after the forward.
         is_unused: whether ``generate`` has created the cache but not yet used it.
     """
 

@@ -393,7 +393,7 @@ class Checkpoint(Loading):
 
 
 def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Mismatch]:
-    """Return the tensors of a checkpoint or a state dict whose shapes differ from the model's."""
+    """Return the tensors of a checkpoint or a state dict whose shapes differ from the shapes in the model."""
     return [
         Mismatch(name, tuple(stored[name].shape), tuple(shape))
         for name, shape in expected.items()
@@ -402,7 +402,7 @@ def find_mismatched_shapes(expected: Mapping[str, Any], stored: Mapping[str, Any
 
 
 def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> list[Mismatch]:
-    """Return the tensors of a checkpoint whose shapes differ from the model's."""
+    """Return the tensors of a checkpoint whose shapes differ from the shapes in the model."""
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
     return find_mismatched_shapes({name: tensor.shape for name, tensor in weights.shapes(parameters).items()}, stored)

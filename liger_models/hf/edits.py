@@ -1,9 +1,9 @@
 """Changes to a model's configuration, embedding and head after the model was built.
 
 The layers of this package copy settings from the configuration when they are built. Before every forward and every
-save, `Edits` compares the configuration with an earlier copy. If a field was edited, `Edits` builds two models on the
-meta device, from the old and from the new configuration. Attributes that differ between the layers of these two models
-are copied into the layers of the actual model. An edit that changes parameters is refused.
+save, `Edits` compares the configuration with an earlier copy. If a field was edited, `Edits` builds two models on
+the meta device, one from the old configuration and one from the new one. Attributes that differ between the layers
+of these two models are copied into the layers of the actual model. An edit that changes parameters is refused.
 """
 
 import copy

@@ -760,7 +760,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         """Return the arguments of the forward for the next tokens.
 
         Pixels are passed only with the first tokens. When a row exceeds the length at which longrope switches its
-        frequencies, the cache is dropped, because its keys were rotated with the old frequencies.
+        frequencies, the cache is dropped, because the cached keys were rotated with the old frequencies.
         """
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate does not remove these if stop_strings is given

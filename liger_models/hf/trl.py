@@ -53,9 +53,9 @@ class TokenNumbers(NamedTuple):
 
     Attributes:
         loss: [], including the weighted auxiliary loss.
-        log_probs: fp32, 0 without a target.
-        entropy: fp32, 0 without a target.
-        mean_logits: fp32, the mean over the vocabulary, without a gradient, 0 without a target.
+        log_probs: fp32; 0 for tokens without a target.
+        entropy: fp32; 0 for tokens without a target.
+        mean_logits: fp32, the mean over the vocabulary, without a gradient; 0 for tokens without a target.
         is_top1: bool, whether the target is the most probable token.
         label_mask: bool, whether there is a target.
         aux_loss: [], without its weight; None if it was not requested.

@@ -400,7 +400,7 @@ class _Threads(NamedTuple):
     """An executor for `triton.AsyncCompileMode`. Its threads compile kernels and also load them.
 
     Triton itself loads a kernel at its first launch. Before version 3.7, Triton then also compiles a C function that
-    launches the kernel. This takes about 0.1 s, so that a step with 30 kernels would wait for seconds.
+    launches the kernel. This takes about 0.1 s, so a step with 30 kernels would wait for seconds.
 
     Attributes:
         pool: the threads.

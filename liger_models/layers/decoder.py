@@ -589,8 +589,8 @@ class Decoder(nn.Module):
                 targets. The auxiliary loss is multiplied by the fraction of these targets that is in this batch.
                 Over all batches of a step, these fractions add up to 1.
             return_logits: whether to return logits. By default, logits are returned only if there are no ``labels``.
-                True returns logits in addition to the loss. False without ``labels`` skips the head and returns the
-                head's input in ``hidden_states``.
+                True returns logits in addition to the loss. If the argument is False and there are no ``labels``,
+                the head is skipped, and its input is returned in ``hidden_states``.
             return_log_probs: whether to return the log-probabilities of the targets instead of the loss, for custom
                 losses. The targets are ``labels`` shifted by `BatchLayout.shift`.
             loss_function: function that computes the loss from ``(hidden, weight, target)``: the normalized output of

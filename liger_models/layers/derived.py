@@ -1,7 +1,7 @@
 """Tensors that depend only on weights, and that decoding therefore computes once instead of for every token.
 
-A layer gets these tensors from `derive`. Outside of decoding and in compiled code, every call of `derive` computes them
-again, with gradients.
+A layer gets these tensors from `derive`. Outside of decoding and in compiled code, every call of `derive` computes
+the tensors again, with gradients.
 """
 
 from collections.abc import Callable, Hashable, Iterator

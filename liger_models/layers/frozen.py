@@ -364,7 +364,7 @@ def offset_of(parameter: Any) -> tuple[int, ...]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes. A tensor [rows] becomes [rows, bytes per element]; others keep their dimensions."""
+    """View a tensor as bytes. A tensor [rows] becomes [rows, bytes per element]; other tensors keep their shape."""
     tensor = tensor.detach()
     return (tensor[:, None] if tensor.dim() == 1 else tensor).contiguous().view(torch.uint8)
 

@@ -84,8 +84,8 @@ class LigerLatentAttention(BaseAttention):
         q_rank: Q, the width of the latent of queries; None for queries that are computed directly from the input.
         norm: function that returns an RMSNorm of a given width, for the latents.
         layer: index of the layer, which is also its slot in the decode cache.
-        bias: whether the projections from the input and the output projection have biases. If ``q_rank`` is None, the
-            projection to the queries has no bias in any case.
+        bias: whether the output projection and the projections from the input have biases. If ``q_rank`` is None,
+            the projection to the queries has no bias in any case.
         scale: multiplier of q·k; None for (N + R)^-0.5.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding, whose width is R; None for no rotation.

@@ -164,7 +164,7 @@ class LinearAttention(Layer):
         return {name: dim for name, dim in shards.items() if _has(self, name)} | self.own_shards()
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens, but between the projections all T tokens and 1 / R of the units.
+        """Give each of R ranks T / R tokens. Inside `mix`, each rank has all T tokens and 1 / R of the units.
 
         Raises:
             ValueError: the units cannot be divided equally among the ranks.
@@ -246,7 +246,7 @@ class LinearAttention(Layer):
         return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
     def by_part(self, parameter: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Reorder the rows of this rank's shard of a parameter from grouped by unit to grouped by part.
+        """Reorder the rows of this rank's shard of a parameter, so that they are grouped by part instead of by unit.
 
         ``sizes`` lists how many rows each part has in a unit.
         """

@@ -25,8 +25,9 @@ ROW_MULTIPLE = 256
 """If the head skips rows, the number of remaining rows is a multiple of this number, so that there are few shapes."""
 
 BIAS_COLUMNS = 8
-"""Number of columns that are appended to the operands of a loss for the bias. Because it is a multiple of 8, the rows
-of a matrix stay aligned to 16 bytes, which fast matrix products need."""
+"""Number of columns that the bias adds to the operands of a loss. Because it is a multiple of 8, the rows of a
+matrix stay aligned to 16 bytes, which fast matrix products need.
+"""
 
 
 class _Rows(torch.autograd.Function):

@@ -122,7 +122,7 @@ VARLEN_OPTIONS = _varlen_options()
 """Names of the arguments of PyTorch's variable-length attention, which differ between versions."""
 
 MOST_DOCUMENTS = 32
-"""If the mean number of packed documents per row is at most this, variable-length attention is faster than
+"""If the mean number of packed documents per row is at most this number, variable-length attention is faster than
 flex_attention.
 
 Variable-length attention launches as many Triton programs for each document as for a whole row.
@@ -155,8 +155,8 @@ class Mask:
         segments: the form for variable-length attention. It is used for image patches. In half precision on an
             accelerator, it is also used for packed rows, tiles and windows.
         counted: whether this is a memory estimate on tensors without values. If so, attention computes nothing, but
-            saves the same tensors as a fused kernel: q, k, v, the output, and one number for each head and token. Flash
-            attention saves heads whose width is padded to a multiple of 8.
+            saves the same tensors as a fused kernel: q, k, v, the output, and one value for each head and token.
+            Flash attention saves heads whose width is padded to a multiple of 8.
         later: whether some tokens attend to later tokens, as tokens of images do.
     """
 

@@ -515,7 +515,8 @@ class LigerSharedExpertMoE(Layer):
 
 @torch.no_grad()
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
-    """Adjust each `CorrectionBias` so that routers choose experts with few tokens more often, and others less often.
+    """Adjust each `CorrectionBias` so that routers choose experts with few tokens more often, and other experts less
+    often.
 
     Call this function after the backward of a step, on all ranks. In each layer, the bias of expert ``e`` changes by
     ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` had on all

@@ -216,8 +216,8 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
 def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
 
-    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, it averages over more
-    positions (``antialias``). The borders of both grids coincide.
+    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, the interpolation
+    averages over more positions (``antialias``). The borders of both grids coincide.
 
     Args:
         weight: [side², C].

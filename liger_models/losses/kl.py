@@ -31,8 +31,8 @@ class LigerFusedLinearKLDivLoss(FusedLinearLoss):
     """KL(p ‖ q) between a teacher's stored probabilities p and the student's q, fused with the student's head.
 
     Args:
-        reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over both these
-            tokens and the vocabulary, or "sum".
+        reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over these
+            tokens and over the vocabulary, or "sum".
         ignore_index: label of tokens that the loss skips.
         temperature: number by which the student's logits are divided. The teacher's probabilities are used unchanged.
         eps: lower bound of a probability inside the logarithm.

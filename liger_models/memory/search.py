@@ -195,8 +195,8 @@ class Search:
         """Compute two tables [H, A] of peaks: while activations exist, and after activations are freed.
 
         The first table does not include the bytes that stay on the device; the caller adds them. The peaks in the
-        second table occur at the end of the backward or when the optimizer steps. The larger of both peaks must agree
-        with `TrainingMemory.parts`, which computes the peak of a single candidate.
+        second table occur at the end of the backward or when the optimizer steps. The larger of the two peaks must
+        agree with `TrainingMemory.parts`, which computes the peak of a single candidate.
         """
         memory = self.memory
         # Compute what exists all the time, [H, 1], and what the backward of a block adds, [A].

@@ -37,7 +37,8 @@ class LigerReranker:
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> "LigerReranker":
-        """Load a reranker from a folder or the hub: any causal model, with the settings in its folder if there are any.
+        """Load any causal model as a reranker, from a folder or the hub, with the settings in its folder if there
+        are any.
 
         Args:
             name: folder, or name of a repository on the hub.

@@ -90,7 +90,7 @@ def charged(value: Any, *, deep: bool = True) -> Any:
 
 
 def size(value: Any, *, deep: bool = True) -> int:
-    """Return the number of characters of a text, or roughly the number of characters that any other value prints as.
+    """Return the length of a text, or roughly the length of the text that any other value would be written as.
 
     Args:
         value: anything.
