@@ -27,7 +27,7 @@ Short documents follow long ones, so that they could wrongly read a long documen
 """
 
 HALF_LIMIT = 5e-2
-"""Largest accepted relative difference of gradients in bfloat16, whose sums are computed in another order."""
+"""Largest accepted relative difference of bfloat16 gradients, which are summed in another order."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 WIDTHS = (

@@ -186,7 +186,7 @@ def _key(name: str) -> str:
 
 @contextlib.contextmanager
 def _lost_store(name: str) -> Iterator[None]:
-    """Raise ConnectionError if the process that holds the store (rank 0, unless torchrun does) has ended."""
+    """Raise ConnectionError if the process that holds the store (rank 0 or torchrun) has ended."""
     try:
         yield
     except dist.DistNetworkError as error:

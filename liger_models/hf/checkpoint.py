@@ -198,7 +198,7 @@ class Loading:
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        """Load a model from a folder. Returns the model and the missing and mismatched tensors, which are random."""
+        """Load a model from a folder. Returns the model, and the missing and mismatched tensors, which are random."""
         arch = get_arch(config.model_type)
         if getattr(config, "tie_word_embeddings", False) and not _is_tied(arch, folder):
             config.tie_word_embeddings = False

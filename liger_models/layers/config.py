@@ -229,7 +229,7 @@ class GroupedExperts:
 class LatentDecoderConfig(RMSNormDecoderConfig):
     """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
 
-    ``head_dim`` is not read. It is computed as in transformers: it is the number of rotated dimensions.
+    ``head_dim`` is not read. As in transformers, it is the number of rotated dimensions.
     """
 
     q_lora_rank: int | None = 1536

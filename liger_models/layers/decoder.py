@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         self.needs_bounds = False
         """Whether any layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
-        """Maps each window to whether an attention layer with this window always needs a mask; set by `post_init`."""
+        """Maps each window to a bool: whether an attention layer with it always needs a mask; set by `post_init`."""
         self._chunks: set[int] = set()
         """Chunk sizes of the attention layers."""
         self._needs_flash: set[int | None] = set()
@@ -784,7 +784,7 @@ class Decoder(nn.Module):
     def _weighted_auxiliary_loss(
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
-        """Return `auxiliary_loss`, multiplied by the fraction of the step's targets that are in this batch."""
+        """Return `auxiliary_loss`, multiplied by the fraction of the step's targets that is in this batch."""
         mask = None if layout.attention_mask is None else self.groups.local_along_context(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask)
         if aux_loss is None or targets is None or request.num_items_in_batch is None:

@@ -21,7 +21,8 @@ class LigerEmbedding(nn.Embedding, Layer):
         padding_idx: token id whose row is 0 in a new model and gets no gradient from the lookup; −1 stands for the last
             row. A head that is tied to the embedding still trains this row. If ``padding_idx`` is None or outside the
             table, there is no such row.
-        scale: multiplier of the embeddings (Gemma), which is first rounded to the dtype of the weight; None for 1.
+        scale: multiplier of the embeddings (Gemma). The multiplier is first rounded to the dtype of the weight. None
+            for 1.
 
     Raises:
         ValueError: an id on the CPU is outside the vocabulary. On an accelerator, the lookup itself fails.

@@ -99,8 +99,10 @@ class Layer(nn.Module):
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
     wide: tuple[str, ...] = ()
-    """Names of the layer's own parameters that stay in fp32 in a model in half precision. If there are any, the layer
-    has no other parameters, and reads these only in its forward, because FSDP2 gathers them as a separate group."""
+    """Names of the layer's own parameters that stay in fp32 even if the model is in half precision. If there are
+    any, the layer has no other parameters, and reads these parameters only in its forward, because FSDP2 gathers
+    them as a separate group.
+    """
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if not self.wide:

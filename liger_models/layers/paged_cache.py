@@ -49,8 +49,9 @@ class PagedCache(DecodeCache):
         """For each row, the index of its prompt, [rows] int64."""
         self._prompts = 0
         self._shared: tuple[Tensor, Tensor] | None = None
-        """For each row, the partly filled page of its prompt, and the row's own page to which it is copied, both
-        [rows]."""
+        """For each row, the partly filled page of its prompt, and the row's own page to which that page is copied,
+        both [rows].
+        """
         self.slots = self.lengths
         """The slot of each token of the forward, [B · T] int64; negative for padding."""
         self._fixed: dict[Hashable, Tensor] = {}
