@@ -53,9 +53,7 @@ class Segments:
 
     @classmethod
     def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
-        """Group queries that attend to the same parts; see `parts_mask` for the arguments. Synchronizes with the
-        device.
-        """
+        """Group queries that attend to the same parts; see `parts_mask`. Synchronizes with the device."""
         B, T, _ = visible.shape
         row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
         # Queries of a row that attend to the same parts form one segment.
