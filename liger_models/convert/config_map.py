@@ -53,13 +53,14 @@ MOST = {
     **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4096),
 }
-"""Largest number of layers or experts in a config.json, unless the checkpoint has more tensors than this number.
+"""Limits for the numbers of layers and experts in a config.json.
 
-Without a limit, a config.json of a few bytes could make this package build any number of modules.
+If a checkpoint has more tensors than a limit, the limit is raised to the number of tensors. Without limits, a
+config.json of a few bytes could make this package build any number of modules.
 """
 
 MOST_EXPERTS = 100_000
-"""Largest number of layers times experts in a config.json, unless the checkpoint has more tensors than this number."""
+"""Limit for the number of layers times the number of experts. It is at least the checkpoint's number of tensors."""
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
@@ -287,7 +288,7 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
     Args:
         hf: the content of config.json.
-        theta: base for full attention if the file has no base.
+        theta: rotary base for full attention if the file has no base.
 
     Raises:
         ValueError: there are other layer types or values, or sliding attention has a rope parameter besides its base.

@@ -1,4 +1,4 @@
-"""Changes of a model's weights since an inference engine last received them, and how the engine applies the changes.
+"""Changes to a model's weights since an inference engine last received them, and how the engine applies the changes.
 
 A step of reinforcement learning in bfloat16 changes only about 1 % of the elements, because most updates are smaller
 than half the distance between two neighboring bfloat16 values (https://arxiv.org/abs/2602.03839).
@@ -40,9 +40,10 @@ class WeightDelta(NamedTuple):
     Attributes:
         tensors: the changed tensors. If few elements of a tensor have changed, ``NAME:indices`` holds the increasing
             positions in the flattened tensor ([n], int32, or int64 for tensors of at least 2**31 elements), and
-            ``NAME:values`` the new elements ([n], the dtype of the tensor). Otherwise, ``NAME`` is the new tensor.
-        metadata: checksums in JSON. ``base`` has the checksums of all tensors in the earlier version, ``content`` the
-            checksums of ``tensors``.
+            ``NAME:values`` holds the new elements ([n], the dtype of the tensor). Otherwise, ``NAME`` is the new
+            tensor.
+        metadata: checksums in JSON. ``base`` has the checksums of all tensors in the earlier version, and ``content``
+            has the checksums of ``tensors``.
     """
 
     tensors: dict[str, Tensor]
@@ -204,7 +205,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _name(part: str) -> str:
-    """Return the name of the tensor that is changed by an entry of a delta."""
+    """Return the name of the tensor that an entry of a delta changes."""
     return part.removesuffix(INDICES).removesuffix(VALUES)
 
 

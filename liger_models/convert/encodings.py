@@ -4,8 +4,8 @@
 joins them into one `StoredTensor` with the shape of the dense weight and an `Encoding`. The encoding reads rows of
 the weight, either dequantized or in the form in which `FrozenWeight` keeps them, and writes them back.
 
-In memory, a byte holds two 4-bit codes: its lower half is the code of the first of the two columns. Each row has its
-own scales.
+In memory, a byte holds the 4-bit codes of two neighboring columns, with the first column's code in the lower half. Each
+row has its own scales.
 
     quant_method         weights                                              class
     fp8                  NAME, NAME_scale_inv                                 Float8
@@ -35,9 +35,9 @@ from liger_models.kernels.frozen.groups import NUMBERS, check_width
 from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Maps dtypes of weights in headers of safetensors files to dtypes of PyTorch."""
+"""Maps the names of dtypes in headers of safetensors files to PyTorch's dtypes."""
 FLOAT8 = "F8_E4M3"
-"""Dtype of float8 weights in headers of safetensors files."""
+"""Name of the dtype of float8 weights in headers of safetensors files."""
 SCALES = "_scale_inv"
 """Suffix of DeepSeek's scales: the tensor with the scales of a weight has the weight's name plus this suffix."""
 EXTRAS = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_shape")
@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
     Attributes:
         file: path of the file.
         name: name of the tensor in the file.
-        shape, dtype: shape and dtype of the tensor. For a quantized tensor, the shape of the dense weight.
+        shape, dtype: shape and dtype of the tensor. For a quantized tensor, ``shape`` is the shape of the dense weight.
         encoding: how a quantized tensor is stored; None for other tensors.
     """
 
@@ -290,8 +290,8 @@ class PackedInt4(Encoding):
 class BitsAndBytes(Encoding):
     """Codes [O · C / 2, 1] uint8, with the first code in the upper half of a byte, and one scale for each 64 codes.
 
-    If the scales are quantized, too (``nested``), a scale is the table entry for its code, times the scale of its
-    block of scales, plus an offset.
+    If the scales are quantized, too (``nested``), each scale is stored as a code. The scale is then the table entry for
+    this code, times a factor that a block of scales shares, plus an offset.
 
     Attributes:
         state: the content of the tensor ``quant_state``.
@@ -431,7 +431,7 @@ def check_quantization(quantization: Any) -> None:
 
 
 def quantization_of(hf_config: Mapping[str, Any]) -> Any:
-    """Return the ``quantization_config`` in the content of a config.json, under any of its names; None without one."""
+    """Return the ``quantization_config`` in the content of a config.json, under any of its names, or None."""
     text = hf_config.get("text_config")
     configs = hf_config, text if isinstance(text, Mapping) else {}
     keys = "quantization_config", "compression_config"
@@ -462,7 +462,7 @@ def _join(stored: Stored, owner: str, codes: str, make: Callable[..., Encoding],
 
 
 def _check(codes: StoredTensor, dtype: str, others: Mapping[str, tuple[StoredTensor, Any, Any]]) -> None:
-    """Check the dtype of codes, and for each other tensor its shape and dtype against the allowed shapes and dtypes."""
+    """Check that the codes have dtype ``dtype``, and that every other tensor has an allowed shape and dtype."""
     if codes.dtype != dtype:
         raise ValueError(f"{codes.file}: {codes.name} must have one of the dtypes {dtype}, got {codes.dtype}.")
     for tensor, shapes, dtypes in others.values():
@@ -548,7 +548,7 @@ def _recognize_blocks(stored: Stored, quantization: Mapping[str, Any]) -> Stored
 
 
 def _join_bitsandbytes(stored: Stored, name: str, read: Read) -> None:
-    """Join the tensors of a bitsandbytes weight. Its shape is in ``quant_state``."""
+    """Join the tensors of a bitsandbytes weight. The shape of the weight is in ``quant_state``."""
     names = {"scales": f"{name}.absmax", "table": f"{name}.quant_map", "state": f"{name}.quant_state.bitsandbytes__nf4"}
     if f"{name}.nested_absmax" in stored:
         names |= {"nested": f"{name}.nested_absmax", "nested_table": f"{name}.nested_quant_map"}

@@ -227,7 +227,7 @@ def open_files() -> Iterator[Mapping[Path, Any]]:
 
 
 def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read rows of a tensor. Quantized tensors are dequantized to bfloat16, or to float16 if quantized from float16.
+    """Read rows of a tensor. Quantized tensors become bfloat16, or float16 if they were quantized from float16.
 
     Args:
         files: maps paths to open files.

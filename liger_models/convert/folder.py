@@ -19,7 +19,7 @@ except ImportError:  # on Windows, files are replaced one by one, and writers do
     fcntl = None
 
 NEW = ".new"
-"""Name of the subfolder that holds all new files while these replace the old files one by one."""
+"""Name of the subfolder that holds all new files while the old files are replaced one by one."""
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
@@ -97,7 +97,7 @@ def reporting(target: Path) -> Iterator[None]:
 
 
 def _must_stay(folder: Path) -> bool:
-    """Return whether the folder can't be renamed, or whether replacing it with a new folder would affect its users."""
+    """Return whether a folder must not be exchanged: it can't be renamed, is in use, or has another owner or group."""
     if not folder.exists():
         return False
     status, parent = folder.stat(), folder.parent

@@ -9,7 +9,7 @@ from liger_models.convert.weight_map import WeightMap
 
 @dataclass(frozen=True, kw_only=True)
 class MTPFormat:
-    """Where a checkpoint stores the block for multi-token prediction, which `liger_models.adapters.LigerMTP` trains.
+    """Where a checkpoint stores the multi-token prediction block, which `liger_models.adapters.LigerMTP` trains.
 
     Attributes:
         sizes: fields of a config that describes a model with only this block.
@@ -35,7 +35,7 @@ DEEPSEEK_IGNORED_KEYS = (
 
 
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
-    """Return the format of DeepSeek V3 and its relatives, which store the block as one more layer.
+    """Return the format of DeepSeek V3 and its relatives, which store the block as an additional layer.
 
     Args:
         config: config of the model.
@@ -67,8 +67,8 @@ class CheckpointFormat:
         model_type: ``model_type`` in config.json.
         aliases: other values of ``model_type`` in released files. These values are read, but not written.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
-        weight_map: function that takes a config and returns the `WeightMap` of the main layout, which is written, and
-            preferred when reading.
+        weight_map: function that takes a config and returns the `WeightMap` of the main layout. Checkpoints are written
+            in this layout. When a checkpoint is read, this layout is preferred.
         other_maps: function that takes a config and returns the `WeightMap` of each other layout. These layouts are
             read but never written.
         quantized_maps: maps each supported ``quant_method`` in config.json to a function that takes a config and
@@ -80,10 +80,10 @@ class CheckpointFormat:
             ``text_config`` of such a checkpoint is the configuration of this model, and its tensors have the names in
             one of ``other_maps``.
         peft_exchanges: whether PEFT mistakes the shape [X, in, out] of the experts' matrices in transformers for
-            [X, out, in], because their module does not say that they are transposed. PEFT's files then have A and B
-            exchanged.
-        mtp: function that takes a config and returns where the block for multi-token prediction is; None for families
-            without such a block.
+            [X, out, in], because the experts' module does not say that the matrices are transposed. PEFT's files then
+            have A and B exchanged.
+        mtp: function that takes a config and returns the `MTPFormat` of the multi-token prediction block; None for
+            families without such a block.
         module: name, or end of the name, of a module in the transformers model. The first layout that contains the
             weight of this module is the layout of the transformers model in memory.
     """

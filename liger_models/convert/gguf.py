@@ -1,8 +1,8 @@
 """Writes a model and its tokenizer as a GGUF file for llama.cpp.
 
-The layout follows llama.cpp's ``convert_hf_to_gguf.py``. Its class for an architecture shows which metadata llama.cpp
-reads, and for which tensors llama.cpp expects values that differ from the Hugging Face checkpoint. The package
-``gguf`` provides the names, the quantizers and the writer.
+The layout follows llama.cpp's ``convert_hf_to_gguf.py``. The script's class for an architecture shows which metadata
+llama.cpp reads, and for which tensors llama.cpp expects values that differ from the Hugging Face checkpoint. The
+package ``gguf`` provides the names, the quantizers and the writer.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     (("ByteLevel",), False): "gpt-2",
     (("Digits", "ByteLevel"), False): "smollm",
 }
-"""Maps (steps that split a text, whether a word in the vocabulary ignores the merges) to llama.cpp's name."""
+"""Maps pairs (steps that split a text, whether words in the vocabulary ignore the merges) to llama.cpp's names."""
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
@@ -92,7 +92,7 @@ PROBE = (
     "?我想在apple工作1314151天\uff5e ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? "
     "I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL"
 )
-"""A text. llama.cpp's converter recognizes the pre-tokenizer of a released model by the tokens of this text."""
+"""The text whose tokens identify the pre-tokenizer of a released model, also in llama.cpp's converter."""
 
 RELEASED = {
     "0ef9807a4087ebef797fc749390439009c3b9eda9ad1a097abbe738f486c01e5": "llama-bpe",

@@ -461,10 +461,10 @@ def _one_dtype(
 ) -> torch.dtype | None:
     """Return None if all tensors of a checkpoint have the same dtype. Otherwise, return one dtype for all parameters.
 
-    The parameters in ``wide`` do not count.
+    Tensors of the parameters in ``wide`` are ignored.
 
-    As in transformers, this is the dtype in config.json. If config.json has no dtype, it is the dtype of most
-    elements in the checkpoint.
+    As in transformers, the returned dtype is the dtype in config.json. If config.json has no dtype, the dtype of most
+    elements in the checkpoint is returned.
     """
     counts: Counter[torch.dtype] = Counter()
     for expression in (expression for name, expression in weights.entries.items() if name not in wide):

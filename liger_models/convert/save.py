@@ -328,7 +328,7 @@ def _write_tensors(
         target: the folder, which already contains config.json.
         file_of: maps the name of each tensor to its file.
         owned: the files to write.
-        named: the tensors to write. It may also yield other tensors, which are skipped.
+        named: the tensors to write, with their names. Tensors that belong to other files are skipped.
     """
     counts, pending = Counter(file_of.values()), dict[str, dict[str, Tensor]]()
     for name, tensor in named:

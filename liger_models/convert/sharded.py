@@ -26,7 +26,7 @@ If there are more runs, all rows from the first to the last are read at once.
 
 
 class Part(NamedTuple):
-    """The offset and the length of a rank's shard of a parameter in each dimension."""
+    """The offset and the length of a rank's shard of a parameter along each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -96,9 +96,10 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)  # equal layers have equal results
 def _parts_to(rank: int, shape: torch.Size, mesh: Any, placements: Any) -> dict[int, Part] | None:
-    """Map each rank that sends a part of a DTensor to ``rank`` to this part. Of ranks with equal parts, only one sends.
+    """Return the part of a DTensor that each sender sends to ``rank``, as a dict from sender to part.
 
-    Return None if a dimension is sharded twice and unevenly, because PyTorch computes wrong offsets for such shards.
+    If several ranks hold equal parts, only one of them is a sender. Return None if a dimension is sharded twice and
+    unevenly, because PyTorch computes wrong offsets for such shards.
     """
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset  # slow to import
 
@@ -208,7 +209,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Return whether row i of a parameter consists of the elements in row i of its checkpoint tensors, in any order."""
+    """Return whether row ``i`` of a parameter has the elements in row ``i`` of its checkpoint tensors, in any order."""
     if expression.by_rows:
         return True
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):

@@ -228,7 +228,7 @@ class CheckpointTensors(NamedTuple):
             Dense weights are encoded with the scales in the file, and their values must fit these scales. Tensors
             without an encoding are stored dense.
         dtypes: maps names of parameters to the dtypes in which they are stored, if these differ from the parameters'
-            own.
+            own dtypes.
     """
 
     config: Any
@@ -508,7 +508,7 @@ class _Names:
         return fitting[0][0]
 
     def parameter_of(self, name: str) -> tuple[str, int]:
-        """Return our name for the parameter that a tensor belongs to, and how many tensors this parameter has."""
+        """Return our name for the parameter to which a tensor belongs, and the number of tensors in this parameter."""
         _, _, owners, counts = self.layouts[0]
         return owners[name], counts[owners[name]]
 
@@ -523,7 +523,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Return two maps: checkpoint tensor -> our name of its parameter, and our name -> its number of tensors."""
+    """Map each checkpoint tensor to our name for its parameter, and each of our names to its number of tensors."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 

@@ -35,7 +35,7 @@ class Expression(ABC):
     """A function that computes one of our tensors from the checkpoint's tensors, and the inverse function."""
 
     by_rows = False
-    """Whether row i of our tensor consists of row i of each checkpoint tensor."""
+    """Whether row ``i`` of our tensor consists of row ``i`` of each checkpoint tensor."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -348,7 +348,7 @@ def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[s
 
     Args:
         config: config of the model.
-        theirs: prefix of the checkpoint's names of a layer, such as ``model.layers.{i}``.
+        theirs: prefix of a layer's names in the checkpoint, such as ``model.layers.{i}``.
     """
     name = f"{theirs}.self_attn"
     biased = _parameters(config.attention_bias)
@@ -370,7 +370,7 @@ def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[s
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """Return `qkv_rows` from a checkpoint tensor with all q, then all k, then all v, with equal numbers of heads."""
+    """Return `fused_qkv_rows` for equally many query heads and KV heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
@@ -397,7 +397,7 @@ def fused_gate_up_rows(gate_up: str) -> Expression:
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """Return two stacked weights of a layer's experts: (fused gate and up, down). ``{x}`` in a name is the expert."""
+    """Return two stacked weights of a layer's experts: (fused gate and up, down). In a name, ``{x}`` is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
@@ -427,7 +427,7 @@ def stacked_experts(
 
 
 def expert_mlps(router: str, gate_up: Expression | str, down: Expression | str) -> dict[str, Expression | str | None]:
-    """Return the argument ``instead`` of `decoder_map` for a model whose MLPs are all mixtures of experts.
+    """Return the argument ``instead`` for `decoder_map`, for a model whose MLPs are all mixtures of experts.
 
     Args:
         router: name of the router's weight.
@@ -454,16 +454,17 @@ def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression
 
 
 MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
-"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints of transformers 5, in the order of attempts.
+"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints of transformers 5, tried in this order.
 
-The first layout differs from Mixtral's released layout in both arguments, the other two in one argument each.
+The first layout differs from Mixtral's released layout in both arguments. Each of the other two layouts differs in one
+argument.
 """
 
 
 def sparse_mlps(
     sparse_layers: Sequence[int], num_layers: int, prefix: str, gate_up: Expression, down: Expression
 ) -> dict[str, Any]:
-    """Return arguments of `decoder_map` for a model in which some MLPs are mixtures of experts.
+    """Return arguments for `decoder_map`, for a model in which some MLPs are mixtures of experts.
 
     Args:
         sparse_layers: indices of the layers with experts. All other layers have a dense gated MLP.

@@ -1,6 +1,6 @@
 """Training data: texts, chats and token ids are tokenized once and packed into batches. Runs can resume at any batch.
 
-At each stage of processing, an example has another name. The last column names the modules::
+At each stage of processing, an example has a different name. The last column names the modules::
 
     record      a line of a file, or a row of a table: a dict by column, or a text      sources
     example     a record with messages, a text or token ids                             formats

@@ -25,7 +25,7 @@ MULTIPLE = 64
 
 
 class AnswerEncoder(Encoder):
-    """Encodes each record as two documents: a chosen and a rejected answer, or an answer and its label as a number.
+    """Encodes each record as two documents: a chosen and a rejected answer, or an answer and its label (a number).
 
     The document of an answer consists of the prompt, without labels, and the answer. In a pair, only the first
     document has the prompt's images.
@@ -64,9 +64,9 @@ class AnswerEncoder(Encoder):
 class AnswerRows(PackedRows):
     """The sequence of an epoch's examples. `AnswerDataset` creates it.
 
-    An example is a dict with two documents ``first`` and ``second``, [n] int32 each, and pixels under the names of
-    the forward's arguments. With ``broken_media="skip"``, an example whose images cannot be decoded is replaced with
-    the next example of the source.
+    An example is a dict with the documents ``first`` and ``second`` ([n] int32 each), and with pixels under the names
+    of the forward's arguments. With ``broken_media="skip"``, an example whose images cannot be decoded is replaced
+    with the next example of the source.
     """
 
     def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:
@@ -111,7 +111,7 @@ class AnswerRows(PackedRows):
         return len(self.kept)
 
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
-        """Return an example's two documents, cut at ``length`` or before an image that does not fit, and its images."""
+        """Return an example's documents, cut at ``length`` or before an image that does not fit, and the images."""
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
         middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
         # Both documents begin with the same prompt, so the images in the first document determine where both are cut.
@@ -146,14 +146,14 @@ class AnswerDataset(PackedDataset):
     """Batches of answers for preference training: this rank's share of the examples, epoch after epoch.
 
     An example is either a pair (``prompt``, ``chosen`` and ``rejected``, or no ``prompt`` if both answers begin with
-    it) or a labeled answer (``prompt``, ``completion``, ``label``). The values are texts or messages, as in TRL's
-    trainers. If the model's processor is passed, the messages of a prompt may have images, in the forms that
-    `PackedDataset` accepts. A batch holds the arguments of a forward. Its rows are all chosen sequences, followed by
-    all rejected sequences, padded on the right. Only answers have labels, and both sequences of a pair have the
-    pixels of their prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool. Keys with the
-    prefix ``kl_`` hold the same prompts with the same pixels, but each prompt has the answer to the next prompt. From
-    these rows, KTO estimates its KL divergence. Sequences are cut at ``length``, or before an image that does not
-    fit. Examples whose prompt leaves no room for an answer are left out, and a warning reports their number.
+    the prompt) or a labeled answer (``prompt``, ``completion``, ``label``). The values are texts or messages, as in
+    TRL's trainers. If the model's processor is passed, the messages of a prompt may have images, in the forms that
+    `PackedDataset` accepts. A batch holds the arguments of a forward. The rows of a batch are all chosen sequences,
+    followed by all rejected sequences. They are padded on the right. Only answers have labels, and each sequence of a
+    pair has the pixels of the prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool. Keys
+    with the prefix ``kl_`` hold the same prompts with the same pixels, but each prompt has the answer to the next
+    prompt. From these rows, KTO estimates its KL divergence. Sequences are cut at ``length``, or before an image that
+    does not fit. Examples whose prompt leaves no room for an answer are left out, and a warning reports their number.
 
     Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. The
     last step of an epoch is filled up with the first examples of the epoch, unless ``complete`` is False.
@@ -260,7 +260,7 @@ def padded(documents: Sequence[Tensor], length: int, filler: int, pixels: Sequen
         documents: the token ids of each document, [n], with ``~id`` instead of ``id`` for a token without a label.
         length: the maximum number of tokens in a row.
         filler: the token id of padding.
-        pixels: the inputs of each row in addition to text, if any row has such inputs.
+        pixels: the inputs of each row other than text, if any row has such inputs.
     """
     documents = [document[:length] for document in documents]
     longest = max(map(len, documents))

@@ -32,7 +32,7 @@ _NO_TARGETS = (
 
 
 class PackedDataset(IterableDataset[Batch]):
-    """This rank's share of packed rows, in batches of arguments for a model's forward, epoch after epoch.
+    """This rank's share of packed rows, epoch after epoch, in batches that hold the arguments of a model's forward.
 
     A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of
     all documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each
@@ -40,7 +40,7 @@ class PackedDataset(IterableDataset[Batch]):
     exactly one rank sees each row, all ranks have the same number of batches, and a run may resume with another
     number of ranks. The last step of an epoch is filled up with rows of padding.
 
-    If the source has a length, like files, the constructor tokenizes the source into a cache that later runs reuse.
+    If the source has a length, as files do, the constructor tokenizes the source into a cache that later runs reuse.
     Every rank must then call the constructor, and the first rank of each host does the work. An iterable without a
     length is a stream: each rank (and each worker) reads the whole stream, tokenizes `WINDOW` examples ahead, and
     shuffles only these examples.
@@ -60,9 +60,9 @@ class PackedDataset(IterableDataset[Batch]):
         batch_size: number of rows in a batch.
         overflow: what happens to documents that are longer than ``length``. "split" splits them into pieces. Each
             piece begins with the last token of the piece before, so that no target is lost. "truncate" drops the
-            tokens beyond ``length``. Documents with images are truncated in either case, before the first image that
-            does not end within the row. They are left out if no target remains. A warning reports how many documents
-            this concerns.
+            tokens beyond ``length``. Documents with images are always truncated, before the first image that does not
+            end within the row. A document with images is left out if no target remains. A warning reports how many
+            documents are truncated or left out.
         format: the format of all examples. By default, the columns of each file's first example determine the format.
             With "chat" (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca"
             (``instruction``, ``input``, ``output``) and "question-answer", only answers are learned. "text" gets the
@@ -72,8 +72,8 @@ class PackedDataset(IterableDataset[Batch]):
         formats: the formats that examples may have. Any other format is an error.
         field: the only field of an example to read. The type of its value (a text, messages or ids) determines how
             the value is read.
-        max_samples: the maximum number of examples to read, for a short trial. With ``shares``, the maximum for each
-            source. Default: all examples.
+        max_samples: the maximum number of examples to read, for a short trial. With ``shares``, this is the maximum
+            for each source. Default: all examples.
         shares: for a list of sources, the share of an epoch's rows that comes from each source. An epoch ends when
             one of the sources is used up. In the next epoch, the other sources continue where they stopped. Default:
             an epoch has all rows of all sources.
@@ -298,7 +298,7 @@ class PackedDataset(IterableDataset[Batch]):
         return self.per_example
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration start ``epoch``. A loaded position within this epoch is kept."""
+        """Make the next iteration over the data set run epoch ``epoch``. A loaded position in this epoch is kept."""
         if epoch != self.epoch or self._is_finished():
             self.epoch, self._loaded = epoch, False
             self._rewind()

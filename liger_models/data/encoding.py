@@ -24,7 +24,7 @@ FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenized in groups, on all cores. A group is full at this number of examples or characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
-"""Size and overlap, in characters, of windows for longer texts: the library needs over 100 bytes per character."""
+"""Size and overlap, in characters, of windows of longer texts: the library needs over 100 bytes per character."""
 MEDIA = ("image", "video", "audio")
 """Words that mark special tokens and types of message parts as media instead of text."""
 
@@ -35,7 +35,7 @@ WEIGHTS = ("weight", "loss", "train")
 """Keys of a message that say whether the message is learned."""
 MASKS = ("completion_mask", "assistant_masks", "attention_mask")
 POSITIONS = "position_ids"
-"""Columns with one value per token id. Masks are 1 for learned tokens or, in ``attention_mask``, outside of padding."""
+"""Columns with one value per token id. Masks are 1 for learned tokens; ``attention_mask`` is 1 outside of padding."""
 
 SPEAKERS = ("system", "user", "assistant")
 """Roles whose content must be a text or parts. The result of a tool may be anything that the template can write."""
@@ -45,7 +45,7 @@ class Document(NamedTuple):
     """An example as token ids.
 
     Attributes:
-        ids: ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
+        ids: the token ids, with ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
         media: the images of the document, in order.
     """
 
@@ -460,7 +460,8 @@ def drop_second_bos(tokenizer: Tokenizer, ids: Any) -> Any:
 
     Args:
         tokenizer: the tokenizer, which may add a BOS.
-        ids: a list or an array of ids, including the tokenizer's special tokens. ``~id`` is a token without a label.
+        ids: a list or an array of ids, including the tokenizer's special tokens. ``~id`` stands for a token without a
+            label.
     """
     bos = tokenizer.bos_token_id
     is_repeated = bos is not None and [max(token, ~token) for token in ids[:2]] == [bos, bos]
@@ -483,7 +484,7 @@ def check_media_columns(
         media: reader for the model's images.
         must: the beginning of the error message, which continues with the kinds of media that the model takes.
         advice: the end of the error message, with ``{}`` for the names of the fields.
-        names: the fields.
+        names: the fields to check.
     """
     unread = [name for name in names if name.rstrip("s") not in media.kinds and not is_empty(example.get(name))]
     if unread:

@@ -1,6 +1,6 @@
 """Formats of records: the columns of each format, how it is recognized, and how its records become examples.
 
-An example has one of the columns ``messages``, ``text`` and ``input_ids``, or ``prompt`` and ``completion``.
+An example has the column ``messages``, ``text`` or ``input_ids``, or the two columns ``prompt`` and ``completion``.
 """
 
 import itertools
@@ -38,7 +38,8 @@ class Format(NamedTuple):
     """A format of records.
 
     Attributes:
-        columns: the columns that a record must have. Of names joined by "|", it must have one.
+        columns: the columns that a record must have. If an entry has several names, joined by "|", the record must
+            have one of these columns.
         optional: other columns that are read if they exist.
         convert: function that converts a record to an example with ``messages``, or with ``prompt`` and
             ``completion``. None if a record already has this form.
@@ -298,8 +299,8 @@ class Formats:
 
     Args:
         allowed: the names of the allowed formats, which are keys of `FORMATS`.
-        format: the format of all records. With None, it is recognized by the columns, and all records of a file must
-            have the same format as the first record.
+        format: the format of all records. With None, the format is recognized by the columns, and all records of a
+            file must have the same format as the first record.
 
     Attributes:
         of_file: maps the path of a file to the format of its first record.
@@ -390,7 +391,7 @@ class Formats:
 def recognized_format(source: Any) -> str | None:
     """Return the format name of a source's first record; None if it has no format or cannot be read.
 
-    If a record has the format of a document and another format, it counts as a document, except for a labeled answer.
+    If a record fits a document format and another format, the document format counts, except for labeled answers.
 
     Args:
         source: a result of `find_files`.

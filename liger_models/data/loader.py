@@ -15,7 +15,7 @@ from liger_models.data.dataset import PackedDataset
 
 
 class PackedLoader(DataLoader[Batch]):
-    """A DataLoader whose state counts the batches taken from it, without the batches that workers prepare ahead.
+    """A DataLoader whose state counts only the batches that were taken from it, not batches that workers prepare ahead.
 
     Args:
         data: the data set. The loader starts at the data set's position. The position advances when a batch is taken.
@@ -89,7 +89,7 @@ def _begin_worker(_: int) -> None:
     """Ignore Ctrl-C and SIGTERM in a worker, so that only the main process handles these signals.
 
     The terminal, the command ``timeout``, SLURM and systemd send these signals to all processes. Workers end when the
-    main process ends. A worker that decodes images keeps their memory for later images.
+    main process ends. A worker that decodes images reuses the memory of decoded images for later images.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -99,7 +99,7 @@ def _begin_worker(_: int) -> None:
 
 
 class _WithPosition(IterableDataset[Any]):
-    """Iterates over pairs of a batch of a data set and the position after this batch."""
+    """Iterates over pairs: a batch of a data set, and the data set's position after this batch."""
 
     def __init__(self, data: PackedDataset) -> None:
         self.data = data

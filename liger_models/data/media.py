@@ -69,7 +69,7 @@ class FileState(NamedTuple):
             return None
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a file is still in this state. If only the time differs, as for a copy, checksums decide."""
+        """Return whether a file is still in this state. If only the time differs, as for a copy, compare checksums."""
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
             return False
@@ -97,8 +97,8 @@ class Medium:
     Attributes:
         where: location of its example, for errors.
         source: the absolute path of the file, the content of the file, or a PIL image in RGB.
-        size: its size, which determines how many tokens it has.
-        first, end: the index of its first token in the document, and the index after its last token.
+        size: the size of the image or video, which determines its number of tokens.
+        first, end: the index of the medium's first token in the document, and the index after its last token.
     """
 
     where: str
@@ -396,7 +396,7 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """Return, for each place for an image in an example, the next image of the column for its kind.
+    """For each place for an image in an example, return the next image in the column of the same kind.
 
     Args:
         where: where the example is, for errors.

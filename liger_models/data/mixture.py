@@ -49,7 +49,7 @@ class MixedRows(PackedRows):
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:
-        """Return whether any piece of a document has a target: a token with a label after its first token."""
+        """Return whether any piece of a document has a target: a labeled token after the piece's first token."""
         return any(part.has_targets() for part in self.parts)
 
     def plan(self, epoch: int) -> None:

@@ -27,7 +27,7 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
         sizes: [n] int64, the number of tokens of each document, at least 1.
         length: the maximum number of tokens in a piece.
         overflow: what happens to longer documents: "split" or "truncate"; see `PackedDataset`.
-        kept: [n] int64, how many tokens of each document are used. A document with 0 has no piece.
+        kept: [n] int64, how many tokens of each document are used. A document with 0 used tokens has no piece.
 
     Returns:
         Two tensors [pieces] int64. The index of a first token counts from the first document's first token.
@@ -74,7 +74,7 @@ def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
     """Return the row of each piece and the first piece of each row. ``sizes`` must be descending.
 
-    Of several rows with equal room, the row that reached this room last is used.
+    If several rows have equal room, the row that reached this room last is used.
     """
     smallest = min(sizes, default=0)  # a row with less room is full
     row_of: list[int] = []
@@ -106,7 +106,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
 
 
 def has_target(piece: Tensor) -> bool:
-    """Return whether a piece of a document has a target: a token with a label after its first token.
+    """Return whether a piece of a document has a target: a labeled token after the piece's first token.
 
     Args:
         piece: [n] int32, token ids in the form of a `TokenFile`.
@@ -179,7 +179,7 @@ class PackedRows(Dataset[Batch]):
         return kept
 
     def has_targets(self) -> bool:
-        """Return whether any piece has a target: a token with a label after the first token of the piece.
+        """Return whether any piece has a target: a labeled token after the piece's first token.
 
         The first token of a piece cannot be predicted, so it is not a target.
         """
@@ -208,7 +208,7 @@ class PackedRows(Dataset[Batch]):
         self.epoch = epoch
 
     def _pack(self) -> tuple[Tensor, Tensor]:
-        """Return the pieces in the order of the rows, and where each row ends among them. Cached for the epoch."""
+        """Return the pieces in the order of the rows, and where each row ends among them. The result is cached."""
         if self._packed is None:
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)

@@ -28,7 +28,7 @@ GROUP = 256
 QUERY = ("query", "anchor", "question", "sentence1")
 DOCUMENT = ("positive", "pos", "document", "passage", "answer", "sentence2")
 SCORE = ("score", "label", "similarity_score")
-"""Possible column names for the query of an example, for its document, and for the score of both."""
+"""Possible column names for the query of an example, for its document, and for the score of the two."""
 HEAD = 4
 """Number of integers at the beginning of an example's first document. This document describes the example."""
 
@@ -208,8 +208,8 @@ class PairDataset(PackedDataset):
             - "scored-pair": a query (``query``, ``sentence1`` or ``anchor``), a document (``document``, ``sentence2``
               or ``passage``) and a number ``score``, ``label`` or ``similarity_score``.
         tokenizer: the tokenizer of the model.
-        length: number of tokens to which texts are cut.
-        texts: creates the texts of the examples, such as `EmbedderTexts` or `RerankerTexts`.
+        length: maximum number of tokens in a text. Longer texts are cut.
+        texts: object that creates the texts of the examples, such as `EmbedderTexts` or `RerankerTexts`.
         complete: whether to fill up the last step. Use False for an evaluation, which must see each example once.
         options: see `PackedDataset`. ``batch_size`` is the number of examples in a batch.
 

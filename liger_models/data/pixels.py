@@ -31,11 +31,11 @@ class RowMaker:
         filler: the token id of padding.
         processor: the processor, which converts images to pixels; None if there are only texts.
         broken_media: what happens to an image that cannot be decoded: "error", or "skip", which makes the image black
-            and removes the labels of its document.
+            and removes all labels of the document.
 
     Attributes:
-        broken: [WORKERS] int64, the number of documents that lost their labels, or of examples that were replaced,
-            counted by each worker of this process.
+        broken: [WORKERS] int64. For each worker of this process, the number of documents that lost their labels or of
+            examples that were replaced.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def preference_batch(
     """Return preference pairs as one batch: all chosen sequences, followed by all rejected sequences.
 
     The pairs may have any form that TRL's trainers take, before or after their collators. A row consists of a prompt
-    and its answer, without padding before or between the two. Only the answer has labels.
+    and its answer, without padding before the prompt or before the answer. Only the answer has labels.
 
     Args:
         pairs: a list of examples, or columns by name, in one of these forms:
@@ -67,14 +67,14 @@ def preference_batch(
               the prompt, they need ``chosen_labels`` and ``rejected_labels`` instead. Ids that are padded, on either
               side, also need ``chosen_attention_mask`` and so on.
 
-            Or a collated batch: tensors ``input_ids``, ``attention_mask`` and ``completion_mask`` (also of TRL's
-            unpaired data). Pixels and other inputs of a vision-language model are passed on.
+            Or a collated batch, which may come from TRL's unpaired data: tensors ``input_ids``, ``attention_mask``
+            and ``completion_mask``. Pixels and other inputs of a vision-language model are passed on.
         tokenizer: the tokenizer of the model. Token ids need none.
         processor: the processor of a vision-language model, instead of the tokenizer. The messages of a prompt may
             then have images in their parts, or the pair may have a field ``images`` (or ``image``). Images of a field
             are inserted at the prompt's parts ``{"type": "image"}`` or, if there are no such parts, before the text
             of the user's first message. An image is anything that `locate_image` takes. Videos (Qwen-VL) are files,
-            in ``video`` and ``videos``.
+            in the fields ``video`` and ``videos``.
 
     Returns:
         ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for
@@ -84,8 +84,8 @@ def preference_batch(
 
     Raises:
         ValueError: there are no pairs; a key is missing; a tensor of token ids has no mask; an answer has no tokens,
-            or a message of weight 0; there are images but no processor; an image cannot be read; or the number of
-            images differs from the number of places for images.
+            or it has a message of weight 0; there are images but no processor; an image cannot be read; or the number
+            of images differs from the number of places for images.
     """
     # In a collated batch, only the names change.
     if tokenizer is not None and processor is not None:

@@ -37,7 +37,7 @@ class PromptRows(AnswerRows):
     media: list[list[Medium]]
 
     def _with_answers(self) -> list[int]:
-        """Return the indices of all prompts. None is left out, because answers are sampled later."""
+        """Return the indices of all prompts. No prompt is left out, because answers are sampled later."""
         return [*range(len(self.tokens.ends))]
 
     def has_targets(self) -> bool:

@@ -18,7 +18,7 @@ TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
 GZIP = ".gz"
 OTHERS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "requirements.txt")
-"""Files that have one of these endings but contain no data."""
+"""Names of files that contain no data, although they have an ending of a data file."""
 NUMBERS = ("label", "score", "similarity_score")
 """Columns of a CSV file whose texts are read as numbers or truth values."""
 PARQUET_ROWS = 1024
@@ -36,7 +36,7 @@ class Location(str):
     """The location of a record in a file.
 
     Attributes:
-        folder: the folder of the file. Relative paths in the record start from it.
+        folder: the folder of the file. Relative paths in the record start from this folder.
     """
 
     folder: Path

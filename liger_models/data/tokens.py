@@ -32,9 +32,9 @@ from liger_models.data.sources import Record, read_records, to_plain
 from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank
 
 FORMAT = 8
-"""Version of the `TokenFile` format, including how it encodes examples. It is a part of each folder's name."""
+"""Version of the `TokenFile` format, including how it encodes examples. Each folder's name contains the version."""
 TEMPORARY, PARTS, LOCK = ".tmp", ".parts", ".lock"
-"""Suffixes: of a folder that is being written, of a folder of parts, and of the file that is locked during writing."""
+"""Suffixes of a folder that is being written, of a folder with parts, and of the file that is locked during writing."""
 PART = "part.json"
 """File in a part's folder with the part's number of records, and the formats of the files they come from."""
 PART_SECONDS = 60.0

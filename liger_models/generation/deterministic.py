@@ -18,7 +18,7 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context manager that makes the result of each row bitwise identical to the result of this row alone.
+    """Context manager that makes the result of each row bitwise identical to the result for this row alone.
 
     If weights, dtype, device and software versions are the same, the log-probabilities of a forward with labels are
     bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. This holds for
@@ -31,8 +31,8 @@ def deterministic_forward(model: Decoder) -> Iterator[None]:
 
     Raises:
         ValueError: the model has linear attention, attention to images, or float8 layers; parts of the model run in
-            plain torch on an accelerator; the model is compiled or runs under autocast; or it is distributed by other
-            means than FSDP.
+            plain torch on an accelerator; the model is compiled or runs under autocast; or it is distributed by means
+            other than FSDP.
     """
     refused = refusal(model)
     if refused is not None:

@@ -1,4 +1,4 @@
-"""Rounds of speculative decoding with drafts from a model's block for multi-token prediction.
+"""Rounds of speculative decoding with drafts from a model's multi-token prediction block.
 
 In a round, one forward of the model verifies the drafts of every row, and the block then drafts the next tokens. For
 a row with L cached tokens, the last token x_L and the drafts d_1 ... d_k, a round computes::
@@ -12,9 +12,10 @@ Each row accepts its own number of drafts. These numbers stay on the device, so 
 graph.
 
 Greedy tokens are the same as without drafts. With seeds, the model and the block draw with the same noise, so sampled
-tokens are also the same as without drafts. Without seeds, a draft d is accepted with the probability min(1, p(d) /
-q(d)), where p is the model's distribution and q the block's. A rejected draft is replaced with a token from the
-normalized distribution max(0, p − q). New tokens therefore follow the model's distribution.
+tokens are also the same as without drafts. Without seeds, a draft ``d`` is accepted with the probability
+``min(1, p(d) / q(d))``, where ``p`` is the model's distribution and ``q`` is the block's distribution. A rejected
+draft is replaced with a token from the normalized distribution ``max(0, p − q)``. New tokens therefore follow the
+model's distribution.
 
 Sources: https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2412.19437.
 """
@@ -59,7 +60,7 @@ class DraftBlock(Protocol):
         """
 
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute `predict` without gradients. It takes the next tokens [B, T] int64 instead of their embeddings."""
+        """Compute `predict` without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
 
     def modules(self) -> Any:
         """Return all modules of the block."""
@@ -90,13 +91,14 @@ class DraftRound:
         pool: the cache of the rows, with the layers of both the model and the block.
         block: the block that drafts.
         sampler: the sampling options.
-        num_drafts: k.
-        vocab_size: V.
+        num_drafts: k, the number of drafts of each row.
+        vocab_size: V, the number of logits per row.
         stops: the largest number of stop tokens that a row has.
         seeded: whether rows have seeds.
         captured: whether to capture the round.
         records_routing: whether to return the chosen experts.
-        deterministic: whether log-probabilities are bitwise identical to those within `deterministic_forward`.
+        deterministic: whether log-probabilities are bitwise identical to the log-probabilities of a forward in
+            `deterministic_forward`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Conversion between the experts of each token as inference engines return them and as this package takes them.
+"""Conversion of recorded experts between the formats of inference engines and the format of this package.
 
 An engine that samples for a trainer returns the experts that its routers chose. The trainer's forward takes these
 experts as ``routed_experts``. Engines record one row [H, K] for each token that they run: K experts for each of the H
-blocks. Entries of blocks without routed experts are undefined. This package has only the entries of the L layers with
+blocks. Entries of blocks without routed experts are undefined. This package keeps only the entries of the L layers with
 routed experts. An engine never runs the last token of a completion, so this token has no row.
 
 =========  =========================================================================================================

@@ -1,4 +1,4 @@
-"""Context managers for generation: one sets modules to eval mode, one lets FSDP reshard parameters afterwards."""
+"""Context managers for generation: `evaluating` sets modules to eval mode, `resharded` lets FSDP reshard parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from liger_models.layers.layer import modules_of
 
 _lock = Lock()
 _held: dict[nn.Module, int] = {}
-"""Maps modules that were in training mode to the number of contexts, in all threads, that keep them in eval mode."""
+"""Maps each module that was in training mode to the number of contexts that keep the module in eval mode."""
 
 
 @contextmanager

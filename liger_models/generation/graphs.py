@@ -39,7 +39,7 @@ from liger_models.layers.paged_cache import PagedCache
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
-"""Maximum number of steps kept for a model, and maximum fraction of GPU memory that their tensors may take.
+"""Maximum number of steps that are kept for a model, and maximum fraction of GPU memory for the tensors of these steps.
 
 A step that needs more than this fraction is not kept. In addition, a graph needs the memory of its activations: a few
 MiB for one token per row, and more for prompts.
@@ -49,7 +49,7 @@ FIRST_TOKENS = 2048
 """Number of new tokens per row for which a step initially has room. When the room is used up, it is doubled."""
 
 EVERY_BATCH = 16
-"""Numbers of rows up to this limit are rounded up to a power of two, larger numbers to a multiple of the limit."""
+"""Numbers of rows up to this limit are rounded up to a power of two, and larger numbers to a multiple of it."""
 
 _kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
 
@@ -138,13 +138,13 @@ class DecodeStep:
     """The forward of one token per row. It is captured on its second call.
 
     The first call is an ordinary forward, which compiles kernels and lets libraries allocate their memory. If a step
-    with the same shapes has run before, already the first call is captured.
+    with the same shapes has run before, even the first call is captured.
 
     Args:
         cache: the cache that the step reads and extends.
         captured: whether to capture the step.
         model_state: the result of `state_of` for the model; None if the state is not known.
-        records_routing: whether to store the experts that each step chooses in ``routed_experts``.
+        records_routing: whether to store in ``routed_experts`` the experts that each step chooses.
         returns_hidden: whether to return the input of the head, [B, C], instead of the logits.
     """
 
@@ -289,7 +289,7 @@ class DecodeStep:
         return logits[:B]
 
     def _kind(self) -> Hashable:
-        """Return everything except the model that the shapes of the step depend on."""
+        """Return everything that the shapes of the step depend on, except the model."""
         cache, dims = self.cache, None if self._positions is None else self._positions.dim()
         return type(cache), cache.rows, cache.capacity, dims, self.records_routing, self.returns_hidden
 

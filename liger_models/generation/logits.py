@@ -32,10 +32,10 @@ def next_logits(
     inputs: dict[str, Any],
     settings: Settings,
 ) -> Iterator[Callable[[int], Tensor]]:
-    """Context manager that yields a function that computes the logits of the next tokens.
+    """Context manager that yields a function for computing the logits of the next tokens.
 
-    The function takes the number of filled columns and returns the logits [B, V] of the next column. Call it first
-    with T, then with T + 1, and so on.
+    The function takes the number of filled columns and returns the logits [B, V] of the next column. Call it first with
+    ``T``, then with ``T + 1``, and so on.
 
     Args:
         model: the model.

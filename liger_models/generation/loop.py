@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STEPS_AHEAD = 2
 """Number of steps that `generate` launches ahead before it reads whether an earlier step has ended all rows.
 
-If the GPU had to wait for the host after each step, it would be idle in between.
+If the GPU had to wait for the host after each step, the GPU would be idle between steps.
 """
 
 
@@ -98,8 +98,8 @@ def generate(
     Raises:
         TypeError: an argument is not in `Options`. Other arguments of transformers are accepted if their value has no
             effect.
-        ValueError: an argument is out of range, a prompt is empty, or the mask has another shape than the prompts or
-            padding on the right.
+        ValueError: an argument is out of range, a prompt is empty, the mask has another shape than the prompts, or the
+            mask has padding on the right.
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)

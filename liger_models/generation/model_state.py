@@ -32,7 +32,7 @@ _states: WeakKeyDictionary[nn.Module, "ModelState"] = WeakKeyDictionary()
 
 
 def state_of(model: Decoder) -> "ModelState":
-    """Return the state of a model: the object from an earlier call if `describe` returns the same as in this call."""
+    """Return the state of a model: the same object as in an earlier call if `describe` returns the same result."""
     modules, state = modules_of(model), _states.get(model)
     if state is None or state.has_changed(modules):
         description = describe(model)

@@ -61,7 +61,7 @@ IDLE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "penalty_alpha": 0,
     "min_length": 0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
-"""Other keys, with the values that have no effect. Null, false and empty values have no effect either."""
+"""Maps other keys to the values with which they have no effect. Null, false and empty values have no effect either."""
 
 
 class Range(NamedTuple):
@@ -81,7 +81,7 @@ class Range(NamedTuple):
 
 
 BLOCK_DRAFTS = 2
-"""Default number of tokens that a block for multi-token prediction drafts in a round."""
+"""Default number of tokens that a multi-token prediction block drafts in a round."""
 FOR_ALL = "Set 0 for all tokens."
 RANGES = {
     "max_new_tokens": Range(lambda value: value >= 1, "at least 1", "", Integral),
@@ -104,7 +104,7 @@ COUNTS = {
 
 
 class PromptInputs(TypedDict, total=False):
-    """Inputs that belong to prompts besides the tokens. A model accepts only inputs that its ``forward`` takes."""
+    """Inputs, other than tokens, that belong to prompts. A model accepts only inputs that its ``forward`` takes."""
 
     pixel_values: Tensor | None
     pixel_attention_mask: Tensor | None
@@ -131,8 +131,8 @@ class Options(PromptInputs, total=False):
             as in transformers, every ``pad_token_id`` is padding unless it is also a stop token.
         do_sample: whether to sample tokens instead of taking the most likely token. (False)
         temperature: positive divisor of the logits. (1)
-        top_k: number of most likely tokens to sample from. Tokens as likely as the last of them are included. 0
-            samples from all tokens. (0)
+        top_k: number of most likely tokens to sample from. Tokens that are as likely as the last of these are included,
+            too. 0 samples from all tokens. (0)
         top_p: number in (0, 1]. Tokens are sampled from the smallest set of most likely tokens whose probabilities add
             up to at least this number. (1)
         min_p: number in [0, 1]. Only tokens whose probability is at least this fraction of the highest probability
@@ -145,7 +145,8 @@ class Options(PromptInputs, total=False):
             √ε · exp(−entropy). (0)
         repetition_penalty: positive number. For tokens that are already in the row, positive logits are divided by this
             number, and negative logits are multiplied by it. (1)
-        no_repeat_ngram_size: number n. No sequence of n tokens occurs twice in the same row. 0 for no limit. (0)
+        no_repeat_ngram_size: number of tokens. No sequence of this length occurs twice in the same row. 0 for no limit.
+            (0)
         bad_words_ids: sequences of tokens that are never generated. (none)
         suppress_tokens: tokens that are never generated. (none)
         logits_processor: function ``(input_ids, logits) -> logits``, or a list of such functions, for example a
@@ -164,11 +165,11 @@ class Options(PromptInputs, total=False):
         generator: random number generator on the model's device. (the global generator)
         seed: an integer, or a list of one integer per row of the result. If given, the random draws of a row depend
             only on the row's seed and tokens, not on other rows, the device or earlier draws. With a single integer
-            s, the rows have the seeds s, s + 1, .... (draws come from ``generator``)
+            ``s``, the rows have the seeds ``s``, ``s + 1`` and so on. (draws come from ``generator``)
         use_cache: whether to use the decode cache instead of recomputing the whole sequence for each token. (True)
         cache: a `DecodeCache` with room for the prompts and all new tokens but the last. After the call, the cache
             holds these tokens, and can be passed to the next call, for example in a conversation. The next call then
-            computes only the tokens after the longest prefix that its prompts share with the cache. The model's
+            computes only the tokens after the longest prefix that the new prompts share with the cache. The model's
             weights must not change in between. Not allowed with images. (none)
         draft_model: a smaller model with the same tokenizer, or a `LigerMTP` or `LigerMedusa` of the model. It
             proposes tokens, and the model verifies several of them in one forward. The result is the same as without
@@ -208,7 +209,7 @@ class Options(PromptInputs, total=False):
 
 
 def shows_options(function: Function) -> Function:
-    """Decorator for a function with ``**options: Unpack[Options]``, which makes ``help`` list the options."""
+    """Decorator that makes ``help`` list the options of a function with ``**options: Unpack[Options]``."""
     signature = inspect.signature(function)
     *usual, _ = signature.parameters.values()
     options = [
@@ -432,7 +433,7 @@ def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
 
 
 def is_draft_block(draft: Any) -> bool:
-    """Return whether a ``draft_model`` is a block for multi-token prediction, such as `LigerMTP`."""
+    """Return whether a ``draft_model`` is a multi-token prediction block, such as `LigerMTP`."""
     return not isinstance(draft, Decoder) and hasattr(draft, "predict")
 
 

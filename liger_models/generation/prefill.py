@@ -21,8 +21,8 @@ from liger_models.layers.layer import layers_of, modules_of
 from liger_models.layers.paged_cache import PagedCache
 
 MOST_OPERATIONS = 1e13
-"""Maximum number of floating-point operations of a forward that is captured. An H100 takes about 20 ms for this
-number, and the host takes about as long to launch a forward."""
+"""Maximum number of floating-point operations of a forward that is captured. An H100 takes about 20 ms for this number
+of operations, and the host takes about as long to launch a forward."""
 
 MOST_GRAPHS = 8
 """Maximum number of prompt graphs that a step keeps."""

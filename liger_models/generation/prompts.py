@@ -11,7 +11,7 @@ from liger_models.generation.options import Settings
 from liger_models.layers.decoder import Decoder
 
 Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
-"""Integers [B, T] or [T], a single prompt, or a list of prompts. A prompt is a 1-D tensor or a list of ids."""
+"""A tensor of integers [B, T], a single prompt, or a list of prompts. A prompt is a 1-D tensor or a list of ids."""
 
 
 def batch_prompts(

@@ -1,7 +1,8 @@
 """Checks of `rollout`'s arguments, and of the features that `rollout` needs from the model.
 
-The arguments are the prompts, integers for each prompt such as ``max_new_tokens``, and options. `refusal` returns the
-reason why `rollout` does not support a model. Other modules also call it to choose between `rollout` and `generate`.
+The arguments are the prompts, integers that may differ between prompts (such as ``max_new_tokens``), and options.
+`refusal` returns the reason why `rollout` does not support a model. Other modules also call it to choose between
+`rollout` and `generate`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,7 +57,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
 
 
 def one_per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
-    """Return one integer for each of ``count`` prompts. ``value`` is a single integer for all, or one for each."""
+    """Return one integer for each of ``count`` prompts. ``value`` is one integer for all prompts, or a list."""
     numbers: Any = value.tolist() if hasattr(value, "tolist") else value
     values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
     if not all(isinstance(number, Integral) for number in values):

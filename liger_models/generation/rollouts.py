@@ -72,7 +72,7 @@ def rollout(
         model: a language model. States of linear attention need memory in addition to ``cache_bytes``. Under
             `apply_fsdp`, every rank passes its own prompts. Under `apply_tp`, all ranks of a group must pass the same
             prompts and have the same ``seed`` or random state, and sequence parallelism is not supported.
-        prompts: prompts without padding, each a 1-D tensor of integers or a list of ids; or [B, T].
+        prompts: prompts without padding, each a 1-D tensor of integers or a list of ids; or a tensor [B, T].
         max_new_tokens: maximum number of new tokens: one integer for all prompts, or one for each prompt.
         stop_tokens: for each prompt, the tokens that end its rows. Default: ``eos_token_id`` for all prompts.
         batch_size: maximum number of rows that run at the same time.
@@ -102,9 +102,9 @@ def rollout(
         TypeError: an argument is not in `Options`.
         ValueError: a prompt is empty; an argument is out of range; a row does not fit into ``cache_bytes``; an option
             depends on earlier tokens of a row (``repetition_penalty`` and others); or the model is compiled, is
-            distributed in other ways, or has positions that depend on the length of the longest row. In the last two
-            cases, use `generate`. ``record_routing`` needs blocks with routed experts that can be replayed.
-            ``deterministic`` needs a model that `deterministic_forward` accepts.
+            distributed in other ways, or has positions that depend on the length of the longest row. If an option or
+            the model is the reason, use `generate`. ``record_routing`` needs blocks with routed experts that can be
+            replayed. ``deterministic`` needs a model that `deterministic_forward` accepts.
     """
     sizes = {"batch_size": batch_size, "chunk_size": chunk_size, "steps_per_read": steps_per_read}
     for name, value in sizes.items():
@@ -157,7 +157,7 @@ def drafted_steps(
         model: the model.
         prompts: [B, T] int64.
         mask: [B, T], which is 0 for padding; None for no padding.
-        settings: the options. Their ``draft_model`` is a `DraftBlock`.
+        settings: the options. ``settings.draft_model`` is a `DraftBlock`.
         inputs: inputs of the model that belong to the prompts, in addition to the tokens.
         logprobs: whether the steps include log-probabilities.
 

@@ -195,7 +195,7 @@ def completing(context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
 
     Args:
         context: [B, T] int64, the tokens so far, with −1 for padding.
-        words: [1 or B, N, n] int64, N words with n tokens each. n is at most T + 1.
+        words: [1 or B, N, n] int64, N words with n tokens each, where n is at most T + 1.
         vocab_size: V.
     """
     # A word can be completed if the context ends with all tokens of the word but the last, [1 or B, N, n − 1].
@@ -229,7 +229,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Set the logits of the least likely tokens to −∞, as many as have a total probability of at most 1 − ``p``.
+    """Set the logits of the least likely tokens to −∞: as many as possible with a total probability up to ``1 − p``.
 
     The most likely token is always kept.
 
@@ -261,7 +261,7 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
 
     Args:
         logits: [B, V] fp32.
-        p: number in (0, 1]. The smallest number of tokens is kept whose probabilities add up to at least ``p``.
+        p: number in (0, 1]. The fewest tokens whose probabilities add up to at least ``p`` are kept.
 
     Source: https://arxiv.org/abs/2202.00666.
     """
@@ -292,7 +292,7 @@ def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
 
 
 def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
-    """Like `keep_epsilon`, with the smaller of ε and √ε · exp(−entropy). A flat distribution thus keeps more tokens.
+    """Apply `keep_epsilon` with the smaller of ε and √ε · exp(−entropy). A flat distribution thus keeps more tokens.
 
     Args:
         logits: [B, V] fp32.

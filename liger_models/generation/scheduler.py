@@ -45,8 +45,8 @@ The host takes about 35 ms to launch a prefill of Llama 3.2 3B, and an H200 comp
 CAPTURE_ROWS = 2**14
 """If the empty slots, summed over the remaining steps, exceed this number, capturing a step with fewer rows saves time.
 
-For Llama 3.2 3B on an H200, the time of a capture is saved by 128 fewer rows in about 150 steps, or by 64 fewer rows
-in about 300 steps.
+For Llama 3.2 3B on an H200, a step with 128 fewer rows saves the time of a capture within about 150 steps, and a step
+with 64 fewer rows saves it within about 300 steps.
 """
 
 
@@ -61,7 +61,8 @@ class Scheduler:
         chunk_size: maximum number of tokens in a prefill.
         steps_per_read: number of steps after which the host reads the new tokens.
         record_routing: whether to record the experts of each token.
-        deterministic: whether log-probabilities are bitwise identical to those within `deterministic_forward`.
+        deterministic: whether log-probabilities are bitwise identical to the log-probabilities of a forward in
+            `deterministic_forward`.
         draft: the block that drafts tokens; see `DraftRound`. Rounds with drafts then take the place of steps. The
             settings contain the number of drafts.
     """
@@ -183,7 +184,7 @@ class Scheduler:
     # Methods that compute prompts.
 
     def _prefill(self) -> None:
-        """Compute the missing prompts of all running rows, or wait if these are few and more rows are queued."""
+        """Compute the missing prompts of all running rows, or wait if few are missing and more rows are queued."""
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]
         tokens = sum(len(row.tokens) - 1 - row.cached for row in new if row.source is None)
@@ -236,7 +237,7 @@ class Scheduler:
             row.cached = end
 
     def _fill_block(self, packed: Tensor, ahead: list[list[int]], **options: Any) -> CausalLMOutput:
-        """Run the model and the drafting block on tokens [1, T]. ``ahead`` are the tokens that follow each of them."""
+        """Run the model and the drafting block on tokens [1, T]. For each row, ``ahead`` holds the next tokens."""
         model, pool, draft = self.model, self.pool, self.draft
         assert draft is not None
         bounds, cached = options.pop("cu_seqlens", None), pool.length

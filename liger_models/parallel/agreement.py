@@ -37,7 +37,7 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
         model: the model. Its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters
             must be the same on all ranks. The weights must have been the same when `apply_fsdp`, `apply_tp`,
             `apply_cp` or `apply_ep` was called. To check this, a sample of each weight is compared. Weights that were
-            loaded after this call are not compared.
+            loaded later are not compared.
         batch: keyword arguments of the model's forward. They must be the same on the ranks of a group of `apply_tp` or
             `apply_cp`. Integers are compared by value, and floating-point tensors by shape and dtype.
 

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from liger_models.layers.linear import is_sharded, local
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Maps the number of bytes of an element to the integer dtype as which the bits of the element are summed."""
+"""Maps the number of bytes of an element to the integer dtype in which the bits of the element are summed."""
 _sums: Any = WeakTensorKeyDictionary()
 """Maps a tensor to a pair: its version when its bits were summed, and the sum over this rank's shard."""
 

@@ -86,7 +86,8 @@ class Float8Gather:
 
     Args:
         model: the model, which FSDP2 has sharded.
-        mesh: the mesh of `apply_fsdp`. The rows of a weight are divided among the ranks of its last dimension.
+        mesh: the mesh of `apply_fsdp`. The rows of a weight are divided among the ranks along the mesh's last
+            dimension.
         dtype: dtype of gathered parameters; None for the parameters' own dtype.
     """
 

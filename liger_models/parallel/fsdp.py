@@ -78,12 +78,12 @@ def apply_fsdp(
     Args:
         model: the model, either on the meta device (`from_pretrained` with ``shard`` then reads only each rank's
             shards), or with the same weights on every rank. It may be a `LigerMedusa`, whose own model may be sharded
-            already. Each of its heads is a group.
+            already. Each head of a `LigerMedusa` is a group.
         mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
             `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the dimension
-            before them. The remaining mesh has one dimension, or two named dimensions for HSDP: the first counts
-            replicas, the second the ranks that share a replica. After `apply_tp`, you may also pass ``mesh["dp"]``.
-            Default: all ranks, in one dimension.
+            before them. The remaining mesh has one dimension, or two named dimensions for HSDP: the first dimension
+            counts replicas, and the second dimension counts the ranks that share a replica. After `apply_tp`, you may
+            also pass ``mesh["dp"]``. Default: all ranks, in one dimension.
         param_dtype: dtype of gathered parameters, and thus of the computation. None: the dtype of the parameters.
         reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host,
             gradients that are averaged in fp32 are sent in the narrower ``param_dtype`` in which the backward has

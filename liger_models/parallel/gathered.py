@@ -1,4 +1,4 @@
-"""Parameters that FSDP has gathered: freeing them, ending an interrupted pass, and sampling with all gathered."""
+"""Functions that free FSDP's gathered parameters, end an interrupted pass, or gather all parameters for sampling."""
 
 import sys
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def end_pass(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: Model) -> Iterator[Model]:
-    """Context manager that yields a model with all parameters of ``model`` gathered, which needs no communication.
+    """Context manager that yields a copy of ``model`` with all parameters gathered. The copy needs no communication.
 
     Sampling with this model between two optimizer steps needs no collectives. Ranks may therefore run different
     numbers of forwards, decoding uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs
@@ -61,7 +61,8 @@ def unsharded(model: Model) -> Iterator[Model]:
     together.
 
     Args:
-        model: the model, sharded only by `apply_fsdp`. An unsharded model is yielded itself.
+        model: the model, sharded only by `apply_fsdp`. If the model is unsharded, the context manager yields
+            ``model`` itself.
 
     Returns:
         A context manager that yields a model. Except for its parameters, the yielded model shares all attributes with

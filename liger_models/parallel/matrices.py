@@ -52,8 +52,8 @@ class Unit(NamedTuple):
         shape: number of matrices, of rows and of columns.
         owner: the rank that computes the result.
         pieces: maps each rank that holds a piece to this piece.
-        senders: the ranks that send their pieces to the owner. Of several ranks with equal pieces, only one sends its
-            piece.
+        senders: the ranks that send their pieces to the owner. If several ranks have equal pieces, only one of them
+            sends its piece.
     """
 
     parameter: int
@@ -64,7 +64,7 @@ class Unit(NamedTuple):
 
 
 class Exchange:
-    """The units of all parameters that are sharded over the same ranks. Units are in buckets, processed one at a time.
+    """The units of all parameters that are sharded over the same ranks. One bucket of units is processed at a time.
 
     All ranks of the group must create the exchange together.
 
@@ -247,7 +247,7 @@ class _Candidate(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Number of multiplications in a Newton-Schulz step: A = X Xᵀ, A A and (A A) X, for a wide X."""
+        """Number of multiplications in a Newton-Schulz step for a wide ``X``: ``A = X Xᵀ``, ``A A`` and ``(A A) X``."""
         k, *sizes = self.shape
         small, large = sorted(sizes)
         return k * small**2 * (2 * large + small)
@@ -336,7 +336,7 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 
 
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
-    """Return the ranks that send their pieces. Of several ranks with equal pieces (replicas), only one sends.
+    """Return the ranks that send their pieces. If several ranks have equal pieces (replicas), only one of them sends.
 
     Among the ranks with equal pieces, the sender has the same position that the owner has among the ranks with the
     owner's piece. All pieces then come from the owner's replica of the model.

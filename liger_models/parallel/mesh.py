@@ -42,8 +42,8 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
         experts: the group over which the model's experts are sharded, or None.
 
     Returns:
-        Two meshes: one with one dimension, or with two for HSDP, and the mesh of the ranks that hold the same
-        experts, or None.
+        Two meshes: the mesh over which parameters are sharded, with one dimension, or with two dimensions for HSDP;
+        and the mesh of the ranks that hold the same experts, or None.
 
     Raises:
         ValueError: the mesh does not have the dimensions that the model needs.

@@ -17,8 +17,8 @@ from liger_models.kernels.add_parts import add_parts
 class BackwardPasses:
     """Counts the backward passes of a model.
 
-    The count is the same on all ranks, even if some rank's loss does not depend on all groups of parameters. Ranks
-    can therefore use the count to all choose the same dtype for sending.
+    The count is the same on all ranks, even if some rank's loss does not depend on all groups of parameters. All
+    ranks can therefore use the count to choose the same dtype for sending.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """Write the chunks of all tensors that belong to a rank next to each other, into this rank's row of ``out``.
+    """For each rank, write the rank's chunks of all tensors next to each other, into the rank's row of ``out``.
 
     PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
     build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer. For a

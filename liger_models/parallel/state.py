@@ -1,4 +1,4 @@
-"""Checkpoints from which a training run resumes: exactly on the same number of ranks, or on another number of ranks.
+"""Checkpoints from which a training run resumes. On the same number of ranks, it continues as if it had not stopped.
 
 - ``step-00000200/`` holds the model and the optimizer in the format of torch.distributed.checkpoint, the state of
   each rank, and for each rank the checksums of the files that this rank has written.
@@ -100,8 +100,8 @@ def save_state(
 
     Raises:
         ValueError: ``keep`` is below 1, or the previous save is not finished.
-        TimeoutError: a rank has not called this function within the process group's timeout. Already after 30
-            seconds, a warning names this rank.
+        TimeoutError: a rank has not called this function within the process group's timeout. After 30 seconds, a
+            warning already names this rank.
         OSError: the folder cannot be written.
     """
     if keep is not None and keep < 1:
@@ -233,8 +233,8 @@ def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
     """On rank 0, give a complete checkpoint its final name, and delete outdated checkpoints.
 
     At every moment, there is a complete checkpoint under the name in ``latest``, or under this name plus ``.old``.
-    First, an old checkpoint of this step is renamed, the new checkpoint takes its name, and ``latest`` is replaced.
-    After that, outdated checkpoints are deleted.
+    First, an old checkpoint of this step gets the ending ``.old``, the new checkpoint gets its final name, and
+    ``latest`` is replaced. After that, outdated checkpoints are deleted.
     """
     if rank() != 0:
         return
@@ -288,7 +288,7 @@ def load_state(
         FileNotFoundError: there is no checkpoint of ``step``.
         ValueError: something differs from the checkpoint: the model's configuration, its adapters, the weights under
             the adapters, its tied weights, the names or shapes of its tensors, the optimizer's state, or
-            ``settings``. Or an argument's state was not saved. Or the number of ranks has changed and the saved
+            ``settings``; the state of an argument was not saved; or the number of ranks has changed and the saved
             states of ``data`` differ between ranks.
         TimeoutError: see `save_state`.
         OSError: the checkpoint is damaged. The message names the damaged file and the previous checkpoint.

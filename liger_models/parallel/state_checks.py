@@ -50,7 +50,7 @@ def incomplete(checkpoint: Path, failed_rank: int, reason: BaseException, file: 
 
 
 def _checksums(checkpoint: Path, writer: int) -> Path:
-    """Return the path of the JSON file that maps the names of all files that a rank has written to their checksums."""
+    """Return the path of the JSON file with the checksums of all files that a rank has written."""
     return checkpoint / f"checksums-{writer}.json"
 
 
@@ -71,7 +71,7 @@ def _checksum(path: Path) -> int:
 
 
 def verify_files(checkpoint: Path, ranks: int) -> None:
-    """Raise OSError unless the files of a checkpoint match their checksums. The ranks divide the files among them.
+    """Raise OSError unless the files of a checkpoint match their checksums. The ranks divide the files.
 
     Args:
         checkpoint: folder of the checkpoint. Checkpoints of earlier versions have no checksums, but are accepted.
@@ -96,7 +96,7 @@ def describe(model: nn.Module) -> dict[str, str]:
     """Describe what must be the same when a run resumes, besides saved tensors. All ranks must call this function.
 
     The description contains the settings of the model and of its adapters, the names of tied tensors, and a checksum
-    of the base weights under adapters, because these are not saved.
+    of the base weights under adapters, because these weights are not saved.
     """
     # The settings.
     configs = (getattr(module, "config", None) for module in model.modules())

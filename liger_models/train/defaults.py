@@ -58,7 +58,7 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
 
 
 def choose_objective(options: TrainOptions) -> TrainOptions:
-    """Return the options with an objective: the user's choice or, without one, the default for the format of the data.
+    """Return the options with an objective. By default, the format of the data determines the objective.
 
     If the data do not exist or cannot be read, the objective remains sft, and reading the data raises the error later.
     """
@@ -75,11 +75,12 @@ def choose_objective(options: TrainOptions) -> TrainOptions:
 def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
     """Return the options with a dtype for the weights under adapters, unless the user has named a dtype.
 
-    The default is the dtype of the checkpoint. A resumed run keeps the dtype with which it began.
+    The default is float32 if the checkpoint is in float32, and otherwise the dtype of the computation. A resumed run
+    keeps the dtype with which it began.
 
     Args:
         options: the options of the run, whose folder is chosen.
-        computing: the dtype of the computation, and of the weights if the checkpoint has 16-bit weights.
+        computing: the dtype of the computation.
     """
     if options.dtype is not None:
         return options

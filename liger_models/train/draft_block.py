@@ -1,4 +1,4 @@
-"""Multi-token prediction in a training run: its block is trained with the model, or only kept and measured."""
+"""The multi-token prediction block in a training run: it is trained with the model, or only kept and measured."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from liger_models.train.objectives import INPUTS
 from liger_models.train.report import say
 
 MEASURED_BATCHES, MEASURED_SAMPLES = 8, 512
-"""The number of batches on which drafts are compared with the model's own predictions. Without evaluation data, these
-batches are taken from this number of training samples.
+"""The number of batches on which drafts are compared with the model's own predictions, and the number of training
+samples from which these batches are taken if there is no evaluation data.
 """
 
 
 def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded: bool) -> LigerMTP | None:
-    """Make the model's block for multi-token prediction; None if ``weight`` is None.
+    """Create the model's multi-token prediction block. Returns None if ``weight`` is None.
 
     Args:
         model: the model, whose weights are loaded.
@@ -49,12 +49,12 @@ def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded
 
 
 class DraftAcceptance:
-    """Measures which share of the tokens drafted by the block for multi-token prediction the model accepts.
+    """Measures the share of accepted drafts: tokens that the multi-token prediction block drafts and the model accepts.
 
     Args:
         model: the model, sharded by FSDP or not.
-        block: the trained block, or None if the checkpoint's tensors of the block are only kept.
-        batches: the batches of this rank, on the device of the model.
+        block: the trained block; None if the run only keeps the block's tensors from the checkpoint.
+        batches: the batches on which this rank measures, on the device of the model.
     """
 
     def __init__(self, model: CausalLM, block: LigerMTP | None, batches: Sequence[Batch]) -> None:
@@ -63,10 +63,10 @@ class DraftAcceptance:
 
     @torch.no_grad()
     def measure(self) -> float | None:
-        """Return the share of accepted drafts on rank 0, which holds the kept tensors. Every rank must call this.
+        """Return the share of accepted drafts on rank 0, which has the kept tensors. Every rank must call this method.
 
-        The result is None on other ranks. It is also None if `LigerMTP` does not support the model or the tensors
-        of its block; the reason is then printed.
+        On other ranks, the result is None. On rank 0, the result is None if `LigerMTP` does not support the model or
+        the tensors of the block. In this case, the reason is printed.
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self._model.device)
         with unsharded(self._model) as model:
@@ -88,7 +88,7 @@ class DraftAcceptance:
 
 
 def has_block(model: CausalLM) -> bool:
-    """Return whether the model's checkpoint has a block for multi-token prediction. Every rank must call this."""
+    """Return whether the model's checkpoint has a multi-token prediction block. Every rank must call this function."""
     mtp_format = format_of(type(model)).mtp
     if mtp_format is None:
         return False
@@ -105,7 +105,7 @@ def first_batches(data: Any) -> list[Any]:
 
 
 def lag_line(trained: bool, before: float, after: float) -> str:
-    """Return the line that says how the acceptance of drafts has changed in a run."""
+    """Return the line that says how the share of accepted drafts has changed in a run."""
     line = f"drafts      the model accepts {after:.1%} of the block's first drafts, and before training {before:.1%}"
     if trained:
         return f"{line}."

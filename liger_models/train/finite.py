@@ -1,4 +1,4 @@
-"""Checks that stop a run at the first log line after a non-finite loss or gradient, or before bad weights are saved."""
+"""Checks that stop a run at the first log line after a non-finite loss or gradient, or when weights are not finite."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +21,9 @@ class FiniteChecks:
 
     Args:
         parameters: the trained parameters.
-        scaler: the gradient scaler. If gradients overflow in float16, the scaler skips the step, which is not an
-            error. With a scale below 1, however, the scale can't be the cause of the overflow, and the step is an
-            error.
+        scaler: the gradient scaler. If gradients overflow in float16, the scaler skips the step, which is not an error.
+            However, an overflow with a scale below 1 is an error, because such a scale can't be the cause of the
+            overflow.
         files: the data files, for error messages.
         newest: a function that returns the newest checkpoint, for error messages.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run: its JSON files, and the lock that lets only one process group at a time train in it."""
+"""The folder of a run: its JSON files, and the lock that lets only one process group at a time use it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress

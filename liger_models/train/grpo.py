@@ -118,10 +118,10 @@ class GRPOObjective(Objective):
         """Sample ``num_generations`` answers to each prompt of a batch, and compute their rewards.
 
         Returns:
-            Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations.
-            With ``replay_routing``, the batch also has the experts of each token, ``routed_experts``
-            [B, T, layers, k]. With ``deterministic_rollouts``, the batch also has the log-probabilities ``old``
-            [B, T] if it is used for several steps.
+            Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations. With
+            ``replay_routing``, the batch also has ``routed_experts`` [B, T, layers, k], the experts that each token was
+            routed to. With ``deterministic_rollouts``, a batch that is used for several steps also has the
+            log-probabilities ``old`` [B, T].
         """
         # Sample answers, and compare each reward with the rewards of the other answers to the same prompt.
         answers, experts, log_probs, drafted = self._answers(model, rows)
@@ -163,9 +163,9 @@ class GRPOObjective(Objective):
 
         Returns:
             Four values: the answers; the experts of all tokens in prompts and answers, if `rollout` sampled the
-            answers and routing is replayed; the log-probabilities of the answers, if `rollout` sampled the answers;
-            the number of accepted drafts and the number of forwards [2], if the block for multi-token prediction
-            drafted tokens.
+            answers and routing is replayed; the log-probabilities of the answers, if `rollout` sampled the answers; a
+            tensor [2] with the number of accepted drafts and the number of forwards, if the multi-token prediction
+            block drafted tokens.
         """
         prompts: list[list[int]] = [[*row["ids"]] for row in rows]
         longest = max(map(len, prompts))
@@ -234,7 +234,7 @@ class GRPOObjective(Objective):
         return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """See `Objective.loss`. Log-probabilities of sampling policy and reference model are cached in ``batch``."""
+        """See `Objective.loss`. ``batch`` caches the sampling policy's and the reference model's log-probabilities."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 
@@ -286,7 +286,7 @@ class GRPOObjective(Objective):
         return values
 
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
-        """See `Objective.evaluate`. The metrics are rewards and lengths; there is no loss."""
+        """See `Objective.evaluate`. The metrics are rewards and the answers' lengths; there is no loss."""
         groups = batch["rewards"].view(-1, self.generations)
         lengths = (batch["labels"] != -100).sum()
         metrics = {
@@ -332,7 +332,7 @@ def load_function(name: str) -> Reward:
 
 
 def has_room(model: CausalLM) -> bool:
-    """Return whether all ranks have memory for all parameters in 16 bits, plus the same amount for sampling."""
+    """Return whether every rank has memory for all parameters in 16 bits, plus the same amount for sampling."""
     # All ranks must make the same decision. Parameters take two bytes each, and sampling takes as much again.
     free = free_memory(model.device)
     if free is None:

@@ -85,9 +85,9 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 def train(options: TrainOptions, *, restarts: bool = False) -> None:
     """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
 
-    Every rank must call this function. If there is no process group, the function initializes the process group of
-    torchrun or, without torchrun, of a single process. After SIGINT (Ctrl-C) or SIGTERM the run saves a checkpoint and
-    exports nothing. A second signal ends the run at once.
+    Every rank must call this function. If there is no process group, the function initializes one: with the processes
+    of torchrun or, without torchrun, with this process alone. After SIGINT (Ctrl-C) or SIGTERM the run saves a
+    checkpoint and exports nothing. A second signal ends the run at once.
 
     Args:
         options: the options of the run.
@@ -389,9 +389,10 @@ def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[s
 def measure_drafts(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> DraftAcceptance | None:
-    """Return an object that measures drafts by the model's block for multi-token prediction; None without a block.
+    """Return a `DraftAcceptance` for the model's multi-token prediction block; None if there is no block to measure.
 
-    The object measures on the first batches of the evaluation data or, without evaluation data, of the training data.
+    The drafts are measured on the first batches of the evaluation data or, without evaluation data, of the training
+    data.
     """
     if options.sharing != 1 or not objective.has_head or not (objective.block is not None or has_block(model)):
         return None
@@ -423,7 +424,7 @@ class Progress:
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
-        """Continue after step ``start``. The run still ends with the last batch if the size of a step has changed.
+        """Continue after step ``start``. The run ends with the last batch even if the size of a step has changed.
 
         For example, suppose that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If its steps now
         have 4 batches, the run has 5 more steps, so `steps` becomes 15.
@@ -683,7 +684,7 @@ def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:
-    """Set the largest number of pixels of an image, unless ``max_pixels`` is None.
+    """Set the maximum number of pixels per image, unless ``max_pixels`` is None.
 
     Raises:
         ValueError: the model's processor has no such limit, or its minimum number of pixels is larger.

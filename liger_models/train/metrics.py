@@ -21,10 +21,10 @@ from liger_models.layers.layer import AttentionSpec, layers_of
 from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
-"""Maps part of a device's name to its peak dense bf16 FLOPS in the datasheet. MFU is a fraction of this peak."""
+"""Maps part of a device's name to the device's peak dense bf16 FLOPS in the datasheet. MFU is relative to this peak."""
 
 REPORTERS = {"tensorboard": ("TensorBoard", "torch.utils.tensorboard"), "wandb": ("Weights & Biases", "wandb")}
-"""Maps a value of ``report_to`` to the name of the product and the module that writes its logs."""
+"""Maps a value of ``report_to`` to two names: of the product, and of the module that writes logs for this product."""
 
 
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
@@ -39,7 +39,8 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     Args:
         model: the model, sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the
             work.
-        batches: batches of a `PackedDataset`, on the CPU, because their ``cu_seqlens`` are read.
+        batches: batches of a `PackedDataset`. They must be on the CPU, because this function reads their
+            ``cu_seqlens``.
     """
     # Tokens and targets of this rank, and the lengths of all documents.
     sharing = model.groups.sharded
@@ -78,7 +79,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
 
 class Log:
-    """The log on the screen, in log.jsonl, TensorBoard and W&B. It counts tokens and time between log lines.
+    """The log on the screen, in log.jsonl, in TensorBoard and in W&B. It counts tokens and time between log lines.
 
     Only rank 0 writes the log.
 
@@ -140,7 +141,7 @@ class Log:
         self.operations += operations
 
     def rates(self) -> dict[str, float]:
-        """Return rates since `restart`: tokens per second of all ranks, and this rank's MFU and peak memory in GiB."""
+        """Return rates since `restart`: tokens per second on all ranks, and this rank's MFU and peak memory in GiB."""
         # If no step has run since `restart`, as after an evaluation, there are no rates.
         if not self.tokens:
             return {}

@@ -10,7 +10,7 @@ PREFIX = "modelscope:"
 
 
 def fetch(name: str, *, dataset: bool = False, revision: str | None = None) -> str:
-    """Return the local folder of ``modelscope:owner/name``, after downloading it unless it is in ModelScope's cache.
+    """Return the local folder of ``modelscope:owner/name``. Files that ModelScope's cache lacks are downloaded first.
 
     Other names are returned unchanged. Every rank must call this function. The first rank of each host downloads
     the files, and the other ranks of the host wait for this download.

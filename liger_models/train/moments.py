@@ -67,7 +67,7 @@ def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> di
 
 
 def moments(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return this rank's shards of a parameter's two moments or, with 8 bits, of the two code and two scale tensors."""
+    """Return this rank's shards of a parameter's moments: two tensors or, in 8 bits, two codes and two scales."""
     return [local(state[name]) for name in NAMES if name in state]
 
 
@@ -75,6 +75,6 @@ def _as_of(param: Tensor, part: Tensor) -> Tensor:
     """Wrap this rank's codes or scales in a DTensor that is sharded like the parameter."""
     if not is_sharded(param):
         return part
-    # The last dimension of scales is smaller than that dimension of the parameter.
+    # The last dimension of the scales is smaller than the last dimension of the parameter.
     last = param.shape[-1] if part.shape == local(param).shape else scale_shape(param.shape)[-1]
     return sharded_as(param, part, torch.Size([*param.shape[:-1], last]))

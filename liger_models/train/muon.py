@@ -20,7 +20,7 @@ SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""Maps ``adjust_lr_fn`` to the formula for s, which scales an orthogonal update in addition to the learning rate."""
+"""Maps ``adjust_lr_fn`` to the formula for ``s``, a factor of an orthogonal update in addition to the learning rate."""
 
 
 class LigerMuon(LigerAdamW):
@@ -44,21 +44,21 @@ class LigerMuon(LigerAdamW):
     Args:
         model: the model. If it is to be sharded, shard it first. Its trainable parameters form three groups: matrices
             (with ``momentum``); embeddings, head and others; vectors and biases (without weight decay).
-        lr: learning rate of the matrices. With "match_rms_adamw", a learning rate that suits AdamW.
+        lr: learning rate of the matrices. With "match_rms_adamw", use a learning rate that suits AdamW.
         weight_decay: λ for everything except vectors and biases.
         momentum: μ.
         nesterov: whether to use Nesterov momentum, which looks one step ahead.
-        adjust_lr_fn: the name of the formula for s, as in torch: "match_rms_adamw" or "original".
+        adjust_lr_fn: the name of the formula for ``s``, as in torch: "match_rms_adamw" or "original".
         adamw_lr: learning rate of all other parameters. Default: ``lr``.
         betas, eps: see AdamW.
         stochastic_rounding: see `LigerAdamW`. Muon's momentum is always rounded to nearest.
-        state_dtype: dtype of momentum and moments. Default: the parameter's. Moments in 8 bits are not supported.
+        state_dtype: dtype of momentum and moments. Default: the parameter's dtype. 8-bit moments are not supported.
         seed: seed of the stochastic rounding.
 
     Raises:
         TypeError: the model is not one of this package.
-        ValueError: an option is out of range, or no matrix of the model is trained. The matrices of adapters do not
-            count: the model computes with the product of two adapter matrices, so AdamW is better suited for them.
+        ValueError: an option is out of range, or no matrix of the model is trained. Matrices of adapters do not count:
+            AdamW suits them better, because the model uses only the product of two of them.
 
     Source: https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 ("match_rms_adamw").
     """

@@ -34,9 +34,9 @@ from liger_models.parallel.step import mean_over_ranks, targets_per_rank
 from liger_models.text.tokenizer import Tokenizer
 
 Metrics: TypeAlias = dict[str, Tensor]
-"""Maps a metric's name to a tensor [2]: a sum on this rank and its number of summands. The metric is sum / number."""
+"""Maps a metric's name to a tensor [2]: a sum on this rank, and the number of summands. The metric is sum / number."""
 Load = Callable[[str], CausalLM]
-"""A function that takes a folder or name, and returns the frozen model, sharded like the trained model."""
+"""A function that loads a model, given its folder or name. The model is frozen and sharded like the trained model."""
 DIVERGENCES: dict[str, type[Any]] = {
     "jsd": LigerFusedLinearJSDLoss,
     "forward_kl": LigerFusedLinearForwardKLLoss,
@@ -110,7 +110,7 @@ class Objective:
     repeats = 1
     """Number of optimizer steps that use the same batches."""
     compares = False
-    """Whether examples are answers or texts to compare. They are not packed into rows."""
+    """Whether the loss compares answers or texts. Examples of such objectives are not packed into rows."""
     has_head = True
     """Whether the model has a language-model head."""
     generates = True
@@ -121,7 +121,7 @@ class Objective:
     def __init__(self, options: Any, **settings: Any) -> None:
         self.accumulate = options.accumulate
         self.block: LigerMTP | None = None
-        """The model and its block for multi-token prediction, if ``mtp_weight`` is given."""
+        """The model with its multi-token prediction block; None without ``mtp_weight``."""
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """Load the models that the loss needs in addition to the trained model."""
@@ -173,7 +173,7 @@ class Objective:
 
     @property
     def trained_block(self) -> LigerMTP | None:
-        """The model and its block for multi-token prediction, if the block is trained."""
+        """The model with its multi-token prediction block; None if the block is not trained."""
         return self.block if self.block is not None and self.block.loss_weight else None
 
     def finish_evaluation(self, device: torch.device) -> Metrics:
@@ -197,14 +197,14 @@ class PretrainObjective(Objective):
 
 
 class Compared(Objective):
-    """The base class of objectives whose loss, from `liger_models.losses`, compares whole answers of a batch."""
+    """The base class of objectives with a loss that compares whole answers of a batch; see `liger_models.losses`."""
 
     formats = ("preference",)
     shares_rows, compares, is_gentle = False, True, True
     make: Callable[..., Any]
     """The class of the loss."""
     needs_reference = False
-    """Whether the loss compares with a reference model."""
+    """Whether the loss compares the trained model with a reference model."""
     rows_of_example = 2
     """Number of rows of an example in a batch: 2 for a chosen and a rejected answer, otherwise 1."""
 
@@ -277,7 +277,7 @@ class Compared(Objective):
         return out, {name: pair((mean * counted).float().sum(), counted.sum()) for name, mean in means.items()}
 
     def _counted(self, batch: Batch) -> Tensor:
-        """Return a bool for each example of a batch, [examples]: whether it has labels and thus counts in metrics."""
+        """Return, for each example of a batch, whether it has labels and thus counts in metrics: [examples] bool."""
         # [rows, T] -> [rows] -> [rows of an example, examples]: all chosen answers come before all rejected answers.
         return (batch["labels"] != -100).any(1).view(-1, len(batch["labels"]) // self.rows_of_example).any(0)
 
@@ -437,7 +437,7 @@ def _log_probs(batch: Batch) -> Callable[[CausalLM], Tensor]:
 
 
 def add_metrics(total: Metrics, metrics: Metrics) -> None:
-    """Add the sums and counts of ``metrics`` to those in ``total``, in place."""
+    """Add the sums and counts of ``metrics`` to the sums and counts in ``total``, in place."""
     for name, pair in metrics.items():
         total[name] = total[name] + pair if name in total else pair.detach()
 

@@ -27,9 +27,9 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, tor
 class LigerAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` in one kernel launch for all parameters and groups.
 
-    The kernel computes in fp32 and rounds each result once, to the dtype of the tensor. The state uses the same
-    names as torch's AdamW, so each of the two optimizers loads the ``state_dict`` of the other. DTensors (FSDP2,
-    tensor parallelism) are updated shard by shard, and their moments are DTensors, too.
+    The kernel computes in fp32 and rounds each result once, to the dtype of the tensor. The state uses the same names
+    as torch's AdamW, so each of the two optimizers can load the ``state_dict`` of the other. DTensors (FSDP2, tensor
+    parallelism) are updated shard by shard, and their moments are DTensors, too.
 
     Args:
         params: parameters, or dicts with the options of a group, as for every PyTorch optimizer.
@@ -37,18 +37,17 @@ class LigerAdamW(torch.optim.Optimizer):
         stochastic_rounding: whether bfloat16 parameters and moments are rounded up or down at random such that the
             expected value is unchanged. Updates smaller than half a bfloat16 step are then not lost. Other dtypes
             are rounded to nearest.
-        state_dtype: dtype of the moments. Default: the parameter's. With ``torch.int8``, the two moments of an
-            element take 2.06 bytes in total: stochastically rounded codes, and a scale for each 128 elements along
-            the last dimension. Vectors, and matrices with fewer than 128 columns on a rank, then have moments in
-            float32.
-        offload: parameters on a GPU whose moments are kept in page-locked host memory. These moments are on the GPU
-            only during their update, in a buffer that holds twice the moments of the largest parameter. The copies
-            overlap with computation, best with `step_in_backward`. ``state_dict()`` waits for the copies.
+        state_dtype: dtype of the moments. Default: the parameter's dtype. With ``torch.int8``, the two moments of an
+            element take 2.06 bytes in total: stochastically rounded codes, and a scale for each 128 elements along the
+            last dimension. Vectors, and matrices with fewer than 128 columns on a rank, then have moments in float32.
+        offload: GPU parameters whose moments are kept in page-locked host memory. These moments are on the GPU only
+            during their update, in a buffer that holds twice the moments of the largest parameter. The copies overlap
+            with computation, best with `step_in_backward`. ``state_dict()`` waits for the copies.
         seed: seed of the stochastic rounding. The rounding depends only on the seed, the step and the position of an
             element, so runs are reproducible and replicas stay equal.
 
     Raises:
-        ValueError: an option is out of range, or a loaded state is AMSGrad's.
+        ValueError: an option is out of range, or a loaded state was saved by AMSGrad.
         RuntimeError: a gradient is sparse; see also `step_in_backward`.
 
     Source: https://arxiv.org/abs/1711.05101.
@@ -214,7 +213,7 @@ class LigerAdamW(torch.optim.Optimizer):
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
 
     def launch(self, parameters: Collection[Tensor]) -> None:
-        """Launch the update kernels on new tensors, for each of the ``parameters`` that belongs to the optimizer."""
+        """Launch the update kernel on new tensors, with the dtypes of the optimizer's parameters in ``parameters``."""
         hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False, step=1)
         updates: dict[tuple[torch.dtype, torch.dtype], Update] = {}
         for _, param, stream in self._parameters():
@@ -299,7 +298,7 @@ def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_by_decay(parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Split parameters into two lists: with weight decay, and without (vectors, scalars, and biases of any shape).
+    """Split parameters into two lists: with and without weight decay. Vectors, scalars and all biases have no decay.
 
     The biases of experts are matrices [X, O], in which each row is the bias of one expert.
 
@@ -329,7 +328,8 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
         The handles of the hooks. Call ``remove()`` on each to return to ordinary steps.
 
     Raises:
-        TypeError: the optimizer is of another class, whose step updates all parameters together.
+        TypeError: the optimizer is not a `LigerAdamW`, or it is a `LigerMuon`, whose step updates all parameters
+            together.
         RuntimeError: a parameter already has a gradient, or only DistributedDataParallel would average its gradient.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.

@@ -37,7 +37,7 @@ def option(
     Args:
         help: help text of the option.
         default: default value; ``[]`` for an empty list. An option without a default is required.
-        at_least, more_than: bounds of a number.
+        at_least, more_than: lower bounds of a number, inclusive and exclusive.
         is_share: whether the number must be from 0 to 1.
         may_be_infinite: whether a float may be infinite, which means no limit.
         choices: the allowed values of the option or, if the option is a list, of each item.
@@ -114,14 +114,14 @@ def read_options(
     *,
     positionals: Sequence[str] = (),
 ) -> Options:
-    """Read options from the command line. It may name a YAML or JSON file, whose options all other arguments override.
+    """Read options from the command line, which may name a YAML or JSON file. Other arguments override this file.
 
     The process exits with a message if an option is unknown or invalid, or the file cannot be read.
 
     Args:
-        cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list of these.
-            ``metadata["help"]`` of a field is its help text. The help output has one group for each base class,
-            titled with the first line of the base class's docstring.
+        cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list of these. A
+            field's ``metadata["help"]`` is its help text. The help output has one group for each base class, titled
+            with the first line of the base class's docstring.
         arguments: the arguments. Default: the arguments of the process.
         command: name of the command in messages. Default: the name of the process.
         positionals: names of options that may be given without their names, such as ("model", "data") for

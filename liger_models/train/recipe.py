@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         method: a key of `METHODS`.
-        options: options of the training command, without model, data and output.
+        options: options of the training command, except model, data and output.
         peak: estimated peak memory in bytes.
         memory: memory of the GPU in bytes.
     """
@@ -76,7 +76,7 @@ class Recipe(NamedTuple):
 
 
 class Planner:
-    """Finds options with which a model can be trained in a given memory. Estimates are cached for later calls.
+    """Finds options with which a model can be trained within a memory limit. Estimates are cached for later calls.
 
     Args:
         config: the model's configuration.
@@ -105,7 +105,7 @@ class Planner:
         return self._steps[method, dtype, tokens]
 
     def plan(self, memory: int, method: str = "auto", length: int | None = None) -> Recipe:
-        """Choose options with which the model fits into the memory.
+        """Choose options with which the model fits into ``memory`` bytes.
 
         The choice prefers, in this order: more trained weights (with method "auto"), more tokens per row, more tokens
         per step, less recomputation, and more rows per batch. If all weights are trained, they are in float32 if they

@@ -63,7 +63,7 @@ class Name(NamedTuple):
         """Parse a name.
 
         Raises:
-            ValueError: the name has another form.
+            ValueError: the name does not have this form.
         """
         match = re.fullmatch(r"(\w+:)([\w.-]+(?:/[\w.-]+)?)(?::([\w./-]+))?(?:@([\w./-]+))?", name)
         if match is None:
@@ -248,7 +248,7 @@ def _is_data(file: str) -> bool:
 
 
 def _of_names(files: Sequence[str]) -> Splits:
-    """Return the splits named in the paths of files: "train-00000-of-00002", or a word in the path."""
+    """Return the splits that the paths of files name, as in "train-00000-of-00002" or by a word in the path."""
     splits: Splits = {}
     for file in files:
         path = PurePosixPath(file)

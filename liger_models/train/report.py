@@ -33,7 +33,7 @@ from liger_models.train.train_options import STORED, TrainOptions
 WIDTH = 100
 """Maximum number of columns of a line."""
 FEW_STEPS, LARGE_STEP = 50, 1 / 20
-"""A run prints a warning if it has fewer steps than this, or if a step takes more than this share of the data."""
+"""A run with fewer steps than the first value, or with a step above the second share of the data, prints a warning."""
 HEADER_EVERY = 25
 """Number of lines after which the column names are repeated."""
 SAMPLE_TOKENS = 64
@@ -187,19 +187,18 @@ def estimate(
 ) -> TrainingMemory:
     """Estimate the memory of a step on this rank's device, for a model that FSDP shards.
 
-    Parameters, gradients and the optimizer's moments count with their sizes on this rank. Activations, the head,
-    and the weights that FSDP gathers (embedding, head, two blocks) count in bfloat16, the dtype of the computation.
-    Quantized weights count with their stored size, plus the temporary tensors of one matrix product. The temporary
-    tensor is the dense weight for 4-bit weights, experts, and weights kept as in the checkpoint
-    (``keep_quantized``). For other float8 weights, the temporary tensors are the transposed weight and the rounded
-    rows of the input. On one device nothing is gathered.
+    Parameters, gradients and the optimizer's moments are counted at their size on this rank. Activations, the head, and
+    the weights that FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation.
+    Quantized weights are counted at their stored size. The temporary tensors of one matrix product are added: for 4-bit
+    weights, experts, and weights kept as in the checkpoint (``keep_quantized``), the dense weight; for other float8
+    weights, the transposed weight and the rounded rows of the input. On one device, nothing is gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.
         tokens: number of tokens in a batch on this rank.
-        four_bit: whether experts and weights with adapters count with 4 bits per element, as after `quantize_base`.
-        float8: whether the same weights count in float8, as after ``quantize_base(model, dtype="float8")``.
-        moments_8bit: whether moments count with 8 bits per element, as with ``LigerAdamW(state_dtype=torch.int8)``.
+        four_bit: whether experts and weights with adapters are counted at 4 bits per element, as after `quantize_base`.
+        float8: whether the same weights are counted in float8, as after ``quantize_base(model, dtype="float8")``.
+        moments_8bit: whether moments are counted at 8 bits per element, as with ``LigerAdamW(state_dtype=torch.int8)``.
         muon: whether the optimizer is `LigerMuon`, which has one momentum for each matrix.
     """
     # The memory of activations and the head is estimated with an unsharded model on the meta device.
@@ -212,7 +211,7 @@ def estimate(
     name = "nf4" if four_bit else "float8" if float8 else None
     frozen = frozen_weights(model).values()
 
-    # Weights that are still dense, but count with the size in which `quantize_base` will store them.
+    # Weights that are still dense, but are counted at the size at which `quantize_base` will store them.
     pending: set[Any] = set()
     if name is not None:
         pending = {layer.weight for layer in quantized_layers(model) if not frozen_parts(layer)}
@@ -318,7 +317,7 @@ def check_turn_end(model: CausalLM) -> str | None:
 
 
 def sample(model: CausalLM, prompt: str) -> str:
-    """Generate the continuation of a prompt or, if there is a chat template, the answer to it. Decoding is greedy.
+    """Generate greedily the continuation of a prompt or, if there is a chat template, the answer to the prompt.
 
     If the model is sharded, every rank must call this function. All ranks generate the same number of tokens, so that
     no rank waits for a rank that has stopped. Tokens after a stop token are removed from the result.

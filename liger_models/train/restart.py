@@ -20,11 +20,11 @@ from liger_models.common.replacing import replacing
 from liger_models.distributed.ranks import rank
 
 REQUEST = ".out-of-memory"
-"""Name of the file in the folder of a run that asks all processes to start again."""
+"""Name of the file that asks all processes of a run to start again. It is in the folder of the run."""
 POLL = 0.5
 """Seconds between two checks for this file."""
 PATIENCE = 8 * POLL
-"""Seconds that a process, after it has lost another process, waits for its own thread to restart it."""
+"""After a process has lost another process, it waits this many seconds for its own thread to restart it."""
 ATTEMPT = "LIGER_MODELS_ATTEMPT"
 """Environment variable with the number of restarts."""
 
@@ -58,7 +58,7 @@ def take_request(folder: Path) -> str | None:
 
 
 def watch(folder: Path) -> threading.Event:
-    """Start a thread that restarts this process when another process requests it. Set the event to end the thread."""
+    """Start a thread that restarts this process when another process requests it. The returned event ends it."""
     ended = threading.Event()
 
     def wait() -> None:

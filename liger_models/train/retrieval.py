@@ -252,7 +252,7 @@ class RerankObjective(RetrievalObjective):
         """See `Objective.dataset`.
 
         Raises:
-            ValueError: a score is not from 0 to 1.
+            ValueError: a score is below 0 or above 1.
         """
         data: Any = super().dataset(source, model, overflow=overflow, **options)
         wrong = data.score_outside(0.0, 1.0)

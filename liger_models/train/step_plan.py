@@ -1,4 +1,4 @@
-"""The memory plan of a run: what a step recomputes or offloads to fit, and a smaller plan if it does not fit."""
+"""The memory plan of a run: what a step recomputes or offloads to fit into memory, and a smaller plan if it fails."""
 
 import gc
 import json
@@ -137,7 +137,7 @@ class StepPlan:
                 ) from error
 
     def _describe(self, plan: MemoryPlan, budget: int) -> list[str]:
-        """Describe the chosen plan, and what a plan with half of the memory would cost."""
+        """Describe the chosen plan, and how long a step would take with half of the memory."""
         amount = f"about {_gigabytes(plan.peak)} of {_gigabytes(budget)} that the device has free (estimate)"
         half = f"{budget / 2e9:.3g}GB"
         try:
@@ -278,7 +278,7 @@ class StepPlan:
         return None
 
     def _remedies(self, budget: int | None) -> str:
-        """Return a sentence with options for a smaller step, or only with those that fit if ``budget`` is given."""
+        """Return a sentence that names options for a smaller step, preferably options that fit into ``budget``."""
         from liger_models.train.recipe import Planner
 
         options, planner = self._options, Planner(self._model.config)
@@ -321,7 +321,7 @@ class StepPlan:
             replace_json(self._path, content)
 
     def _stored(self) -> tuple[MemoryPlan | None, str | None]:
-        """Return the plan that the run chose under the same conditions, and the error if a step has failed with it.
+        """Return the plan that the run chose under the same conditions, and the error if a step failed with this plan.
 
         Both are None if there is no such plan.
         """

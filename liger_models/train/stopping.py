@@ -16,7 +16,7 @@ from liger_models.distributed.ranks import rank, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 APART = 1.0
-"""Seconds in which a second signal is ignored as a repetition: torchrun repeats a Ctrl-C that the terminal sends."""
+"""Seconds after a first signal in which a second signal is ignored, because torchrun repeats the terminal's Ctrl-C."""
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def keep_signal_handlers() -> Iterator[None]:
 
 
 class Stop:
-    """Turns the first SIGINT or SIGTERM into a request to stop that reaches all ranks. A second signal acts at once.
+    """Turns the first SIGINT or SIGTERM into a request to all ranks to stop. A second signal acts at once.
 
     Every rank must create a `Stop` and call `check` once per step. Outside of the main thread, no handler is
     installed, and the rank only receives the signals of other ranks.

@@ -10,7 +10,7 @@ from liger_models.layers.compile_ahead import Kernels, Launch, compile_all, neve
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
-    """Compile all kernels of this package that ``model(**batch)`` and its backward launch, unless already compiled.
+    """Compile this package's kernels that ``model(**batch)`` and its backward launch, unless they are already compiled.
 
     For most models, the first training step does the same by itself (`layers/compile_ahead.py`). The exceptions are
     distributed, quantized and compiled models, and models with hooks. `warm_up` first runs the model and records
