@@ -1,8 +1,9 @@
 """How checkpoints store quantized tensors: the tensors of each format in a file, and the frozen weight that they form.
 
 `recognize` uses the ``quantization_config`` in config.json to find the tensors that form one quantized weight, and
-joins them into one `StoredTensor` with the shape of the dense weight and an `Encoding`. The encoding reads rows of
-the weight, either dequantized or in the form in which `FrozenWeight` keeps them, and writes them back.
+joins them into one `StoredTensor`, which has the shape of the dense weight and an `Encoding`. The encoding reads rows
+of the weight, either dequantized or in the format of `FrozenWeight`. It also converts a `FrozenWeight` back to the
+tensors in the file.
 
 In memory, a byte holds the 4-bit codes of two neighboring columns, with the first column's code in the lower half. Each
 row has its own scales.
@@ -146,7 +147,7 @@ class Encoding(ABC):
 
 @dataclass(frozen=True)
 class Float8(Encoding):
-    """Codes in e4m3 [..., O, C], with one scale for each block, row or matrix.
+    """Codes [..., O, C] in e4m3, with one scale for each block, row or matrix.
 
     Attributes:
         block: numbers of rows and columns that share a scale. If all columns share a scale, the second number is 0.

@@ -77,8 +77,8 @@ class CheckpointFormat:
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
         contained_in: values of ``model_type`` in checkpoints that contain a model of this family as a part. The
-            ``text_config`` of such a checkpoint is the configuration of this model, and its tensors have the names in
-            one of ``other_maps``.
+            ``text_config`` of such a checkpoint is the configuration of this model, and one of ``other_maps`` has the
+            names of this model's tensors.
         peft_exchanges: whether PEFT mistakes the shape [X, in, out] of the experts' matrices in transformers for
             [X, out, in], because the experts' module does not say that the matrices are transposed. PEFT's files then
             have A and B exchanged.

@@ -524,7 +524,7 @@ def decoder_map(
         also: additional entries with full names.
         over: the index sets that ``also`` uses, except the index set of ``i``.
         skip, kept, dropped: see `WeightMap`.
-        prefix: prefix of all names in the checkpoint except that of the head.
+        prefix: prefix of all names in the checkpoint except the head's name.
         head: name of the head's weight in the checkpoint.
     """
     # Add the norms and the attention of a layer.
@@ -593,7 +593,7 @@ def shared_moe_map(
         shared: name of the shared experts; None if there are none and the layers are `LigerMoE`.
         gated: whether the shared experts have a gate.
         correction: whether routers have a bias that affects only the choice of experts.
-        prefix: prefix of all names in the checkpoint except that of the head.
+        prefix: prefix of all names in the checkpoint except the head's name.
         instead, over: see `decoder_map`.
         also: additional entries, which may replace the entries of the experts. ``{sparse}`` is a layer with experts.
         more: other arguments of `decoder_map`.

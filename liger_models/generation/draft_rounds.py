@@ -11,11 +11,11 @@ a row with L cached tokens, the last token x_L and the drafts d_1 ... d_k, a rou
 Each row accepts its own number of drafts. These numbers stay on the device, so a round can be captured as one CUDA
 graph.
 
-Greedy tokens are the same as without drafts. With seeds, the model and the block draw with the same noise, so sampled
-tokens are also the same as without drafts. Without seeds, a draft ``d`` is accepted with the probability
-``min(1, p(d) / q(d))``, where ``p`` is the model's distribution and ``q`` is the block's distribution. A rejected
-draft is replaced with a token from the normalized distribution ``max(0, p − q)``. New tokens therefore follow the
-model's distribution.
+Greedy decoding yields the same tokens with and without drafts. With seeds, the model and the block draw with the same
+noise, so sampling also yields the same tokens with and without drafts. Without seeds, a draft ``d`` is accepted with
+the probability ``min(1, p(d) / q(d))``, where ``p`` is the model's distribution and ``q`` is the block's
+distribution. A rejected draft is replaced with a token from the normalized distribution ``max(0, p − q)``. New tokens
+therefore follow the model's distribution.
 
 Sources: https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2412.19437.
 """
@@ -67,7 +67,7 @@ class DraftBlock(Protocol):
 
 
 class Round(NamedTuple):
-    """The result of a round, in which each row gets at most k + 1 new tokens.
+    """The result of a round, in which each row gets at most ``k + 1`` new tokens.
 
     Attributes:
         tokens: [rows, k + 1] int64, the new tokens, followed by arbitrary tokens.
@@ -91,7 +91,7 @@ class DraftRound:
         pool: the cache of the rows, with the layers of both the model and the block.
         block: the block that drafts.
         sampler: the sampling options.
-        num_drafts: k, the number of drafts of each row.
+        num_drafts: ``k``, the number of drafts of each row.
         vocab_size: V, the number of logits per row.
         stops: the largest number of stop tokens that a row has.
         seeded: whether rows have seeds.

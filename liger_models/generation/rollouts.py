@@ -92,8 +92,9 @@ def rollout(
             ``num_return_sequences``, a prompt is computed once and its rows share the prompt's pages; only recurrent
             states are computed again for rows that start later. With ``seed``, the random draws of a row depend only
             on the row's seed and tokens. ``draft_model`` may be the model's `LigerMTP`, which drafts
-            ``num_draft_tokens`` tokens at a time. The tokens are the same as without drafts or, if they are sampled
-            without ``seed``, have the same distribution.
+            ``num_draft_tokens`` tokens at a time. Greedy tokens, and tokens that are sampled with ``seed``, are the
+            same with and without drafts. Tokens that are sampled without ``seed`` have the same distribution with and
+            without drafts.
 
     Returns:
         The completed rows in the order of the prompts, with ``num_return_sequences`` consecutive rows for each prompt.

@@ -37,7 +37,7 @@ from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
 
 IDLE_SHARE = 1 / 32
-"""Fraction of the running rows that may wait for a prefill as long as their prompts are too few to fill it.
+"""Fraction of the running rows that may wait for a prefill as long as there are too few prompts to fill the prefill.
 
 The host takes about 35 ms to launch a prefill of Llama 3.2 3B, and an H200 computes 3,000 tokens in this time.
 """

@@ -1,8 +1,8 @@
 """Speculative decoding: a draft proposes the next tokens, and one forward of the model verifies all of them.
 
 As without a draft, the model itself chooses every token. Each proposal that equals the model's choice saves a
-forward. After the first wrong proposal in any row, all rows discard their remaining proposals. Random draws with
-seeds depend only on the logits of a row, so sampled tokens are also the same as without a draft.
+forward. After the first wrong proposal in any row, all rows discard their remaining proposals. With seeds, random
+draws depend only on a row's logits, so sampling yields the same tokens with and without a draft.
 
 Source: https://arxiv.org/abs/2211.17192.
 """

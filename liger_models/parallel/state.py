@@ -1,4 +1,4 @@
-"""Checkpoints from which a training run resumes. On the same number of ranks, it continues as if it had not stopped.
+"""Checkpoints from which a run resumes. On the same number of ranks, the run continues as if it had not stopped.
 
 - ``step-00000200/`` holds the model and the optimizer in the format of torch.distributed.checkpoint, the state of
   each rank, and for each rank the checksums of the files that this rank has written.
@@ -46,7 +46,7 @@ SHARED = "shared.pt"
 _in_flight: set[Path] = set()
 """The run folders in which a background save is in progress."""
 _groups: dict[Any, Any] = {}
-"""Maps the default process group to the group for saving and loading, so that the latter is created only once."""
+"""Maps the default process group to the process group for saving and loading, which is created only once."""
 
 
 class Stateful(Protocol):

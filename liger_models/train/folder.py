@@ -1,4 +1,4 @@
-"""The folder of a run: its JSON files, and the lock that lets only one process group at a time use it."""
+"""The folder of a run: its JSON files, and the lock that lets only one process group at a time use the folder."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,7 +12,7 @@ from liger_models.convert.folder import reporting
 from liger_models.distributed.ranks import raise_on_all_ranks, rank
 
 LOCK = ".lock"
-"""The file that rank 0 locks. The operating system unlocks it when the process ends, however it ends."""
+"""The file that rank 0 locks. The operating system unlocks the file when the process ends, even if it is killed."""
 
 
 @contextmanager

@@ -30,11 +30,11 @@ REPORTERS = {"tensorboard": ("TensorBoard", "torch.utils.tensorboard"), "wandb":
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     """Count the floating-point operations that this rank performs in a forward and backward.
 
-    The count includes matrix products and all kinds of attention. Per token, each element of a weight counts as 2
-    operations for the forward, 2 for the gradient of the layer's input if anything before the layer is trained, and
-    2 for the weight's own gradient if the weight is trained. The count includes neither recomputation nor vision
-    towers. Experts count only for the tokens that are routed to them, and the head counts only for tokens with a
-    target.
+    The count includes matrix products and all kinds of attention. For each token, an element of a weight counts as 2
+    operations in the forward. It counts as 2 more operations if anything before the layer is trained (gradient of the
+    input), and as 2 more if the weight is trained (gradient of the weight). The count includes neither recomputation
+    nor vision towers. Experts count only for the tokens that are routed to them, and the head counts only for tokens
+    with a target.
 
     Args:
         model: the model, sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the

@@ -21,8 +21,8 @@ def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype that a parameter's moments get if the user requests ``wanted``. int8 means 8-bit codes.
 
     With 8-bit codes, each block of 128 elements along the last dimension has one scale. If some rank would not have
-    whole blocks, the moments are in fp32 instead. This concerns vectors, narrow matrices, and matrices whose last
-    dimension is sharded within a block.
+    whole blocks, the moments are in fp32 instead. These parameters are vectors, narrow matrices, and matrices whose
+    last dimension is sharded within a block.
     """
     if wanted != torch.int8:
         return wanted or param.dtype

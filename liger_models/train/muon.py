@@ -42,8 +42,9 @@ class LigerMuon(LigerAdamW):
     (`SharedMatrices`). All ranks must call ``step``, and a parameter must have a gradient on all ranks or on none.
 
     Args:
-        model: the model. If it is to be sharded, shard it first. Its trainable parameters form three groups: matrices
-            (with ``momentum``); embeddings, head and others; vectors and biases (without weight decay).
+        model: the model. If it is to be sharded, shard it first. Its trainable parameters form three groups: the
+            matrices, which have ``momentum``; embeddings, the head and other parameters; vectors and biases, which
+            have no weight decay.
         lr: learning rate of the matrices. With "match_rms_adamw", use a learning rate that suits AdamW.
         weight_decay: λ for everything except vectors and biases.
         momentum: μ.

@@ -32,7 +32,7 @@ class LigerAdamW(torch.optim.Optimizer):
     parallelism) are updated shard by shard, and their moments are DTensors, too.
 
     Args:
-        params: parameters, or dicts with the options of a group, as for every PyTorch optimizer.
+        params: parameters, or dicts with the parameters and options of a group, as for every PyTorch optimizer.
         lr, betas, eps, weight_decay, maximize: see torch's AdamW.
         stochastic_rounding: whether bfloat16 parameters and moments are rounded up or down at random such that the
             expected value is unchanged. Updates smaller than half a bfloat16 step are then not lost. Other dtypes

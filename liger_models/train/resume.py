@@ -37,7 +37,7 @@ def changed_options(options: TrainOptions, start: int) -> list[str]:
 
     Args:
         options: the options of this start.
-        start: number of finished steps; 0 for a new run, in which nothing has changed.
+        start: number of finished steps. For 0, a new run, no changes are listed.
 
     Returns:
         Texts such as "lr 1e-05 instead of 2e-05".

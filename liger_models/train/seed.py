@@ -15,9 +15,10 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
         seed: 0 ≤ seed < 2³². Use different seeds, such as ``seed + rank``, on ranks that must draw different random
             numbers (dropout). Use the same seed on ranks that must initialize the same weights or adapters.
         deterministic: whether two runs must be bitwise identical on the same machine, with the same versions and the
-            same number of threads. PyTorch then uses algorithms that sum in a fixed order, and raises RuntimeError for
-            operations without such an algorithm. Some of these algorithms are slower. This package's kernels always sum
-            in a fixed order. Call `seed_all` before the first matrix product on a GPU.
+            same number of threads. PyTorch then uses algorithms that sum in a fixed order, and raises RuntimeError
+            for operations without such an algorithm. Some of these algorithms are slower than the default algorithms.
+            This package's kernels always sum in a fixed order. Call `seed_all` before the first matrix product on a
+            GPU.
 
     Raises:
         ValueError: ``seed`` is out of range.
