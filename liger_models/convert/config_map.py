@@ -328,7 +328,7 @@ def renaming(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str
 def of_text(
     config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
 ) -> dict[str, Any]:
-    """Merge a config.json and its ``text_config`` into one flat object that has the values transformers would read.
+    """Merge a config.json and its ``text_config`` into one flat object with the values that transformers would read.
 
     Args:
         config_class: the config class. Its fields are read from ``text`` instead of the top level.

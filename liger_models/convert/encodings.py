@@ -94,7 +94,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def read(self, files: Files, part: str, first: int, last: int) -> Tensor:
-        """Read rows ``first`` to ``last - 1`` (for experts: matrices) of one tensor of the `FrozenWeight`."""
+        """Read rows (for experts: matrices) ``first`` to ``last - 1`` of one tensor of the `FrozenWeight`."""
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

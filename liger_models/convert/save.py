@@ -145,7 +145,7 @@ class _Contents(NamedTuple):
     quantization: dict[str, Any]
 
     def named(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all names and tensors of the checkpoint, first the tensors computed from ``gathered`` parameters."""
+        """Yield all names and tensors of the checkpoint, beginning with tensors that are computed from ``gathered``."""
         return itertools.chain(self.stored.unpack(gathered, dtype), self.kept.items())
 
 
@@ -243,7 +243,7 @@ class _Files(NamedTuple):
         _write_tensors(target, self.plan.tensor_to_filename, set(self.plan.filename_to_tensors), named)
 
     def _write_others(self, target: Path) -> None:
-        """Write all files without tensors."""
+        """Write all files that contain no tensors."""
         write_json(target / CONFIG, self.hf_config)
         for name, content in self.assets.items():
             (target / name).write_bytes(content)

@@ -297,10 +297,10 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
         shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:
-        A list with one tensor [k, n] int64 for each row count n. Row i of the tensor holds the row numbers of the
-        i-th of the k matrices that have n rows. Rows are numbered over the flattened leading dimensions of the
-        parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of the parameter,
-        the parameter is treated as one matrix or, for a stack of experts, as X matrices.
+        A list with one tensor [k, n] int64 for each row count ``n``. Row ``i`` of the tensor holds the row numbers of
+        matrix ``i`` among the ``k`` matrices that have ``n`` rows. Rows are numbered over the flattened leading
+        dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows
+        of the parameter, the parameter is treated as one matrix or, for a stack of experts, as X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     if len(shape) == 3:

@@ -52,7 +52,7 @@ def hf_tensors(
             nothing, so these ranks need no memory for gathered parameters. Default: all ranks.
 
     Returns:
-        An iterator over pairs of a name and a contiguous tensor, on the device of the parameters.
+        An iterator over pairs of a name and a tensor. The tensors are contiguous and on the device of the parameters.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, ``dtype`` is not a supported dtype for

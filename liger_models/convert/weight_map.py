@@ -381,7 +381,7 @@ def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expre
 
 
 def gate_up_rows(gate: str, up: str) -> Expression:
-    """Return a fused gate and up projection. Row 2f of the result is row f of gate, and row 2f + 1 is row f of up."""
+    """Return a fused gate and up projection. Row ``2f`` is row ``f`` of gate, and row ``2f + 1`` is row ``f`` of up."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 

@@ -241,7 +241,7 @@ class MediaReader:
         """Return the images that the model's placeholders in a text stand for, in order.
 
         Raises:
-            ValueError: there are more placeholders than images, or fewer.
+            ValueError: the number of placeholders differs from the number of images.
         """
         placeholders = () if self.processor is None else self.processor.placeholder.finditer(text)
         kinds = [str(placeholder.lastgroup) for placeholder in placeholders]
@@ -404,7 +404,7 @@ def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
         columns: maps each kind to the images in its column.
 
     Raises:
-        ValueError: there are more places than images, or fewer.
+        ValueError: the number of places differs from the number of images.
     """
     for kind in dict.fromkeys([*columns, *kinds]):
         column = columns.get(kind, ())

@@ -134,7 +134,7 @@ class PackedRows(Dataset[Batch]):
         overflow, shuffle, seed: see `PackedDataset`.
 
     Attributes:
-        truncated: the number of documents with images that are longer than a row.
+        truncated: the number of documents that have images and are longer than a row.
         longer: the number of documents, with or without images, that are longer than a row.
     """
 

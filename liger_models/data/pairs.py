@@ -148,7 +148,7 @@ class PairEncoder(Encoder):
 
 
 class PairRows(AnswerRows):
-    """The sequence of an epoch's examples. Each has ``texts``, ``scores`` and the ``key`` of its query."""
+    """The sequence of an epoch's examples. An example has ``texts``, ``scores`` and its query's ``key``."""
 
     def _with_answers(self) -> list[int]:
         """Find where each example begins, and return the indices of all examples."""

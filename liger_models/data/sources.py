@@ -1,4 +1,4 @@
-"""Sources of records: files with JSON, text or tables, data sets of `datasets` and PyTorch, and other iterables."""
+"""Sources of records: files (JSON, text or tables), data sets (of `datasets` or PyTorch), and other iterables."""
 
 import csv
 import gzip

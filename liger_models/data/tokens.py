@@ -62,7 +62,7 @@ class TokenFile:
         ends: [documents] int64, the index in ``ids`` at which each document ends.
         media: [images, 2] int64, the index of each image's first token, and the index after its last token.
         checksum, media_checksum: checksum of the tokens, and checksum of the images' positions, sizes and contents.
-        skipped: the number of examples with broken images or videos that were left out, and the first error.
+        skipped: the number of examples that were left out because of broken images or videos, and the first error.
 
     Raises:
         ValueError: a file is missing from the folder, or has another size than when it was written.

@@ -4,10 +4,10 @@ A step launches hundreds of small kernels. The host takes longer to launch these
 but a graph needs only one launch. The kernels in the graph read the tokens, their positions and the cache from
 tensors at fixed addresses, so one graph serves all lengths up to the capacity of its cache.
 
-A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. A few steps are kept
-for later calls of a model in eval mode; see `MOST_STEPS` and `MOST_MEMORY`. They are dropped when the model changes
-in a way that a captured step would not notice. New values in the same parameters are no problem. `release_steps`
-drops all steps at once.
+A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. If a model is in
+eval mode, a few steps are kept for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the
+model changes in a way that a captured step would not notice. New values in the same parameters are no problem.
+`release_steps` drops all steps at once.
 """
 
 import functools

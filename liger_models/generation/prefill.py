@@ -140,6 +140,6 @@ def most_tokens(model: Decoder) -> int:
 
 
 def padded_length(T: int) -> int:
-    """Return the length to which prompts of T tokens are padded. It is at most about an eighth longer than T."""
+    """Return the length to which prompts of ``T`` tokens are padded, at most about an eighth more than ``T``."""
     unit = max(1 << max(T.bit_length() - 4, 0), SHORTEST)
     return -(-T // unit) * unit

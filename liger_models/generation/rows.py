@@ -112,7 +112,7 @@ class Rows:
         self.ended, self._all_ended = torch.tensor(ended, device=last.device), all(ended)
 
     def all_ended(self) -> bool:
-        """Return whether every row has ended. Synchronizes with the device if rows can end before their maximum."""
+        """Return whether every row has ended. Synchronizes with the device if a row can end early."""
         if self._all_ended is None:
             self._all_ended = bool(self.ended.all())
         return self._all_ended

@@ -361,7 +361,7 @@ class Scheduler:
                 self.new_experts[step] = result.experts
 
     def _read(self, steps: int) -> list[list[list[Any]]]:
-        """Return tokens, log-probabilities and counts of the last steps as nested lists [slots, steps(, width)].
+        """Return tokens, log-probabilities and counts of the last steps as nested lists, by slot and step.
 
         Synchronizes with the device.
         """

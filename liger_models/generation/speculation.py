@@ -1,6 +1,6 @@
 """Speculative decoding: a draft proposes the next tokens, and one forward of the model verifies all of them.
 
-As without a draft, the model itself chooses every token. Each proposal that equals the model's choice saves a
+The model itself chooses every token, as it does without a draft. Each proposal that equals the model's choice saves a
 forward. After the first wrong proposal in any row, all rows discard their remaining proposals. With seeds, random
 draws depend only on a row's logits, so sampling yields the same tokens with and without a draft.
 
@@ -75,7 +75,7 @@ class Columns:
         self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
-        """Return how many columns after ``end``, at most ``count``, can run in the same forward as the columns before.
+        """Return how many columns after ``end``, at most ``count``, can run in one forward with the columns before.
 
         The forward of the prompts runs no columns after the prompts. All columns of a forward use the rotary
         frequencies of its last column. Therefore, a forward must not cross a column at which the frequencies change

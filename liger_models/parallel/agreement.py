@@ -1,6 +1,6 @@
 """Checks that ranks have the same model and compatible batches, before the first forward and on demand.
 
-Ranks exchange digests of 8 bytes. Only if digests differ, ranks exchange more data, so that the error can name the
+Ranks exchange digests of 8 bytes. If digests differ, ranks exchange more data, so that the error can name the
 difference.
 """
 
@@ -30,8 +30,8 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError on all ranks if the ranks' models differ, or if ranks that share a batch have different batches.
 
     A model that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep` has distributed calls this function before its
-    first forward. Your own loop may call the function again, on all ranks. It synchronizes with the device. Without a
-    process group, it does nothing.
+    first forward. Your own loop may call the function again, on all ranks. The function synchronizes with the device.
+    Without a process group, the function does nothing.
 
     Args:
         model: the model. Its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters
@@ -192,7 +192,7 @@ def current_samples(model: Decoder, hook: FirstForward) -> dict[str, int]:
 
 
 def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
-    """Raise ValueError if ranks hold replicas of a weight but do not average its gradients over these ranks.
+    """Raise ValueError if a weight's gradients are not averaged over the ranks that hold replicas of this weight.
 
     Args:
         model: the model, before its first training forward.

@@ -55,7 +55,7 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def frozen_checksum(model: nn.Module) -> str:
-    """Return the `weight_checksum` of a model's frozen weights, which does not depend on how the model is sharded.
+    """Return the `weight_checksum` of a model's frozen weights. The result does not depend on the sharding.
 
     For a quantized weight, the checksum covers the codes and the scales, but not the factors of the scales, because
     `apply_tp` replicates these factors on each rank.

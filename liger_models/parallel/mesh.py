@@ -33,8 +33,8 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
     """Return the mesh over which `apply_fsdp` shards, and the mesh over which it shards experts after `apply_ep`.
 
     The dimension of `apply_tp` is left out, because its ranks hold different shards. The dimensions of `apply_cp` and
-    `apply_ep` are merged with the data-parallel dimension, because their ranks hold the same weights except for the
-    experts.
+    `apply_ep` are merged with the data-parallel dimension, because the ranks along these dimensions hold the same
+    weights, except for the experts.
 
     Args:
         mesh: the mesh of all ranks, with or without the dimension of `apply_tp`.

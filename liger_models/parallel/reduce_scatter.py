@@ -87,8 +87,8 @@ class ReduceScatter:
     """A reduce-scatter for FSDP2 that sends gradients in their own dtype, but sums them in the dtype of the result.
 
     PyTorch's own reduce-scatter computes the same sum, but sends and stores every gradient in the dtype of the
-    result. For bf16 gradients and fp32 sums, this takes twice as many bytes. Gradients that were accumulated over
-    several backward passes have the dtype of the result, and are sent in this dtype.
+    result. For bf16 gradients and fp32 sums, it therefore sends and stores twice as many bytes. Gradients that were
+    accumulated over several backward passes have the dtype of the result, and are sent in this dtype.
 
     Args:
         passes: the counter of the model's backward passes.

@@ -646,7 +646,7 @@ def start_kernels(options: TrainOptions, model: CausalLM, device: torch.device) 
 def needs_fsdp(options: TrainOptions, dtype: torch.dtype) -> bool:
     """Return whether the run needs FSDP: to shard the weights, or to convert them to the ``dtype`` of the computation.
 
-    On one device, weights that already have this dtype need no FSDP, which saves its copies.
+    On one device, FSDP would only copy weights that already have this dtype.
     """
     is_quantized = any(getattr(options, name) for name in STORED)
     is_converted = not (options.dtype == "bfloat16" and dtype == torch.bfloat16)

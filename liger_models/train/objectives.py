@@ -110,7 +110,7 @@ class Objective:
     repeats = 1
     """Number of optimizer steps that use the same batches."""
     compares = False
-    """Whether the loss compares answers or texts. Examples of such objectives are not packed into rows."""
+    """Whether the loss compares answers or texts. If so, examples are not packed into rows."""
     has_head = True
     """Whether the model has a language-model head."""
     generates = True

@@ -317,7 +317,7 @@ def check_turn_end(model: CausalLM) -> str | None:
 
 
 def sample(model: CausalLM, prompt: str) -> str:
-    """Generate greedily the continuation of a prompt or, if there is a chat template, the answer to the prompt.
+    """Greedily generate the continuation of a prompt or, if there is a chat template, the answer to the prompt.
 
     If the model is sharded, every rank must call this function. All ranks generate the same number of tokens, so that
     no rank waits for a rank that has stopped. Tokens after a stop token are removed from the result.
