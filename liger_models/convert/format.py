@@ -107,7 +107,7 @@ class CheckpointFormat:
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """Return the maps from `weight_maps`, and the maps of quantized checkpoints, which exist only in files."""
+        """Return the maps of all layouts in files: `weight_maps`, then the maps of quantized checkpoints."""
         return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:

@@ -378,7 +378,7 @@ def _common_encoding(expression: Expression, stored: Mapping[str, StoredTensor])
 def _fill_codes(
     parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Read this rank's shard of the codes and the other tensors of a weight that is kept quantized.
+    """Read this rank's shards of all tensors of a weight that is kept quantized: of the codes and of the other tensors.
 
     Args:
         parameter: the codes.

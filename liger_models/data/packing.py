@@ -53,8 +53,9 @@ def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         capacity: the number of tokens in a row.
 
     Returns:
-        The indices of the pieces, row after row, [n] int64, and for each row the position after its last index,
-        [rows] int64. Within a row, the indices are ascending. Rows are ordered by the index of their longest piece.
+        Two tensors: the indices of the pieces, row after row ([n] int64); and, for each row, the position after the
+        row's last index ([rows] int64). Within a row, the indices are ascending. Rows are ordered by the index of
+        their longest piece.
     """
     # Pieces of equal size must stay in the order of their indices, because a saved run was packed in this order.
     # `index_select` and `scatter` run in one thread. Indexing would start several threads, which takes a hundred
