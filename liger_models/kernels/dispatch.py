@@ -1,9 +1,9 @@
 """Backend selection and launch helpers that all ops share.
 
 On accelerators (CUDA, ROCm, XPU), ops run their Triton kernels; docs/correctness.md lists the tested GPUs. On the CPU
-and all other devices, ops run their reference in plain PyTorch. If ``TRITON_INTERPRET=1`` is in the environment before
-the first import, Triton's interpreter runs the kernels on the CPU. On an accelerator, an op never falls back to the
-reference silently: if Triton is not installed, the op raises an error.
+and all other devices, ops run their reference implementation in plain PyTorch. If ``TRITON_INTERPRET=1`` is in the
+environment before the first import, Triton's interpreter runs the kernels on the CPU. On an accelerator, an op never
+falls back to the reference implementation silently: if Triton is not installed, the op raises an error.
 """
 
 import functools
@@ -77,7 +77,7 @@ _triton_assumed = False
 
 @contextmanager
 def reference_backend() -> Iterator[None]:
-    """Return a context manager in which every op runs its reference in plain PyTorch, on any device."""
+    """Return a context manager in which every op runs its reference implementation in plain PyTorch, on any device."""
     global _reference_only
     before, _reference_only = _reference_only, True
     try:
@@ -101,7 +101,7 @@ def triton_assumed() -> Iterator[None]:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return True if an op on ``x`` runs its Triton kernels, and False if the op runs its reference.
+    """Return True if an op on ``x`` runs its Triton kernels, and False if it runs its reference implementation.
 
     Raises:
         RuntimeError: ``x`` is on an accelerator and Triton is not installed.

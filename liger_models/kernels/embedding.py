@@ -1,13 +1,13 @@
-"""The lookup of rows of a table, and its backward, which sums the gradients for equal ids.
+"""The lookup of table rows by id, and the backward of the lookup, which sums the gradients of equal ids.
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
-order of n, and 0 for rows that no id names. The ids are sorted first, so that equal ids are neighbors. A first
-kernel goes through `CHUNK` sorted ids per program. If all ids of a row are in the chunk, the kernel writes the row's
-sum. If the row begins in an earlier chunk or ends in a later one, the kernel writes a partial sum in fp32. A second
+order of n, and 0 for rows that no id names. The ids are sorted first, so that equal ids are neighbors. A first kernel
+goes through `CHUNK` sorted ids per program. If the chunk contains all ids that name a row, the kernel writes the row's
+sum. If the row's ids begin in an earlier chunk or end in a later one, the kernel writes a partial sum in fp32. A second
 kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs are
 bitwise identical.
 
-The ids are saved.
+Only the ids are saved for the backward.
 """
 
 import torch
@@ -37,10 +37,10 @@ def embedding_reference(weight: Tensor, ids: Tensor, padding_idx: int | None = N
 def _rows_kernel(
     ids_ptr, order_ptr, dy_ptr, dw_ptr, partial_ptr, N, C, padding, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum the rows of dy for CHUNK sorted ids and BLOCK columns.
+    """Sum the rows of dy that have equal ids, for CHUNK sorted ids and BLOCK columns.
 
-    ``partial`` is [chunks, 2, C]: for each chunk, the partial sum of the row that begins in an earlier chunk, and the
-    partial sum of the row that begins in this chunk and ends in a later one.
+    ``partial`` [chunks, 2, C] holds two partial sums for each chunk. The first belongs to the row whose ids begin in an
+    earlier chunk. The second belongs to the row whose ids begin in this chunk and end in a later one.
     """
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * CHUNK
@@ -75,7 +75,7 @@ def _partials_kernel(
     ids_ptr, dw_ptr, partial_ptr, N, C, padding, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of the row that begins in this program's chunk and ends in a later one."""
+    """Add the partial sums of the row whose ids begin in this program's chunk and end in a later chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     last = (chunk + 1) * CHUNK - 1
     if last + 1 >= N:
@@ -140,11 +140,11 @@ FORWARD = define_op(
 
 
 def embedding(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Look up the rows of a table.
+    """Look up the row of a table for each id.
 
     Args:
         weight: [V, C], float32, float16 or bfloat16.
-        ids: [...] int64 or int32, from 0 to V − 1.
+        ids: [...] int64 or int32, with values from 0 to V − 1.
         padding_idx: index of the row that gets no gradient, from 0 to V − 1; None if every row gets one.
 
     Returns:

@@ -3,9 +3,9 @@
 For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
 the rest of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the
 blocks of descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps the
-kernels that Triton has chosen. The key of a kept kernel determines all of this except alignments. The key consists of
-the dtypes of the tensors, the blocks of descriptors, all integers and constants, and the device. Only launches in which
-all tensors begin at multiples of 16 bytes use the kept kernels.
+compiled kernels that Triton has chosen. The key of a kept kernel determines all of these properties except alignments.
+The key consists of the dtypes of the tensors, the blocks of descriptors, all integers and constants, and the device.
+Only launches in which all tensors begin at multiples of 16 bytes use the kept kernels.
 
 Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
 with tensor subclasses, and launches that hooks observe.
@@ -37,13 +37,13 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
-    """A `triton.JITFunction` whose repeated launches take less time."""
+    """A `triton.JITFunction` whose repeated launches take less time on the host."""
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         self.kept: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        """Maps the key of a launch to the compiled kernel's launcher, function and metadata, and to the remaining
-        arguments."""
+        """Maps the key of a launch to the compiled kernel's launcher, function and metadata, and to the values of the
+        arguments that are not passed by position."""
 
     def __getitem__(self, grid: Any) -> Any:
         return partial(self._launch, grid)

@@ -9,7 +9,8 @@ class KernelOptions:
 
     Args:
         rms_norm: RMSNorms and the linear layers after them. The fused kernels do not save the normalized activations.
-        layer_norm: LayerNorms and the linear layers after them, in the same way.
+        layer_norm: LayerNorms and the linear layers after them. The fused kernels do not save the normalized
+            activations, either.
         rope: the rotary embedding of the packed QKV projection.
         swiglu: the MLP's activation, whichever function it is and whether or not it is gated.
         linear_attention: the recurrence of linear attention, its convolution and its gated norm.

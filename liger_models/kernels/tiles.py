@@ -1,4 +1,4 @@
-"""Helpers for kernels and their launches that several folders share."""
+"""Helpers for kernels and kernel launches, which several folders share."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ def cdiv(a: int, b: int) -> int:
     """Return ``a / b``, rounded up.
 
     This function and `next_power_of_2` take a tenth of the time of Triton's functions, which also support kernel
-    constants. A forward calls them hundreds of times.
+    constants. A forward calls the two functions hundreds of times.
     """
     return -(-a // b)
 

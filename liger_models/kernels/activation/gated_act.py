@@ -1,7 +1,7 @@
 """Gated activations (SwiGLU, GeGLU) of a packed projection, in which gate and up are interleaved.
 
-Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. If f is sharded over ranks, each shard is therefore
-a contiguous slice of the rows of the projection's weight. The forward computes the activation in fp32, with s =
+Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. In this order, if f is sharded over ranks, each shard
+is a contiguous slice of the rows of the projection's weight. The forward computes the activation in fp32. s stands for
 ``gate_scale``, which is usually 1::
 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
@@ -36,9 +36,9 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 BLOCK = 1024
 NUM_WARPS = 8
-"""Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in
-one 16-byte vector and computes 4 results. Splitting and interleaving then need no shared memory, which they would need
-with 8 pairs per thread."""
+"""Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in one
+16-byte vector and computes 4 results. Splitting and interleaving then need no shared memory. With 8 pairs per thread,
+they would need it."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
@@ -73,7 +73,7 @@ def _activation(g, ACT: tl.constexpr):
 
 @triton.jit
 def _load_pairs(pointer, left, BLOCK: tl.constexpr):
-    """Load gate and up for BLOCK results in fp32.
+    """Load gate and up for BLOCK results, and convert them to fp32.
 
     ``left`` is the number of results from the pointer to the tensor's end.
     """
@@ -139,12 +139,12 @@ def gated_act_backward(
     overwrite_dy: bool = False,
     overwrite_gate_up: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the backward kernel and return the gradient of gate_up and, with ``need_product``, the forward's output.
+    """Launch the backward kernel: compute the gradient of gate_up and, with ``need_product``, the forward's output.
 
     Args:
         overwrite_dy: whether to write the forward's output into dy.
-        overwrite_gate_up: whether to write the gradient into gate_up. A tensor that is overwritten must belong to the
-            caller, who must no longer need its values.
+        overwrite_gate_up: whether to write the gradient into gate_up. If dy or gate_up is overwritten, it must belong
+            to the caller, and the caller must no longer need its values.
 
     Returns:
         ``(d_gate_up, product)``, where the product is the forward's output, or None without ``need_product``.

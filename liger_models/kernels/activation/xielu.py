@@ -1,4 +1,4 @@
-"""xIELU, an activation with two trained coefficients. Only its input is saved.
+"""xIELU, an activation with two trained coefficients. Only the input and the coefficients are saved.
 
 With the coefficients p and n, and the constants β and ε, the forward computes in fp32::
 
@@ -55,7 +55,7 @@ def _remainder(x):
 def _parts(x, eps):
     """Return the factor of p in y, the factor of n in y, and exp(min(x, ε)) − 1.
 
-    y contains either p or n. The factor of the other one is 0.
+    The formula for y contains either p or n. The factor of the other coefficient is 0.
     """
     bounded = tl.minimum(x, eps)
     remainder = _remainder(bounded)
@@ -208,11 +208,11 @@ def check_coefficients(op: str, coefficients: Tensor) -> None:
 
 
 def xielu(x: Tensor, coefficients: Tensor) -> Tensor:
-    """Compute xIELU. Only x is saved.
+    """Compute xIELU. Only x and the coefficients are saved for the backward.
 
     Args:
         x: [...], float32, float16 or bfloat16.
-        coefficients: [4], p, n, beta and eps. Only p and n have gradients; the gradients of beta and eps are 0.
+        coefficients: [4], the values of p, n, beta and eps. Only p and n are trained; beta and eps get zero gradients.
 
     Returns:
         [...] in the dtype of x.

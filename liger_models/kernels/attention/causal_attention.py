@@ -77,7 +77,8 @@ class Tiles(NamedTuple):
         block_m, block_n: number of queries and number of keys in a tile of weights (forward) or of p and ds
             (backward).
         block_d: number of columns of a head per step of the kernels that write these tiles.
-        weights, scores: launch options of the kernels that write these tiles in the forward and in the backward.
+        weights, scores: launch options of the kernels that write these tiles in the forward and in the backward,
+            respectively.
         columns: number of columns of a tile of o, dq, dk and dv.
         step: number of queries or keys per step of the kernels that write o, dq, dk and dv.
         products: launch options of the kernels that write o, dq, dk and dv.
@@ -98,9 +99,9 @@ LARGE = Tiles(
     weights={"num_warps": 4, "num_stages": 3}, scores={"num_warps": 8, "num_stages": 3},
     columns=256, step=64, products={"num_warps": 8, "num_stages": 4},
 )  # fmt: skip
-"""Tiles for half precision on GPUs with 226 KB of shared memory (Hopper, Blackwell). In the forward, two programs
-take 208 of the 227 KB of shared memory of a Hopper multiprocessor, so that one program computes exponentials while
-the other multiplies."""
+"""Tiles for half precision on GPUs with at least 226 KB of shared memory (Hopper, Blackwell). In the forward, two
+programs take 208 of the 227 KB of shared memory of a Hopper multiprocessor, so that one program computes exponentials
+while the other multiplies."""
 
 SMALL = Tiles(
     64, 64, 32,
@@ -126,7 +127,7 @@ def choose_tiles(x: Tensor) -> Tiles:
 def causal_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Compute `causal_attention` in plain torch, with all scores in memory, and in fp64 for fp64 inputs."""
+    """Compute `causal_attention` in plain PyTorch. All scores are in memory, and fp64 inputs are computed in fp64."""
     T, S, queries = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(queries, 1) for x in (k, v))
     key = torch.arange(S, device=q.device)
@@ -140,7 +141,7 @@ def causal_attention_reference(
 
 
 def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return ``documents``, ``low`` and ``last``, [B, S] int32 each, which bound the keys that a query sees.
+    """Return ``documents``, ``low`` and ``last`` ([B, S] int32 each), which bound the keys that a query sees.
 
     Token i and all later tokens see no key before ``low[i]``. ``last[j]`` is the last token i with ``low[i] <= j``.
     Without documents and window, the three tensors are empty, and the kernels do not read them. For example,
@@ -167,7 +168,7 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
 
 
 class LaunchPlan:
-    """The kernel launches of an op, and the bounds, tile sizes and constants that they share.
+    """The kernel launches of an op, and the bounds, tile sizes and constants that all the launches share.
 
     Args:
         q, k: [B, T, H, D] and [B, S, G, D].
@@ -180,7 +181,8 @@ class LaunchPlan:
         documents, low, last: see `bounds`.
         score_constants: constants of the kernels that compute scores.
         sum_constants: constants of the kernel that adds the sums of tiles.
-        product_constants: constants of the kernels that multiply the tiles of the workspace, for heads of any width.
+        product_constants: constants of the kernels that multiply the tiles of the workspace, except the constants that
+            depend on the width of a head.
     """
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, window: int | None, *, backward: bool) -> None:
@@ -238,7 +240,7 @@ def _strips(x: Tensor, rows: int, columns: int) -> Any:
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute o [B, T, H, V], and m and 1 / Σ, [B, H, T] each."""
+    """Compute o [B, T, H, V], m [B, H, T] and 1 / Σ [B, H, T]."""
     (B, T, H, _), V = q.shape, v.shape[3]
     out = torch.empty(B, T, H, V, dtype=q.dtype, device=q.device)
     m, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -253,8 +255,8 @@ def _causal_attention(
         queries, keys = _heads(q, tiles.block_m, tiles.block_d), _heads(k, tiles.block_n, tiles.block_d)
         values = _heads(v, tiles.step, columns)
 
-        # Allocate the workspace, and m and the sum of each row of its tiles. Describe strips of the weights for the
-        # product.
+        # Allocate the workspace, and tensors for m and the sum of each row of its tiles. Describe strips of the weights
+        # for the product.
         weights = plan.workspace(q)
         tile_m, tile_sums = torch.empty(2, plan.room, tiles.block_m, dtype=torch.float32, device=q.device)
         strips = _strips(weights, tiles.block_m, tiles.step)

@@ -99,7 +99,7 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """For each query, write the m that its weights share, and the inverse of the sum of these weights, [B, H, T] each.
+    """Write two tensors [B, H, T]: for each query, the m that all its weights share, and the inverse of their sum.
 
     A tile of queries has SUMS_PROGRAMS programs. Each program computes both results for all queries of the tile.
     Weights that were written with another m are rescaled, and each program rescales a part of them.
@@ -291,11 +291,12 @@ def _sum_over_queries(
     GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q, summed over a group's query heads from ``first_slot`` on.
+    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a KV head in this launch.
 
-    The tile has BLOCK_N keys and BLOCK_D columns. D is the width of the result.
+    ``first_slot`` is the slot of the first of these query heads. The tile has BLOCK_N keys and BLOCK_D columns. D is
+    the width of the result.
 
-    If several launches contribute to a tile, ``sum_ptr`` holds its sum between the launches. The key tiles from
+    If several launches contribute to a tile, ``sum_ptr`` holds the tile's sum between the launches. The key tiles from
     ``finished`` on are complete after this launch.
     """
     key = key_tile * BLOCK_N

@@ -1,10 +1,10 @@
 """Attention for decoding: one new token of each row attends to the keys and values in a paged cache.
 
-Row b has n = lengths[b] tokens in the cache, including the new token. A page holds P tokens, and token j is in slot
-j % P of page table[b, j // P]. The new token sees token j if n − j is at most ``window``, or if j and n − 1 are in
-the same chunk of ``chunk`` tokens. The score of token j is s_j = scale · q · k_j or, with a softcap c, s_j = c ·
-tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. The sums are over the tokens that
-the new token sees, and are computed in fp32::
+Row b has n = lengths[b] tokens in the cache, including the new token. A page holds P tokens, and token j is in slot j %
+P of page table[b, j // P]. With a window, the new token sees token j if n − j is at most ``window``. With chunks, it
+sees token j if j and n − 1 are in the same chunk of ``chunk`` tokens. Otherwise, it sees all n tokens. The score of
+token j is s_j = scale · q · k_j or, with a softcap c, s_j = c · tanh(scale · q · k_j / c). z is the sink of the head;
+without sinks, exp(z) = 0. The sums are over the tokens that the new token sees, and are computed in fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
@@ -19,8 +19,8 @@ A program then reads only the keys, and computes two products with the queries: 
 and one for the other D − V columns.
 
 Heads that share keys are rows of the same matrix product, so that each key is read once. The number of programs depends
-only on the shapes. ``lengths`` determines which keys each program reads, so that a captured launch works for all
-lengths. There is no backward.
+only on the shapes. ``lengths`` determines which keys each program reads, so that a launch that was captured in a CUDA
+graph works for all lengths. There is no backward.
 
 Source: https://arxiv.org/abs/1805.02867, https://pytorch.org/blog/flash-decoding, https://arxiv.org/abs/2309.06180.
 """
@@ -53,9 +53,9 @@ MOST_QUERIES = 2**13
 all read the keys."""
 
 MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
-"""The same sizes if the values are columns of the keys: maximum number of elements in a program's queries, and twice
-the number of bytes of keys per step. These sizes (64 rows of 512 columns, and 32 keys of 576 columns) apply to half
-precision on GPUs with enough shared memory (Hopper, Blackwell)."""
+"""The corresponding sizes if the values are columns of the keys: maximum number of elements in a program's queries, and
+twice the number of bytes of keys per step. These sizes (64 rows of 512 columns, and 32 keys of 576 columns) apply to
+half precision on GPUs with enough shared memory (Hopper, Blackwell)."""
 
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""
@@ -109,7 +109,7 @@ def _decode_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output and the log-sum for one part of a row's keys.
+    """Compute the output and the log-sum-exp for one part of a row's keys.
 
     A program computes both results for some of the GROUP query heads of a KV head. With LATENT, the values are the
     first V columns of the keys. BLOCK_D then equals BLOCK_V, and BLOCK_REST is the block size for the other columns of
@@ -173,7 +173,7 @@ def _decode_kernel(
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         total, most, weight = softmax_step(scores, v, total, most, weight, True, PRECISION)
 
-    # If a part has no keys, its log-sum is -inf, and the program writes no output.
+    # If a part has no keys, its log-sum-exp is -inf, and the program writes no output.
     row = (batch * G * GROUP + head) * PARTS + part
     if begin < end:
         inside = (member < GROUP)[:, None] & (value_column < V)[None, :]
@@ -187,7 +187,10 @@ def _combine_kernel(
     parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, V: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weighted sum of the parts that have keys, for BLOCK_V columns of a head. Log-sums are in base 2."""
+    """Compute BLOCK_V columns of a head's output: the weighted sum of the outputs of all parts that have keys.
+
+    The log-sum-exps are in base 2.
+    """
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -312,8 +315,8 @@ def decode_attention(
         [B, H, V] in the dtype of q.
 
     Raises:
-        ValueError: shapes do not match, heads are wider than 576, the window or the chunk is below 1, or both are
-            given.
+        ValueError: shapes do not match, heads are wider than 576, the window or the chunk is below 1, or a window and a
+            chunk are given.
         TypeError: the tensors are not floating-point or differ in dtype, or table and lengths are not int32.
     """
     op = "decode_attention"

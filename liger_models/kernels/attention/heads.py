@@ -5,7 +5,7 @@ from torch import Tensor
 from liger_models.kernels.dispatch import tl, triton
 
 MOST_HEAD_DIM = 576
-"""Largest head dimension: 512 in Gemma 4, and 512 + 64 in the cached rows of latent attention."""
+"""Largest supported head dimension. Gemma 4 needs 512, and the cached rows of latent attention need 512 + 64."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -38,8 +38,8 @@ def check_heads(op: str, H: int, D: int, window: int | None, sinks: Tensor | Non
         op: name of the op, for the error message.
         H: number of heads.
         D: head dimension.
-        window: the window; None for no window.
-        sinks: the sinks; None for no sinks.
+        window: number of tokens that a token sees; None for no limit.
+        sinks: the sinks [H]; None for no sinks.
         advice: what the user can do if heads are too wide, for the error message.
     """
     if not 1 <= D <= MOST_HEAD_DIM:

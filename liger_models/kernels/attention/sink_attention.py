@@ -14,8 +14,8 @@ exp(s_ij − l'_i) and dS. From dS, it computes dq, dk and dv as it does without
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
 The flash-attention kernels are PyTorch's. cuDNN runs where it is fastest: for causal attention without a window or
-documents, if the length is a multiple of `CUDNN_STEP`. Otherwise, the variable-length kernel runs. The Triton
-kernels in this file turn o and l into y and l' in place, and sum dz.
+documents, if the length is a multiple of `CUDNN_STEP`. Otherwise, the variable-length kernel runs. The Triton kernels
+in this file turn o and l into y and l' in place, and compute the sums dz.
 
 q, k, v, y, l' and the sinks are saved. Attention without sinks saves the same tensors except the sinks [H].
 
@@ -158,7 +158,7 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention without sinks, and return new tensors o [B, T, H, D] and l [H, B · T] in fp32."""
+    """Compute attention without sinks. Return o [B, T, H, D] and, in fp32, l [H, B · T], as new tensors."""
     B, T, H, D = q.shape
     aten = torch.ops.aten
     if q.device.type == "cpu":

@@ -7,7 +7,7 @@ row's next n tokens (i < n) has the position p = L + offset + i::
     length = p + 1                            number of tokens that the token attends to
     pages = table                             a copy for each of the n tokens
 
-An idle row writes to slot 0, which belongs to no row, and its tokens are at position 0 and attend to one token.
+The tokens of an idle row are stored in slot 0, which belongs to no row. They have position 0 and attend to one token.
 
 Source: https://arxiv.org/abs/2309.06180.
 """
@@ -77,15 +77,15 @@ FORWARD = define_op("token_slots", _token_slots, _token_slots_fake)
 
 
 def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, offset: int, page: int) -> Slots:
-    """Return the position, slot, length and pages of each of the next n tokens of each row.
+    """For each of the next n tokens of each row, return the position, slot, length and pages.
 
     Args:
         table: [rows, W] int32, the pages of each row.
         lengths: [rows] int32, number of cached tokens of each row.
-        remaining: [rows] int64; a row without remaining tokens is idle.
+        remaining: [rows] int64, number of tokens that each row has yet to generate. A row is idle if this number is 0.
         n: number of next tokens of each row.
-        offset: number of positions between the cached tokens and the first of these tokens.
-        page: P.
+        offset: number of positions between the cached tokens and the first of the next tokens.
+        page: P, the number of tokens per page.
 
     Returns:
         ``(positions, slots, lengths, pages)``: [rows · n, 1] int64, [rows · n] int64, [rows · n] int32 and [rows · n,

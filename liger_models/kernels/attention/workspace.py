@@ -1,12 +1,12 @@
 """Layout of the workspace of `causal_attention`: which tiles of attention weights a launch writes, and where.
 
-The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*.
-One launch fills the workspace for some query heads, which are called the launch's *slots*, and for a part of the
-queries. A tile has a place only if one of its queries sees one of its keys, so a later query tile has more places
-than an earlier one. To make every slot a rectangle, query tiles are paired such that all pairs see about the same
-number of keys: the last tile is paired with the first, the second to last with the second, and so on. If the number
-of query tiles is odd, the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each.
-The table shows the query tile at each place. The key tiles of a query tile are in order::
+The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
+launch fills the workspace for some query heads, which are called the launch's *slots*, and for a part of the queries. A
+tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than an earlier
+one. To make every slot a rectangle, query tiles are paired such that all pairs see about the same number of keys: the
+last tile is paired with the first, the second to last with the second, and so on. If the number of query tiles is odd,
+the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows the query
+tile at each place. Within a query tile, the key tiles are in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0

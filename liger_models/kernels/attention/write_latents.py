@@ -6,8 +6,8 @@ latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_
     pages[s // P, s % P] = [N_c(c_n), rotate(r_n)]        with s = slots[n] >= 0
     q'_n = N_q(q_n)
 
-The norms are computed as in `rms_norm`, and the rotation as in `rope`. The results of both are rounded to the dtype
-of the pages. There is no backward.
+The norms are computed as in `rms_norm`, and the rotation as in `rope`. The results of the norms and of the rotation are
+rounded to the dtype of the pages. There is no backward.
 
 Source: https://arxiv.org/abs/2405.04434.
 """
@@ -154,11 +154,11 @@ def write_latents(
         pages: [pages, P, 1, L + R], contiguous, float32, float16 or bfloat16.
         slots: [N] int64, as in `write_pages`.
         c: [N, L] in the dtype of the pages.
-        rope: [N, R] in the dtype of the pages. R is positive and even.
+        rope: [N, R] in the dtype of the pages, the part of the keys that all heads share. R is positive and even.
         norm: the RMSNorm of c, with a weight.
         cos, sin: [1 or N, 1, at most R / 2], the tables of the rotation; None to copy ``rope`` without a rotation.
         q: [N, Q] in the dtype of the pages; None if there are no latents of queries.
-        q_weight: [Q], the weight of the norm of q, which has the same constants as ``norm``.
+        q_weight: [Q], the weight of the RMSNorm of q, whose other constants are those of ``norm``.
         interleaved: as in `rope`.
 
     Returns:

@@ -13,8 +13,8 @@ the sum::
 
 A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
 columns of W as rows, and the third product needs the columns of dy and x as rows. Kernels therefore write a matrix by
-rows, by columns (transposed), or both. Kernels can also compute a matrix right before rounding: a normalized matrix, a
-gated product, or the gradient of gate and up. Such a matrix exists only in float8. The recipes are::
+rows, by columns (transposed), or both. Kernels can also compute a matrix right before they round it: a normalized
+matrix, a gated product, or the gradient of gate and up. Such a matrix exists only in float8. The recipes are::
 
     tensorwise            one scale per operand; dy is in e5m2, and other operands are in e4m3
     rowwise               one scale per row of each operand, a power of 2; all operands are in e4m3
@@ -129,14 +129,14 @@ def plain(x: Tensor) -> Matrix:
 
 
 def is_fnuz(device: torch.device) -> bool:
-    """Return whether the device has the float8 formats without negative zero and infinities, as AMD MI300 does."""
+    """Return whether the device uses the float8 formats without negative zero or infinities, as AMD MI300 does."""
     if torch.version.hip is None or device.type != "cuda":
         return False
     return str(torch.cuda.get_device_properties(device).gcnArchName).startswith("gfx94")
 
 
 def float8_dtype(device: torch.device, wide: bool = False) -> torch.dtype:
-    """Return the device's float8 format with 3 mantissa bits or, if ``wide``, with only 2 and a wider range."""
+    """Return the device's float8 format with 3 mantissa bits or, if ``wide``, its format with 2 and a wider range."""
     if is_fnuz(device):
         return torch.float8_e5m2fnuz if wide else torch.float8_e4m3fnuz
     return torch.float8_e5m2 if wide else torch.float8_e4m3fn
@@ -378,7 +378,7 @@ def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
 
 
 def add_amax(matrix: Matrix, amax: Tensor) -> None:
-    """Raise ``amax`` in place to the largest absolute value of the matrix or of each column.
+    """Increase ``amax``, in place, to the largest absolute value of the matrix or of each column.
 
     Args:
         amax: fp32, [1] for one maximum, or [C] for a maximum per column.
@@ -406,7 +406,7 @@ def round_tiles(
     matrix: Matrix, amax: Tensor, dtype: torch.dtype, power_of_2: bool, *, rows: bool, columns: bool,
     product_amax: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None, Float8 | None]:  # fmt: skip
-    """Round the matrix with a known amax.
+    """Round a matrix whose largest absolute values, ``amax``, are known.
 
     Args:
         amax: fp32, [1] for the whole matrix, or [C] for its columns. With [C], only ``columns`` may be requested.
@@ -478,7 +478,9 @@ def round_matrix(
     amax: Tensor | None = None,
     known: bool = False,
 ) -> tuple[Float8, Float8]:
-    """Round an operand according to the recipe, by rows and by columns. The caller may use only requested results.
+    """Round an operand as the recipe specifies, and return it by rows and by columns.
+
+    The caller may use only the results that ``rows`` and ``columns`` request.
 
     Args:
         matrix: [N, C].
@@ -486,8 +488,8 @@ def round_matrix(
         gradient: whether the matrix is a gradient, which some recipes round to e5m2.
         rows: whether to round by rows, [N, C].
         columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
-        amax: [1] fp32, the largest absolute value of previous matrices, or 0. None stands for 0. amax is raised in
-            place to the largest absolute value of this matrix. It is used only with one scale per operand.
+        amax: [1] fp32, the largest absolute value of previous matrices, or 0. None stands for 0. If this matrix has a
+            larger absolute value, ``amax`` is set to it, in place. ``amax`` is used only with one scale per operand.
         known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
@@ -507,7 +509,7 @@ def round_matrix(
 
 
 def round_columns(matrix: Matrix, recipe: Recipe, amax: Tensor | None = None) -> Float8:
-    """Call `round_matrix` for columns only.
+    """Round an operand by columns only; see `round_matrix`.
 
     If amax is given, it must be at least the matrix's largest absolute value.
     """
@@ -526,7 +528,7 @@ def round_gradient(
         act: the activation.
         recipe: one of `RECIPES`.
         amax: [1], the largest absolute value of the gated product; None if it is not known.
-        rows, columns, product: whether this result is requested. The caller may use only requested results.
+        rows, columns, product: whether each result is requested. The caller may use only requested results.
     """
     gradient, of_product = Matrix("gradient", gate_up, d_product, act=act), Matrix("product", gate_up, act=act)
     parts: tuple[Float8 | None, ...]
@@ -579,7 +581,7 @@ def transposed(matrix: Float8) -> Float8:
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
     """Round a weight [O, C] by rows, for the product that computes y.
 
-    If the recipe has one scale per operand, amax [1] is raised to the largest absolute value of the weight.
+    If the recipe has one scale per operand, ``amax`` [1] is increased to the largest absolute value of the weight.
 
     ``gathered`` is the weight already rounded with one scale, gathered from ranks that have rounded their own rows. If
     it is given, the values of ``weight`` are not read.
@@ -588,7 +590,7 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
 
 
 def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """Round a weight [O, C] by columns to [C, O], to compute dx. ``amax`` is the one that `weight_rows` found."""
+    """Round a weight [O, C] by columns to [C, O], to compute dx. ``amax`` has the value that `weight_rows` set."""
     if gathered is not None:
         return transposed(gathered)
     if recipe.by_row and not recipe.rounds_dw:  # W has one scale in this product, and its maximum is not yet known
@@ -608,7 +610,7 @@ def rms_norm_round(
     """Compute ``h = residual + x`` and `rms_norm` of h, rounded by rows. Return ``(rows, h, rstd)``.
 
     Rows must have at most `row_norm.MAX_TILE` columns. With one scale per row, a single kernel computes everything.
-    Otherwise a first kernel raises amax [1] to the maximum, and a second kernel rounds.
+    Otherwise, a first kernel computes the maximum absolute value in ``amax`` [1], and a second kernel rounds.
     """
     # The kernel adds and normalizes. With one scale per row, it also rounds; otherwise, it finds the maximum.
     residual = residual.contiguous()

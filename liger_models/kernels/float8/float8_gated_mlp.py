@@ -13,8 +13,9 @@ In the backward, dh is the gradient of the new residual stream. The steps run in
     du = A'(dp),   dn = q(du) @ q(Wgu),   dx = N'(dn) + dh
     dWgu = q(du)ᵀ @ q(N(h)),   dbgu = Σ_rows du
 
-The kernels that round also compute N(h), A(u) and du. These matrices therefore exist only in float8, unless a recipe or
-a bias needs them unrounded. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
+The kernels that round N(h), A(u) and du also compute these matrices, which therefore exist only in float8, unless a
+recipe or a bias needs them unrounded. Weights are rounded in the forward and again in the backward, as in
+`float8_norm_linear`.
 
 The same tensors are saved as in `gated_mlp`. With one scale per operand, the largest absolute values of N(h), Wgu, A(u)
 and Wd are also saved. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
@@ -110,7 +111,7 @@ class Float8GatedMLPUpstream(NamedTuple):
 
 
 def _products(inputs: Float8GatedMLPInputs | Float8GatedMLPSaved, amax: Tensor) -> tuple[Float8Product, Float8Product]:
-    """Return the float8 products of both projections."""
+    """Return the float8 products of the gate and up projection and of the down projection."""
     mlp, recipe = inputs.mlp, RECIPES[inputs.recipe]
     gate_up = Float8Product(mlp.gate_up, recipe, amax[:1], amax[1:2], inputs.gate_up_gathered)
     down = Float8Product(mlp.down, recipe, amax[2:3], amax[3:], inputs.down_gathered)
@@ -198,8 +199,8 @@ def float8_gated_mlp(
         act: "silu", "gelu_tanh" or "gelu".
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         recompute, need_y: as in `gated_mlp`.
-        gathered: q(Wgu) and q(Wd) with one scale each if the caller has them; otherwise None. The values of a weight
-            that is given in this form are not read.
+        gathered: q(Wgu) and q(Wd) with one scale each, if the caller has them; otherwise None. If the rounded weight is
+            given, the values of the unrounded weight are not read.
 
     Returns:
         ``(y, residual)``, where y is [..., O] in the dtype of the weights, and the new residual stream is [..., C] in

@@ -11,8 +11,8 @@ weights::
     dn = q(dy) @ q(W),   dx = N'(dn) + dh
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
-The kernel of an RMSNorm also rounds, so the normalized rows exist only in float8. The backward recomputes these rows
-from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by columns.
+The kernel of an RMSNorm also rounds the normalized rows, which therefore exist only in float8. The backward recomputes
+these rows from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by columns.
 
 The same tensors are saved as in `norm_linear`. With one scale per operand, the largest absolute values of N(h) and W
 are also saved.

@@ -1,11 +1,11 @@
 """The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-Both operands are rounded right before each product, as `float8` describes. The kernels that round also compute the
-normalized rows, the gated product and the gradient of gate and up. These matrices therefore exist only in float8,
-unless a recipe or a bias needs them unrounded.
+The operands of each product are rounded right before it, as `float8` describes. The kernels that round the normalized
+rows, the gated product, and the gradient of gate and up also compute these matrices, which therefore exist only in
+float8, unless a recipe or a bias needs them unrounded.
 
 With one scale per operand, the forward finds the largest absolute values of the rows and of W, and the backward reuses
-them.
+these values.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.row_norm import MAX_TILE
 
 FLOAT8 = Argument("Tensor? {0}_codes=None, Tensor? {0}_inverse=None", tuple, float8_pair)
-"""The arguments by which ops take a float8 matrix: the codes and the inverse scale."""
+"""The op arguments that represent a float8 matrix: the codes and the inverse scale."""
 
 
 @dataclass
@@ -83,11 +83,11 @@ class Float8Product(Product):
         self.rounded = gathered
 
     def round_weight(self) -> None:
-        """Round W for `forward`, and find the maximum of W."""
+        """Round W for `forward`, and find the largest absolute value of W."""
         self.rounded = weight_rows(self.weight, self.recipe, self.weight_amax, self.gathered)
 
     def find_weight_amax(self) -> None:
-        """Find the maximum of W without rounding W, if the backward needs the maximum."""
+        """Find the largest absolute value of W without rounding W, if the backward needs this value."""
         if not self.recipe.by_row and self.gathered is None:
             add_amax(plain(self.weight), self.weight_amax)
 

@@ -1,4 +1,4 @@
-"""A frozen weight in NF4 with the scales of bitsandbytes, as checkpoints of 4-bit models contain it.
+"""A frozen weight in NF4 with the scales of bitsandbytes, as stored in checkpoints of 4-bit models.
 
     W = bf16(table[code] · scale)        one scale per 64 columns of a row
 

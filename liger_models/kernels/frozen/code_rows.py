@@ -18,12 +18,12 @@ them:
   16 copies of the table of pairs, in fp32, and lanes read eight bytes. Three instructions multiply both numbers and
   round the products.
 
-One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. For several rows of x, a row of A is a row
-of W, and a column of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would
-read 64 bytes of each of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column
-n of B is x. These rows and this column hold only the elements at the columns that belong to the n-th group of four
-lanes. The diagonal of the result then holds the sums that are needed, and the other elements are not used. The columns
-of each group can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
+One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. If x has several rows, a row of A is a row of
+W, and a column of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read
+64 bytes of each of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B
+is x. The n-th group of four lanes handles some columns of W, and these two rows of A and this column of B hold only the
+elements at those columns. The diagonal of the result then holds the sums that are needed, and the other elements are
+not used. The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -68,11 +68,11 @@ cannot just multiply pairs."""
 def fill(*, first_is_upper: bool, size: int = 2) -> str:
     """Return PTX that builds all pairs of numbers in shared memory from the table of numbers at address $1.
 
-    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number
-    has 4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread writes
-    the pairs of the 16 byte values that have the same lower half, as 16 bytes of copies per pair. With more than 128
-    threads, several threads write the same bytes. The first number of a pair belongs to the upper half of the byte
-    (``first_is_upper``) or to the lower half.
+    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number has
+    4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread handles the
+    sixteen values of a byte that have the same lower half, and writes 16 bytes of copies of the pair for each value.
+    With more than 128 threads, several threads write the same bytes. The first number of a pair belongs to the upper
+    half of the byte (``first_is_upper``) or to the lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -103,7 +103,7 @@ def _load(name: str, first: int, count: int, at: str, predicate: str = "", cache
 
 
 def _prepare(kind: str, scale: str, to: int) -> str:
-    """Return PTX that sets the factors of `_pair`: s and, for two scales, d, in bf16 pairs.
+    """Return PTX that sets the factors that `_pair` uses: s and, for two scales, d, as bf16 pairs.
 
     For the kind "products", the PTX sets s in fp32.
     """
@@ -196,8 +196,8 @@ def _several_step(kind: str, tiles: int) -> str:
 def _single_step(kind: str, *, whole: bool) -> str:
     """Return PTX that multiplies 512 bytes of eight rows of W by a single row of x.
 
-    A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the
-    512 bytes. With ``whole``, either all lanes of a warp have bytes, or no lane has.
+    A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the 512
+    bytes. With ``whole``, either all lanes of a warp have bytes, or none of them do.
 
     The operands are: the new sums of the eight rows (in each group, only the sums of the lane that holds the diagonal
     count); the old sums; the address of the codes in the first row; the distance between rows; the address of x; the
@@ -247,10 +247,10 @@ def _single_step(kind: str, *, whole: bool) -> str:
 def _gather() -> str:
     """Return PTX that computes the sums of eight rows of W from the partial sums that the lanes of a warp hold.
 
-    In each group, only the partial sums of the lane that holds the diagonal of the product count; see the module's
-    docstring. $0 is set to the sum of row n in the four lanes of group n, and $1 to $8 are the sums of the rows. In
-    each step, pairs of lanes whose groups differ in one bit exchange partial sums: each lane keeps half of the rows,
-    and sends the other half.
+    In each group, one lane holds the diagonal of the product, and only its partial sums are used; see the module's
+    docstring. The inputs $1 to $8 are a lane's partial sums of the eight rows. In the four lanes of group n, $0 becomes
+    the complete sum of row n. In each step, pairs of lanes whose groups differ in one bit exchange partial sums: each
+    lane keeps half of the rows, and sends the other half.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -285,7 +285,7 @@ def group_scale(
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
         scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
     elif SCALES == "e4m3":
-        # The byte is not converted as float8, because older GPUs cannot do that. The exponent biases of e4m3 and
+        # The bits of the byte are rearranged, because older GPUs cannot convert float8. The exponent biases of e4m3 and
         # fp32 differ by 120.
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
         bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
@@ -482,7 +482,10 @@ def _several_rows_kernel(
 
 
 def takes_code_rows(x: Tensor, codes: Tensor) -> bool:
-    """Return whether `code_rows` can multiply x [..., C], which must have few rows, by contiguous codes [O, C / 2]."""
+    """Return whether `code_rows` can multiply x [..., C] by contiguous codes [O, C / 2].
+
+    x may have at most `MOST_ROWS` rows.
+    """
     return (
         0 < x.numel() // x.shape[-1] <= MOST_ROWS
         and x.dtype == torch.bfloat16
@@ -500,15 +503,16 @@ def code_rows(
 
     Args:
         kind: the kind of scales; see the module's docstring.
-        x: up to `MOST_ROWS` rows.
+        x: [..., C], with up to `MOST_ROWS` rows.
         codes: [O, C / 2].
-        scales: [O, G], one for each C / G columns of a row. C / G is at least 32, or 16 for the kind "two_scales".
+        scales: [O, G], one scale for each C / G columns of a row. C / G is at least 32, or 16 for the kind
+            "two_scales".
         whole: [O, 1] fp32, a scale for each row, or None.
         table: [16], the numbers that the codes stand for: in fp32 for the kind "products", otherwise in bfloat16.
         bias: [O] or None.
         act: the activation of a packed gate and up projection, or "".
-        low_rank: a term in the dtype of x, or None.
-        constants: SCALES and WHOLE of `group_scale`.
+        low_rank: a low-rank term in the dtype of x, or None.
+        constants: the constants SCALES and WHOLE for `group_scale`.
 
     Returns:
         y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation.

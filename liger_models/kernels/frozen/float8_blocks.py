@@ -2,9 +2,9 @@
 
     W = bf16(code · scale)        one scale per block of 128 columns and several rows, or for all columns
 
-The scales are stored separately for each row, although several rows share them in the checkpoint, so that a packed
-projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed
-after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
+Each row has its own copy of the scales, although several rows share them in the checkpoint, so that a packed projection
+can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed after the
+product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
 dequantizes each tile of W in registers right before the product. The elements of these tiles are the same as if W were
@@ -51,7 +51,7 @@ ROW_TILE = (4, 1024, 2)
 warps."""
 
 RUN = tl.constexpr(16)
-"""Number of columns that a thread of the kernel for one row reads and sums at once."""
+"""Number of columns that a thread of the kernel for one row of x reads and sums at once."""
 
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
 """Tiles of the kernel for several rows. For each tile: the maximum number of rows of x, the number of results per
@@ -92,7 +92,7 @@ def _block_weight_kernel(
 
 
 def blocks_dense_reference(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Compute `blocks_dense` in plain torch."""
+    """Compute `blocks_dense` in plain PyTorch."""
     columns = codes.shape[-1]
     factors = scales.float().repeat_interleave(width or columns, -1)[..., :columns]
     return (codes.float() * factors).bfloat16().to(dtype)
@@ -127,7 +127,7 @@ def _block_row_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results of a single row of x; each step reads BLOCKS blocks of each row of W.
+    """Compute ROWS results for a single row of x; each step reads BLOCKS blocks of each row of W.
 
     BY_ROW means that all blocks of a row share its only scale. The next kernel starts late, when all programs have read
     their rows. If a kernel of many small programs starts earlier, its programs are distributed unevenly over the
@@ -220,7 +220,7 @@ def takes_width(width: int) -> bool:
 
 
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
-    """Return whether `block_rows` can multiply x.
+    """Return whether `block_rows` can multiply x by the weight.
 
     `takes_float8_rows` must be True, and the width of the blocks must be supported.
     """
@@ -279,7 +279,7 @@ class Float8Blocks(Format):
     remedy = "keep_quantized=False"
 
     def reference(self, weight: FrozenWeight) -> Tensor:
-        """Dequantize the weight in plain torch; see `blocks_dense_reference`."""
+        """Dequantize the weight in plain PyTorch; see `blocks_dense_reference`."""
         return blocks_dense_reference(weight.codes, weight.scales, weight.layout[0], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:

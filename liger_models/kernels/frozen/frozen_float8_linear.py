@@ -7,8 +7,8 @@
 
 Each row of x and of dy is quantized with a scale that is computed from its own values (dynamic quantization). dx is a
 sum over the rows of W, so dy is multiplied by the scales of these rows before it is quantized. `torch._scaled_mm`
-computes the products. In the backward, this function needs the codes transposed in memory, so a kernel transposes them
-before each product. Sums are in fp32, and results are rounded once, to bfloat16.
+computes the products. In the backward, `torch._scaled_mm` needs the codes transposed in memory, so a kernel transposes
+them before each product. Sums are in fp32, and results are rounded once, to bfloat16.
 
 If x has few rows, as in a decoding step, reading the codes takes most of the time, so the forward does not quantize x.
 A kernel multiplies the codes by the unrounded x, and then each sum by the scale of its row of W.
@@ -65,7 +65,7 @@ program."""
 
 
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `quantize_rows` in plain torch."""
+    """Compute `quantize_rows` in plain PyTorch."""
     wide = x.float() if factors is None else x.float() * factors
     largest = wide.new_tensor(LARGEST)  # for a division by a Python number, CUDA multiplies by the reciprocal
     scales = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
@@ -89,7 +89,7 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize x [N, K], multiplied by ``factors`` [K] if given, to float8 codes [N, K] and fp32 scales [N]."""
+    """Quantize x [N, K] (multiplied by ``factors`` [K], if given) to float8 codes [N, K] and fp32 scales [N]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     N, K = x.shape
     codes, scales = x.new_empty(N, K, dtype=DTYPE), x.new_empty(N, dtype=torch.float32)
@@ -240,7 +240,7 @@ class Float8Rows(Format):
     rounds_inputs = True
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Return shape and dtype of the codes (in the shape of the weight) and of the scales (one per row)."""
+        """Return the shapes and dtypes of the codes (shaped like the weight) and of the scales (one per row)."""
         return {"codes": (shape, DTYPE), "scales": (shape[:-1], torch.float32)}
 
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:

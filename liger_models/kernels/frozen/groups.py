@@ -53,7 +53,8 @@ PIECES, NUM_WARPS = 512, 4
 `NUM_WARPS` warps."""
 
 MOST_ROWS = 32
-"""Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
+"""Maximum number of rows of x that are multiplied by the codes. An x with more rows is multiplied by the dequantized
+weight."""
 
 WIDTHS = 16, 256
 """Minimum and maximum number of columns per group that the kernels for few rows support. The number must be a power of
@@ -145,7 +146,9 @@ def _group_rows_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x. Each step reads GROUPS groups of PAIRS bytes of a row of W.
+    """Compute ROWS results for up to COLUMNS rows of x.
+
+    Each step reads GROUPS groups of PAIRS bytes from each of the ROWS rows of W.
 
     Elements of x with even and with odd indices are multiplied separately, because a byte holds one code for an even
     index and one for an odd index.
@@ -197,7 +200,7 @@ def _group_rows_kernel(
 
 @functools.lru_cache(maxsize=32)
 def table_of(codes: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the 16 numbers that codes of a kind stand for, from `NUMBERS`, as a tensor on the device."""
+    """Return the 16 numbers of the entry ``codes`` of `NUMBERS`, as a tensor on the device."""
     return torch.tensor(NUMBERS[codes], dtype=dtype, device=device)
 
 
@@ -215,7 +218,7 @@ def _scales_reference(scales: Tensor, whole: Tensor | None, constants: GroupCons
 def groups_dense_reference(
     codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, dtype: torch.dtype
 ) -> Tensor:
-    """Compute `groups_dense` in plain torch, also for stacked matrices."""
+    """Compute `groups_dense` in plain PyTorch, also for stacked matrices."""
     out = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
     rows, G = out.view(-1, out.shape[-1]), scales.shape[-1]
     codes, scales = codes.reshape(len(rows), -1), scales.reshape(len(rows), G)
@@ -240,7 +243,7 @@ def groups_dense(
 
     Args:
         codes: [..., O, C / 2] uint8, contiguous.
-        scales: [..., O, G], contiguous, one for each C / G columns of a row.
+        scales: [..., O, G], contiguous, one scale for each C / G columns of a row.
         whole: [..., O, 1] fp32, contiguous, a scale for each row, or None.
         constants: the meaning of codes and scales.
         dtype: float32, float16 or bfloat16.
@@ -261,7 +264,7 @@ def groups_dense(
 
 
 def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of pieces of codes and the constants of a launch; ``width`` bytes of codes share a scale."""
+    """Return the number of pieces that the codes make, and the constants of a launch. ``width`` bytes share a scale."""
     aligned = codes.data_ptr() | width | MOST_BYTES
     size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all three numbers
     pieces = codes.numel() // size
@@ -270,7 +273,7 @@ def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
 
 
 def bytes_of(scales: Tensor) -> Tensor:
-    """Return scales in float8 as bytes, and all other scales unchanged."""
+    """Return float8 scales viewed as bytes, and all other scales unchanged."""
     return scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
 
 
@@ -351,7 +354,7 @@ class Groups(Format):
         return groups_dense(codes, scales, whole[0] if whole else None, self.constants(weight.layout), weight.dtype)
 
     def reference(self, weight: FrozenWeight) -> Tensor:
-        """Dequantize the weight in plain torch; see `groups_dense_reference`."""
+        """Dequantize the weight in plain PyTorch; see `groups_dense_reference`."""
         codes, scales, *whole = weight.tensors
         constants = self.constants(weight.layout)
         return groups_dense_reference(codes, scales, whole[0] if whole else None, constants, weight.dtype)

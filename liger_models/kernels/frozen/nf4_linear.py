@@ -67,7 +67,7 @@ def nf4_layout(shape: Sequence[int]) -> list[int]:
 
 
 def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Dequantize the weight [rows, columns], rounded to the dtype of the table and then cast to ``dtype``.
+    """Dequantize the weight [rows, columns], round it to the dtype of the table, and cast it to ``dtype``.
 
     Args:
         packed: codes, scales, factors, mean and table. If there are several means, the rows are divided into as many
@@ -89,7 +89,7 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
 
 
 def nf4_dense_reference(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Compute `nf4_dense` in plain torch."""
+    """Compute `nf4_dense` in plain PyTorch."""
     codes, scales, factors, mean, table = packed
     rows, columns, codes_per_scale, per_factor = layout
     scale = (scales.view(-1, per_factor) / factors.view(-1, 1)).to(table.dtype)
@@ -128,7 +128,7 @@ TABLE = (
 class NormalFloat4(Format):
     """The format with 4-bit codes as in torchao. A weight's layout is ``[codes per scale, scales per factor]``.
 
-    A matrix [O, C], or the matrices [X, O, C] of X experts, are stored in these tensors::
+    A matrix [O, C], or a stack [X, O, C] of the matrices of X experts, is stored in these tensors::
 
                    a matrix                  X experts
         codes      uint8 [O · C / 2]         [X, O, C / 2]

@@ -1,4 +1,4 @@
-"""A linear layer for few rows x, as in a decoding step, with a 4-bit weight (NF4) that is not dequantized in memory.
+"""A linear layer with a 4-bit weight (NF4) that is not dequantized in memory, for an x with few rows (decoding).
 
 The kernels multiply x by the numbers that the codes stand for, and multiply the sum over each block by the block's
 scale::
@@ -14,8 +14,8 @@ their pairs in one access, whatever their bytes are. A product of the matrix uni
 two rows, the columns are the rows of x. If x has one or two rows, each column is one block of a row of x, with zeros
 for the other blocks.
 
-For more rows, other GPUs or other dtypes, a kernel in plain Triton runs. On NVIDIA GPUs from Ampere on, this kernel
-looks the numbers up in registers.
+If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
+GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -51,7 +51,8 @@ STEP_BLOCKS = 8
 are divided), and number of blocks that a warp reads per step."""
 
 MOST_ROWS = 32
-"""Maximum number of rows of x that are multiplied by the codes. More rows are multiplied by the dequantized weight."""
+"""Maximum number of rows of x that are multiplied by the codes. An x with more rows is multiplied by the dequantized
+weight."""
 TILES = ((16, 32, 2, 2), (32, 64, 2, 2))
 """Tiles of the kernel in plain Triton. For each tile: the maximum number of rows of x, the number of results per
 program, the number of scales per result and step, and the number of warps, each of which reads its own scales."""
@@ -66,10 +67,10 @@ def _step(kind: str, columns: int) -> str:
     sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1. The codes of a block are held by two lanes, or by four
     lanes if ``columns`` is 8.
 
-    $0 to $3 are the new sums, and $4 to $7 are the old sums. In both, the sums of row ``group`` come first. $8 and $9
-    are the addresses of the codes of the two rows, and $10 is the address of x. $11 and $12 are the numbers of blocks
-    after these addresses in the codes and in x. $13 selects the codes by which x is multiplied; -1 selects no codes.
-    $14 to $17 are two scales for each of the two rows, and $18 is the address from `fill`.
+    $0 to $3 are the new sums, and $4 to $7 are the old sums. In each of the two lists, the sums of row ``group`` come
+    first. $8 and $9 are the addresses of the codes of the two rows, and $10 is the address of x. $11 and $12 are the
+    numbers of blocks after these addresses in the codes and in x. $13 selects the codes by which x is multiplied; -1
+    selects no codes. $14 to $17 are two scales for each of the two rows, and $18 is the address from `fill`.
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes

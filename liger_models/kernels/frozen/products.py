@@ -1,4 +1,4 @@
-"""Frozen weights in ops: op arguments that represent them, products with them, and `quantized_linear`.
+"""Frozen weights in ops: the op arguments that represent a frozen weight, its products, and `quantized_linear`.
 
 A fused op takes a `Weight`, which is a dense tensor or a `FrozenWeight`, and multiplies by this weight with `product`
 and `input_product`.
@@ -31,7 +31,7 @@ def weight_for_op(weight: Weight) -> tuple[Any, ...] | None:
 
 
 def _weight_from_op(*arguments: Any) -> FrozenWeight:
-    # The layout says which format the weight has, and where its shape ends.
+    # The layout begins with the number of the format and the number of dimensions, which says where the shape ends.
     *tensors, (number, dims, *sizes), dtype = arguments
     stored = tuple(tensor for tensor in tensors if tensor is not None)
     return FrozenWeight(format_numbered(number), stored, torch.Size(sizes[:dims]), sizes[dims:], dtype)
@@ -66,7 +66,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def few_rows(
     x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `product` plus the low-rank term, and ``act(gate) · up``, with the kernels for few rows.
+    """Compute y (`product` plus the low-rank term) and ``act(gate) · up`` of y, with the kernels for few rows.
 
     Return None if these kernels do not support x or the weight.
     """

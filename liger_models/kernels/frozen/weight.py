@@ -1,9 +1,9 @@
 """A frozen, quantized weight, and the base class of its formats.
 
 In the forward and in the backward, an op dequantizes such a weight right before each product, and frees the dequantized
-weight after the product. If there are few rows, as in a decoding step, the forward multiplies by the codes without
-dequantizing the weight in memory. Only the stored tensors are saved for the backward, so saving takes no additional
-memory.
+weight after the product. If there are few rows, as in a decoding step, the forward multiplies the rows by the codes
+without dequantizing the weight in memory. Only the stored tensors are saved for the backward, so saving takes no
+additional memory.
 
 Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. Everything that is specific to a format is
 in a subclass of `Format`. Each format is defined and registered in one file. The first two formats quantize dense
@@ -136,7 +136,7 @@ class FrozenWeight(NamedTuple):
         return True
 
     def data_ptr(self) -> int:
-        """Return 0, which counts as aligned, because the dense weight will be newly allocated."""
+        """Return 0, an aligned address, because the dense weight will be newly allocated."""
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
@@ -183,7 +183,8 @@ class Format:
 
     name: ClassVar[str]
     number: ClassVar[int]
-    """Number that represents the format in arguments of ops. It must not change, because compiled graphs are cached."""
+    """Number that represents the format in arguments of ops. It must not change, because cached compiled graphs contain
+    it."""
     names: ClassVar[tuple[str, ...]] = ("codes", "scales")
     """Names of the tensors, at most `MAX_TENSORS`; the codes are first."""
     shared: ClassVar[tuple[str, ...]] = ()
@@ -217,7 +218,7 @@ class Format:
         return sum(math.prod(size) * stored.itemsize for size, stored in self.tensors_like(shape, dtype).values())
 
     def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
-        """Quantize a dense matrix [O, C], and return its tensors."""
+        """Quantize a dense matrix [O, C], and return the tensors that store it."""
         raise NotImplementedError
 
     def quantize_expert(self, matrix: Tensor) -> Sequence[Tensor]:
@@ -233,13 +234,13 @@ class Format:
         raise NotImplementedError
 
     def reference(self, weight: FrozenWeight) -> Tensor:
-        """Dequantize the weight as `dense` does, but in plain torch. Only formats with `is_kept` need this method."""
+        """Dequantize the weight as `dense` does, but in plain PyTorch. Only formats with `is_kept` need this method."""
         raise NotImplementedError
 
     def few_rows(
         self, weight: FrozenWeight, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Multiply x, which has few rows, like the function `few_rows`.
+        """Multiply x, which has few rows, by the weight, as the function `products.few_rows` does.
 
         Return None if the format has no kernel for x.
         """
@@ -254,7 +255,7 @@ class Format:
         return dy @ self.dense(weight)
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """Return the weight's tensors by name, in the shapes of the parameters, which `slices` also takes."""
+        """Return the weight's tensors by name, in the shapes of the parameters. `slices` takes the same shapes."""
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:

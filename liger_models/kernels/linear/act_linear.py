@@ -15,7 +15,7 @@ In the backward, the kernel that computes dx also recomputes ``a`` from x::
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
     xielu        see xielu.py; its coefficients also have gradients
 
-x and W are saved. Saving ``a`` as well would take F more elements per token.
+x and W are saved. Saving ``a`` as well would take F more elements per token, where F is the width of x.
 
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """
@@ -35,7 +35,7 @@ from liger_models.kernels.linear.projection import check_linear, linear, linear_
 from liger_models.kernels.tiles import cdiv
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
-"""The activations without coefficients. The only other one is "xielu"."""
+"""The activations without coefficients. The only activation with coefficients is "xielu"."""
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -96,7 +96,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 
 
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
-    """Return dx and, with ``need_a``, the recomputed ``a``, which overwrites da. Nothing else uses da."""
+    """Return dx and, with ``need_a``, the recomputed ``a``. ``a`` overwrites da, which nothing else uses."""
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)
     dx = torch.empty_like(x)

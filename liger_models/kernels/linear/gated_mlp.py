@@ -7,7 +7,8 @@ Without a norm weight, N only casts::
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
-Each projection may have its own low-rank term (LoRA), as in `norm_linear`, whose matrices A and B get gradients.
+Each projection may have its own low-rank term (LoRA), as in `norm_linear`. The matrices A and B of the term get
+gradients.
 
 In the backward, let dh be the gradient of the new residual stream. The steps run in this order::
 
@@ -32,7 +33,7 @@ part of a sum over the ranks, and dn is summed over the ranks before N'. With ``
 also has its own tokens. N(h) is then gathered before the products with Wgu and du, and dn is reduce-scattered. y covers
 all tokens, but h covers only the rank's own tokens.
 
-`_forward_rows` and `_backward_rows` compute these formulas. `_forward_chunks` and `_backward_chunks` call these two
+`_forward_rows` and `_backward_rows` compute the formulas above. `_forward_chunks` and `_backward_chunks` call these two
 functions for each chunk.
 
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
@@ -81,12 +82,12 @@ from liger_models.kernels.tiles import cdiv
 
 WORKSPACE_MIB = 1024
 """Maximum size of u for one chunk, in MiB. For Llama-3-8B in bf16, a chunk has up to 18,724 rows. The fp32 sums over
-the chunks take 0.7 GiB for this model, so a smaller workspace would save little."""
+the chunks take 0.7 GiB for this model, so a smaller limit would save little memory."""
 
 MIN_CHUNK = 16384
 """The maximum number of rows per chunk is never less than this number, however much memory u takes. According to a
-calculation for an H200, reading and writing the sums takes 1.5% of the backward of a chunk of this size, for any C and
-F, and 3% for half as many rows."""
+calculation for an H200, reading and writing the sums takes 1.5% of the time of a chunk's backward if the chunk has this
+size, for any C and F, and 3% if it has half as many rows."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
@@ -118,7 +119,7 @@ def gated_mlp_reference(
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gated_mlp` in plain torch."""
+    """Compute `gated_mlp` in plain PyTorch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     normed = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32).reference(residual)
@@ -141,7 +142,7 @@ class GatedMLPInputs(NamedTuple):
 
 
 class GatedMLPOutputs(NamedTuple):
-    """Outputs of the op, or their gradients.
+    """Outputs of the op `gated_mlp`, or the gradients of these outputs.
 
     Attributes:
         y: [..., O].
@@ -176,7 +177,7 @@ class GatedMLPSaved(NamedTuple):
 class GatedMLPGradients(NamedTuple):
     """The gradients of the op's inputs. `GatedMLPNeeds` has bools that say which gradients are needed.
 
-    The backward op returns the gradient of the residual stream as ``residual``. ``x`` is then None.
+    The backward op returns the gradient of the residual stream in the field ``residual``, and None in the field ``x``.
     """
 
     x: Any = None
@@ -217,7 +218,7 @@ def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: b
 
 
 def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """Compute the forward with any implementation of `Product`."""
+    """Compute the forward of `gated_mlp`. The projections are `Product` objects of any subclass."""
     x, residual, norm, ranks = inputs.x, inputs.residual, inputs.norm, inputs.ranks
     shape, C = residual.shape[:-1], residual.shape[-1]
 
@@ -237,7 +238,7 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
 
 
 def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, num_ranks: int) -> GatedMLPOutputs:
-    """Compute the outputs of rows [N, C] in chunks of ``rows`` rows. u is not saved."""
+    """Compute the outputs for rows [N, C] in chunks of ``rows`` rows. u is not saved."""
     x, residual, weight = inputs.x, inputs.residual, products.down.weight
     N = len(residual)
     y = weight.new_empty(num_ranks, N, weight.shape[0])  # [R, N, O], R > 1 with sequence parallelism
@@ -276,7 +277,7 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
 
 
 def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
-    """Compute the backward with any implementation of `Product`."""
+    """Compute the backward of `gated_mlp`. The projections are `Product` objects of any subclass."""
     dy, dh, saved, needs = upstream
     shape, C, u, ranks = saved.h.shape, saved.h.shape[-1], saved.u, saved.ranks
     N = shape[:-1].numel()
@@ -411,7 +412,7 @@ def gated_mlp_backward_fake(inputs: GatedMLPUpstream) -> GatedMLPGradients:
 def gated_mlp_save(
     ctx: Any, inputs: GatedMLPInputs, outputs: GatedMLPOutputs, needs: GatedMLPNeeds, *constants: Tensor
 ) -> GatedMLPSaved:
-    """Return the tensors and constants that the backward needs. ``constants`` are other outputs without a gradient."""
+    """Return what the backward needs. ``constants`` are further outputs of the op, which have no gradients."""
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.u, *constants)
     return GatedMLPSaved(
         h=inputs.residual if outputs.h is None else outputs.h,

@@ -4,11 +4,11 @@
 
     y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ
 
-x @ Aᵀ is rounded to the dtype of W. If x has few rows, all terms of y are then summed in fp32, and y is rounded once.
+x @ Aᵀ is rounded to the dtype of W. If x has few rows, all terms of y are summed in fp32, and y is rounded once.
 
-For few rows, there are special kernels (`row_linear`, `nf4_linear`, `frozen_float8_linear`, `float8_blocks`), and the
-layer takes two launches: one computes x @ Aᵀ, and the other multiplies x by W and adds the low-rank term to the sums.
-`norm_linear` and `gated_mlp` use the same kernels.
+If x has few rows, special kernels run (from `row_linear`, `nf4_linear`, `frozen_float8_linear` or `float8_blocks`), and
+the layer takes two launches: one computes x @ Aᵀ, and the other multiplies x by W and adds the low-rank term to the
+sums. `norm_linear` and `gated_mlp` use the same kernels.
 """
 
 from typing import NamedTuple
@@ -49,8 +49,8 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
 
     Args:
         x: [..., C], which is cast to the dtype of the weight.
-        weight: [O, C], a tensor or a `FrozenWeight`, whose dtype is float32, float16 or bfloat16. Autocast does not
-            change the dtype.
+        weight: [O, C], a tensor or a `FrozenWeight`. Its dtype is float32, float16 or bfloat16, and autocast does not
+            change it.
         bias: [O].
         low_rank: ``(A [R, C], B [O, R])`` in the dtype of the weight.
 

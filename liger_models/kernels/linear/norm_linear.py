@@ -14,14 +14,14 @@ weights, and N(h)::
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
 h, the weights, and the norm's fp32 statistics of each row are saved. The statistics are one number per row for RMSNorm,
-and two for LayerNorm. With a low-rank term, nothing else is saved, because the backward also recomputes the normalized
-rows for dA and dB. Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The
-backward is a single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would save N(h) in
-the forward.
+and two for LayerNorm. With a low-rank term, no other activations are saved, because the backward also recomputes the
+normalized rows for dA and dB. Gradients that are not needed are not computed. Every other gradient has the dtype of its
+input. The backward is a single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would
+save N(h) in the forward.
 
 A frozen W may be quantized (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before the product
 that computes y, and again before the product that computes dn. After each product, the dequantized W is freed. Only the
-stored W is saved, so saving takes no additional memory.
+quantized W is saved, so saving W takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N'. With
 ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products, dn is
@@ -127,7 +127,7 @@ class NormLinearInputs(NamedTuple):
 
 
 class NormLinearOutputs(NamedTuple):
-    """Outputs of the op, or their gradients.
+    """Outputs of the op `norm_linear`, or the gradients of these outputs.
 
     Attributes:
         y: [..., O].
@@ -153,7 +153,7 @@ class NormLinearSaved(NamedTuple):
 class NormLinearGradients(NamedTuple):
     """The gradients of the op's inputs. `NormLinearNeeds` has bools that say which gradients are needed.
 
-    The backward op returns the gradient of the residual stream as ``residual``. ``x`` is then None.
+    The backward op returns the gradient of the residual stream in the field ``residual``, and None in the field ``x``.
     """
 
     x: Any = None
@@ -175,7 +175,7 @@ class NormLinearUpstream(NamedTuple):
 
 
 def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinearOutputs:
-    """Compute the forward with any implementation of `Product`."""
+    """Compute the forward of `norm_linear`. The projection is a `Product` object of any subclass."""
     x, residual, norm, _, ranks = inputs
     normed, h, statistics = product.normed(norm, x, residual)
     if ranks is not None and ranks.sequence_parallel:
@@ -191,13 +191,13 @@ def norm_linear_backward(
     dy: Any, dh: Tensor | None, saved: NormLinearSaved, product: Product, needs: NormLinearNeeds,
     totals: NormLinearGradients | None = None,
 ) -> NormLinearGradients:  # fmt: skip
-    """Compute the backward with any implementation of `Product`, for all rows or for a chunk of rows.
+    """Compute the backward of `norm_linear`, for all rows or for a chunk of rows.
 
     Args:
         dy: [N, O], from `Product.upstream`.
         dh: [..., C], gradient of the new residual stream; None if the stream has no gradient.
-        saved: the saved tensors of these rows. Its field ``projection`` is not used.
-        product: the `Product` of the projection.
+        saved: the tensors that the forward saved for these rows. The field ``projection`` is not used.
+        product: the `Product` of the projection, an object of any subclass.
         needs: which gradients are needed.
         totals: for a chunk, the fp32 sums of the parameters' gradients over the previous chunks; None without chunks.
     """
@@ -258,7 +258,7 @@ def norm_linear_backward_fake(inputs: NormLinearUpstream) -> NormLinearGradients
 def norm_linear_save(
     ctx: Any, inputs: NormLinearInputs, outputs: NormLinearOutputs, needs: NormLinearNeeds, *constants: Tensor
 ) -> NormLinearSaved:
-    """Return the tensors and constants that the backward needs. ``constants`` are other outputs without a gradient."""
+    """Return what the backward needs. ``constants`` are further outputs of the op, which have no gradients."""
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, *constants)
     h = inputs.residual if outputs.h is None else outputs.h
     return NormLinearSaved(h, outputs.statistics, inputs.norm, inputs.projection.without_bias(), inputs.ranks)
@@ -369,7 +369,7 @@ def layer_norm_linear(
         Others: as in `rms_norm_linear`.
 
     Returns:
-        ``(y, residual)``, as from `rms_norm_linear`.
+        ``(y, residual)``, as `rms_norm_linear` returns them.
 
     Raises:
         ValueError: the shapes do not match, or rows are wider than 65536.

@@ -1,4 +1,4 @@
-"""The projection in a fused op: its product with rows, and the gradients of rows and parameters.
+"""A projection in a fused op: the product of rows and a weight, and the gradients of the rows and the parameters.
 
 The rows n [N, C] are the output of a norm or an activation. The low-rank term (LoRA) is optional, and n @ Aᵀ is
 rounded::
@@ -9,8 +9,8 @@ rounded::
 
 Each method of `Product` is one step of this computation, for a dense W or for a frozen, quantized W (`FrozenWeight`).
 `float8.float8_product` overrides the steps that differ in float8. The order of the steps is defined once for all
-products: in `norm_linear` for a norm and a projection, and in `gated_mlp` for the MLP, which begins with a norm and a
-projection.
+subclasses of `Product`: in `norm_linear` for a norm and a projection, and in `gated_mlp` for the MLP, which begins with
+a norm and a projection.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +65,7 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether a needed gradient is computed from the rows that the projection multiplies."""
+        """Whether any gradient is needed that is computed from the input rows of the projection."""
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
@@ -91,7 +91,7 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
     Args:
         ctx: autograd context of the op.
-        h: the residual stream among the outputs. It is marked unless ``need_stream`` is True.
+        h: the residual stream, if it is an output. It is marked unless ``need_stream`` is True.
         need_stream: whether x or the residual needs a gradient.
         *constants: other outputs that are not differentiable.
     """
@@ -100,7 +100,7 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Set the gradients of x and of the residual to dx where they are needed, and to None elsewhere.
+    """Return ``gradients`` with the gradients of x and of the residual set to dx, or to None if not needed.
 
     dx is the gradient of the residual stream.
     """
@@ -155,7 +155,7 @@ class Product:
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rows [N, C], where y holds gates and ups.
 
-        The second result is the gated product of y if the same kernel computes it, and otherwise None.
+        The second result is `gated_act` of y if the same kernel computes it, and otherwise None.
         """
         rows = rows.to(self.dtype)
         both = few_rows(rows, self.weight, self.bias, act, self.low_rank)
@@ -166,7 +166,7 @@ class Product:
         return gated_act_forward(gate_up, act)
 
     def gated_again(self, gate_up: Tensor, act: str) -> Any:
-        """Recompute the rows of `gated` for the gradient of the weight."""
+        """Recompute `gated_act` of gates and ups [N, 2 F], in the form that `gradients` takes."""
         return gated_act_forward(gate_up, act)
 
     def upstream(self, dy: Tensor, *, for_rows: bool, for_weight: bool) -> Any:
@@ -189,11 +189,11 @@ class Product:
     ) -> tuple[Any, Any]:  # fmt: skip
         """Compute the backward of the gated activation between this product, whose y is gate_up, and ``down``.
 
-        d_product [N, F] may be overwritten.
+        ``d_product`` [N, F], the gradient of the gated product, may be overwritten.
 
         Returns:
             The `upstream` gradient of this product, and the gated product, which ``down.gradients`` takes as its rows.
-            The gated product may be used only with ``need_product``.
+            The caller may use the gated product only if ``need_product`` is True.
         """
         return gated_act_backward(
             d_product, gate_up, act, need_product, overwrite_dy=True, overwrite_gate_up=overwrite_gate_up
@@ -241,7 +241,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | N
 
 
 def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """Compute what `linear` computes, without a backward, for use inside ops. For few rows, a special kernel runs."""
+    """Compute what `linear` computes, without a backward, for use inside ops.
+
+    If x has few rows, a special kernel runs.
+    """
     if is_batch_invariant():
         return linear(x, weight, bias, low_rank)
 
