@@ -128,12 +128,12 @@ def use_triton(x: Tensor) -> bool:
 
 
 def use_triton_for_integers(x: Tensor) -> bool:
-    """Decide as `use_triton` does, for an op whose tensors hold only integers."""
+    """Return whether an op on an integer tensor ``x`` runs its Triton kernels; see `use_triton`."""
     return use_triton(x.new_empty(0, dtype=torch.float32))
 
 
 def is_differentiable(*tensors: Tensor | None) -> bool:
-    """Return whether gradients of any of the tensors are needed."""
+    """Return whether autograd needs the gradient of any of the tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

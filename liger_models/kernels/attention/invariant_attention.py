@@ -33,7 +33,7 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, nex
 
 
 class Tile(NamedTuple):
-    """Shape of a matrix product, and launch options of a program.
+    """Sizes of the matrix products of a program, and launch options of the program.
 
     Attributes:
         rows: number of rows, which is the number of tokens times the number of heads.

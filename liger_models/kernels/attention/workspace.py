@@ -140,12 +140,12 @@ class Launch(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The number of query heads."""
+        """The number of slots, which are the query heads of this launch."""
         return self.kv_heads * self.part.query_heads
 
     @property
     def places(self) -> int:
-        """The number of tiles in the workspace."""
+        """The number of places (tiles of the workspace) that this launch uses."""
         return self.slots * ((self.part.tiles + 1) // 2) * self.part.width
 
 

@@ -85,7 +85,7 @@ RECIPES = {
 
 
 class Float8(NamedTuple):
-    """A rounded matrix.
+    """A matrix rounded to float8, and the inverse of its scales.
 
     Attributes:
         data: [R, K] in a float8 dtype.

@@ -76,7 +76,7 @@ class Float8GatedMLPInputs(NamedTuple):
 
 
 class Float8GatedMLPOutputs(NamedTuple):
-    """Outputs of the op. ``amax`` [4] has the largest absolute values of N(h), Wgu, A(u) and Wd."""
+    """Outputs of the op `float8_gated_mlp`. ``amax`` [4] has the largest absolute values of N(h), Wgu, A(u) and Wd."""
 
     mlp: GatedMLPOutputs
     amax: Tensor

@@ -120,7 +120,7 @@ class Float8Product(Product):
         return plain(norm.again(h, statistics, self.dtype))
 
     def forward(self, rows: Any) -> Tensor:
-        """Compute y [N, O] from rounded rows, or from a `Matrix` that the op's forward has already rounded once."""
+        """Compute y [N, O] from rounded rows or, in the backward, from a `Matrix` that is rounded again."""
         if isinstance(rows, Matrix):
             rows, _ = round_matrix(rows, self.recipe, amax=self.amax, known=True)
         weight = self.rounded

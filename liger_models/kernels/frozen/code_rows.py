@@ -88,12 +88,12 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
 
 
 def listed(name: str, first: int, count: int = 4) -> str:
-    """Return a vector of PTX registers with consecutive numbers."""
+    """Return the PTX for a vector of ``count`` registers with consecutive numbers."""
     return "{" + ", ".join(f"{name}{first + i}" for i in range(count)) + "}"
 
 
 def _load(name: str, first: int, count: int, at: str, predicate: str = "", cached: str = "") -> str:
-    """Return PTX that loads consecutive registers.
+    """Return PTX that loads values into ``count`` registers with consecutive numbers.
 
     If there is a predicate and it is false, the registers are set to 0.
     """

@@ -40,8 +40,8 @@ NUM_WARPS = 4
 of each of `ROWS` rows, and has `NUM_WARPS` warps."""
 
 WIDTHS = 16, 1024
-"""Minimum and maximum width of blocks that the kernels for few rows support. The width must be a power of 2, unless all
-columns of a row share a scale."""
+"""Minimum and maximum width of blocks that the kernels for an x with few rows support. The width must be a power of 2,
+unless all columns of a row share a scale."""
 
 ROW_WIDTH = 128
 """Number of columns that the kernel for one row of x regards as a block if all columns of a row share a scale."""
@@ -76,9 +76,10 @@ def _block_weight_kernel(
     code_ptr, scale_ptr, w_ptr, N, K, G, WIDTH: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize PIECES pieces of ROWS rows per program. A piece is NUMBERS columns of a row that share a scale.
+    """Dequantize PIECES pieces of each of ROWS rows per program.
 
-    A thread dequantizes whole pieces, and needs one scale for each piece.
+    A piece is NUMBERS columns of a row that share a scale. A thread dequantizes whole pieces, and needs one scale for
+    each piece.
     """
     piece = tl.arange(0, ROWS * PIECES)
     row = tl.program_id(0).to(tl.int64) * ROWS + piece // PIECES
@@ -212,7 +213,7 @@ def _block_rows_kernel(
 
 
 def takes_width(width: int) -> bool:
-    """Return whether the kernels for few rows support blocks of ``width`` columns.
+    """Return whether the kernels for an x with few rows support blocks of ``width`` columns.
 
     A width of 0 stands for all columns of a row.
     """

@@ -57,8 +57,8 @@ MOST_ROWS = 32
 weight."""
 
 WIDTHS = 16, 256
-"""Minimum and maximum number of columns per group that the kernels for few rows support. The number must be a power of
-2."""
+"""Minimum and maximum number of columns per group that the kernels for an x with few rows support. The number must be a
+power of 2."""
 
 ROW_TILE = (4, 512, 4)
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
@@ -239,7 +239,9 @@ def groups_dense_reference(
 def groups_dense(
     codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize the weight [..., O, C], round it to bfloat16, and cast it to ``dtype``.
+    """Dequantize the weight [..., O, C], round it, and cast it to ``dtype``.
+
+    The weight is rounded to bfloat16 or, with ``constants.HALF``, to float16.
 
     Args:
         codes: [..., O, C / 2] uint8, contiguous.
@@ -278,7 +280,7 @@ def bytes_of(scales: Tensor) -> Tensor:
 
 
 def takes_group(width: int) -> bool:
-    """Return whether the kernels for few rows support groups of ``width`` columns."""
+    """Return whether the kernels for an x with few rows support groups of ``width`` columns."""
     return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
 
 

@@ -179,7 +179,7 @@ def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, S
 def _lookup_scale(
     scale_ptr, factor_ptr, mean, row, block, blocks, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr
 ):
-    """Compute the scales of blocks of rows. Beyond a row's last block, the scale is 0."""
+    """Compute the scales of the blocks ``block`` of the rows ``row``. Beyond a row's last block, the scale is 0."""
     inside = block < blocks
     scale = nf4_scale(scale_ptr, factor_ptr, mean, row * blocks + block, inside, dtype, SCALES_PER_FACTOR)
     return tl.where(inside, scale, 0.0)

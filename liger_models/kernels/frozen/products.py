@@ -66,9 +66,9 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def few_rows(
     x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute y (`product` plus the low-rank term) and ``act(gate) · up`` of y, with the kernels for few rows.
+    """Compute y (`product` plus the low-rank term) and ``act(gate) · up`` of y, for an x with few rows.
 
-    Return None if these kernels do not support x or the weight.
+    Return None if no kernel for few rows supports x and the weight.
     """
     if not (takes_low_rank(x, low_rank) and use_triton(x)):
         return None
@@ -98,7 +98,7 @@ class QuantizedLinearUpstream(NamedTuple):
 
 
 class QuantizedLinearSaved(NamedTuple):
-    """What the forward saves for the backward. dx depends only on dy and W, and a frozen weight has no gradient."""
+    """What the forward saves for the backward: only W, because dx depends on dy and W, and W has no gradient."""
 
     weight: Annotated[Weight, WEIGHT]
 

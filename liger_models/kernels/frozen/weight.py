@@ -110,12 +110,12 @@ class FrozenWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tensors."""
+        """Size of the stored tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the dense weight."""
+        """Size of an element of the dense weight in bytes."""
         return self.dtype.itemsize
 
     @property
@@ -140,7 +140,7 @@ class FrozenWeight(NamedTuple):
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
-        """Return the same weight with another dtype, to which it is cast when it is dequantized."""
+        """Return the same weight, to be dequantized to ``dtype``."""
         return self._replace(dtype=dtype)
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -210,11 +210,11 @@ class Format:
         return []
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Return name, shape and dtype of each tensor that stores a weight [O, C] or [X, O, C] of dtype ``dtype``."""
+        """Return the name, shape and dtype of each tensor that stores a weight [O, C] or [X, O, C] in ``dtype``."""
         raise NotImplementedError
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the number of bytes in which a weight [O, C] or [X, O, C] is stored."""
+        """Return the number of bytes that a stored weight [O, C] or [X, O, C] takes."""
         return sum(math.prod(size) * stored.itemsize for size, stored in self.tensors_like(shape, dtype).values())
 
     def quantize(self, matrix: Tensor) -> Sequence[Tensor]:
