@@ -1,4 +1,4 @@
-"""Kernels in PTX that multiply a few rows x by a weight with four-bit codes.
+"""Kernels in PTX that multiply an x with few rows by a weight with four-bit codes.
 
 A kernel in plain Triton takes about ten instructions for each weight: it splits a byte, computes the number, applies
 the scale, rounds, and multiplies by x. If 4-bit weights are read at the bandwidth of an H200, there is time for only

@@ -134,8 +134,8 @@ class NormalFloat4(Format):
         codes      uint8 [O · C / 2]         [X, O, C / 2]
         scales     int8 [blocks]             [X, blocks]
         factors    [factors]                 [X, factors]      in the dtype of the quantized weight
-        means      []                        [X]               in this dtype, too
-        table      [16]                      [16]              in this dtype, too
+        means      []                        [X]               in the dtype of the quantized weight
+        table      [16]                      [16]              in the dtype of the quantized weight
 
     A block of codes that share a scale may begin in one row of the matrix and end in the next. In the parameters of a
     matrix (`pack`), codes and scales have one row per block, and factors, mean and table are concatenated to one

@@ -68,7 +68,7 @@ def few_rows(
 ) -> tuple[Tensor, Tensor] | None:
     """Compute y (`product` plus the low-rank term) and ``act(gate) · up`` of y, for an x with few rows.
 
-    Return None if no kernel for few rows supports x and the weight.
+    Return None if no special kernel supports x and the weight.
     """
     if not (takes_low_rank(x, low_rank) and use_triton(x)):
         return None
