@@ -15,8 +15,8 @@ from liger_models.layers.mamba2 import LigerMamba2, StateDecay
 class MambaHybridConfig(RMSNormDecoderConfig):
     """The config of a decoder with state-space mixers. The mixers' keys in config.json begin with ``mamba_``.
 
-    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None stands for no
-    limits.
+    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None means that step
+    sizes are not limited.
 
     Raises:
         ValueError: the sizes of the mixer are inconsistent.
@@ -94,7 +94,7 @@ IGNORED_MIXER_KEYS = (
 
 
 def _by_unit(name: str, parts: Mapping[str, int], units: int) -> Expression:
-    """Reorder the rows of a checkpoint tensor such that the rows of each unit are adjacent.
+    """Reorder a checkpoint tensor's rows such that each unit's rows are adjacent; see `LigerMamba2.units_of`.
 
     ``parts`` maps the name of each part of the tensor to the part's number of rows per unit.
     """
@@ -145,7 +145,7 @@ def hybrid_map(
     Args:
         config: config of the model, a `MambaHybridConfig` with ``has_attention``.
         norms: names of the norms of a block.
-        mlps: the entries of the MLPs.
+        mlps: the weight-map entries of the MLPs.
         last_norm: name of the weight of the last norm.
     """
     full, mamba = "model.layers.{full}.self_attn", "model.layers.{mamba}.mamba"

@@ -2,8 +2,8 @@
 
 Differs from Llama: each head of q and k is normalized before the rotation, as in Qwen3, and the MLP has no gate. The
 MLP's activation is xIELU. Each layer trains two coefficients of xIELU; the two constants of xIELU come from the
-checkpoint and are not trained. In checkpoints, the norms have other names than in Llama's. Without rope parameters in
-config.json, the rotation is scaled as in Llama 3.1.
+checkpoint and are not trained. In Apertus checkpoints, the norms have other names than in Llama checkpoints. Without
+rope parameters in config.json, the rotation is scaled as in Llama 3.1.
 
 transformers computes the activation in the dtype of the model; this package computes it in fp32.
 
@@ -87,7 +87,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """If the rotation is not scaled, write this explicitly, because a file without rope parameters means scaling."""
+    """If the rotation is not scaled, write this explicitly; transformers scales it if rope parameters are missing."""
     return dict(keys) | {"rope_scaling": keys["rope_scaling"] or {"rope_type": "default"}}
 
 

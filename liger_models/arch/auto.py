@@ -28,7 +28,7 @@ ENTRY_POINTS = "liger_models.architectures"
 
 
 def list_archs() -> list[str]:
-    """Return the sorted ``model_type`` of every architecture that is built in, registered, or provided by a plugin."""
+    """Return the sorted model types of all architectures that are built in, registered, or provided by a plugin."""
     return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names} - LANGUAGE_MODELS.keys())
 
 
@@ -105,11 +105,11 @@ class AutoLigerModel:
         raise TypeError("AutoLigerModel: has no instances. Use from_hub, from_pretrained or from_config.")
 
     from_hub = _AnyFamily.from_hub
-    """Load a model from the Hugging Face hub. The arguments are those of `CausalLM.from_hub`."""
+    """Load a model from the Hugging Face hub. The arguments are the same as for `CausalLM.from_hub`."""
     from_pretrained = _AnyFamily.from_pretrained
     """Load a model from a local folder, or from the hub if there is no such folder.
 
-    The arguments are those of `CausalLM.from_pretrained`.
+    The arguments are the same as for `CausalLM.from_pretrained`.
     """
 
     @classmethod

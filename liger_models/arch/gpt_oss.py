@@ -83,7 +83,7 @@ class GptOssAttention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """See `LigerAttention.attention`. On accelerators, sinks need a mask, except in half precision."""
+        """See `LigerAttention.attention`. On accelerators, sinks require a mask, except in half precision."""
         return super().attention._replace(needs_flash=True)
 
     def draw(self, std: float) -> bool:

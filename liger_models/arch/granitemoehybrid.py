@@ -125,7 +125,7 @@ class LigerGraniteMoeHybrid(CausalLM):
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Scale the embeddings and call `Decoder.run_blocks`. ``inputs_embeds`` from the caller are scaled, too."""
+        """Scale the embeddings and call `Decoder.run_blocks`. A caller's ``inputs_embeds`` are also scaled."""
         return super().run_blocks(embeds * self.config.embedding_multiplier, layout, states)
 
 

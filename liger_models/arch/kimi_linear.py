@@ -146,13 +146,13 @@ class LigerKimiLinear(CausalLM):
 
 
 def _by_unit(parts: Sequence[str], sizes: Sequence[int], units: int) -> Expression:
-    """Join parts such that the rows of each unit are adjacent; ``sizes`` has each part's number of rows per unit."""
+    """Join parts such that each unit's rows are adjacent; for ``sizes``, see `LigerKimiDeltaAttention.units_of`."""
     groups = [Rearrange("(u n) ... -> u n ...", part, u=units) for part in parts]
     return Rearrange("u n ... -> (u n) ...", Cat(groups, dim=1, sizes=sizes), u=units)
 
 
 def _linear_entries(config: KimiLinearConfig, theirs: str, *, fused: bool) -> dict[str, Expression | str]:
-    """Return the entries of linear attention, whose names in a checkpoint begin with ``theirs``."""
+    """Return the weight-map entries of linear attention, whose checkpoint names begin with ``theirs``."""
     ours, gate = "layers.{linear}.self_attn", f"{theirs}.forget_gate" if fused else theirs
     units, sizes = LigerKimiDeltaAttention.units_of(config.linear_num_heads, config.linear_head_dim)
     inputs = [*(f"{theirs}.{part}_proj.weight" for part in "qkv"), f"{gate}.f_a_proj.weight"]

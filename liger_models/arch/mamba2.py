@@ -35,8 +35,8 @@ from liger_models.layers.norm import LigerRMSNorm
 class Mamba2Config(BaseConfig):
     """Sizes and constants of a Mamba-2 model.
 
-    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None stands for no
-    limits.
+    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None means that step
+    sizes are not limited.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")

@@ -38,7 +38,8 @@ class Mistral3Vision:
     """The config fields that a Mistral 3 with images has besides the fields of the language model.
 
     Raises:
-        ValueError: ``spatial_merge_size`` is not positive, or the tower's output or the activation is not supported.
+        ValueError: ``spatial_merge_size`` is not positive, or ``vision_feature_layer`` or ``projector_hidden_act`` is
+            not supported.
     """
 
     image_token_index: int = 10

@@ -144,10 +144,11 @@ OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the language model of a file with images, and move the query scaling out of the rope parameters.
+    """If config.json describes a model with images, take only its language model's settings.
 
-    Without rope parameters, the defaults of the class apply. ``max_position_embeddings`` and ``partial_rotary_factor``
-    in the rope parameters are dropped, because they follow from other keys.
+    Move the query scaling out of the rope parameters. Without rope parameters, the defaults of the class apply.
+    ``max_position_embeddings`` and ``partial_rotary_factor`` in the rope parameters are dropped, because they follow
+    from other keys.
 
     Raises:
         ValueError: the language model of a file with images has another ``model_type``.
@@ -188,7 +189,7 @@ def weight_map(config: Mistral4Config, **more: Any) -> WeightMap:
 
 
 def other_maps(config: Mistral4Config) -> list[WeightMap]:
-    """The layouts with one tensor per expert, and the layouts of checkpoints with images."""
+    """Return the weight maps of the layouts with one tensor per expert, and of checkpoints with images."""
     whole: list[dict[str, Any]] = [
         {"prefix": "language_model.model", "head": "language_model.lm_head.weight"},
         {"prefix": "model.language_model"},

@@ -94,7 +94,7 @@ class Qwen2_5VLTower(QwenTower):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
 
-        The second result, the features for DeepStack, is empty.
+        The second result, the list of DeepStack features, is empty.
         """
         # Sort the patches by window, so that each window is one segment. The patches of a token stay together.
         unit = self.merge**2

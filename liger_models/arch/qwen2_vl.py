@@ -79,7 +79,7 @@ class Qwen2VLTower(QwenTower):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
 
-        The second result, the features for DeepStack, is empty.
+        The second result, the list of DeepStack features, is empty.
         """
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         # Patches of a frame attend to each other. All images form one row: [1, N, C].

@@ -20,7 +20,7 @@ MODEL_CLASSES: dict[str, type[CausalLM]] = {}
 """Maps ``model_type`` to the model class, for each imported family and each architecture given to `register`."""
 
 NOT_FAMILIES = ("auto", "registry")
-"""Modules of this package that define no family, besides those whose names begin with an underscore.
+"""Modules of this package that define no family, besides modules whose names begin with an underscore.
 
 A family's file is named after its ``model_type``. The ``__init__.py`` of a family's folder has a table ``MODEL_TYPES``,
 which maps each ``model_type`` to the file that registers it.

@@ -21,7 +21,7 @@ WARM_UPS = 3
 
 
 class CapturedStep:
-    """Forward and backward for batches of one shape: ``loss = step(batch)`` also calls ``loss.backward()``.
+    """The forward and backward of a training step for batches of one shape, run together by ``loss = step(batch)``.
 
     As ``backward`` does, the step sets gradients that are None and adds to gradients that exist. The step allocates the
     gradients itself and uses the same tensors in every call. Between calls, either all gradients must be None, or all

@@ -310,7 +310,7 @@ class CausalLM(Decoder):
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
     ) -> "Self":
-        """Create a model with random weights on ``device`` in ``dtype``. ``torch.manual_seed`` sets their seed."""
+        """Create a model on ``device`` in ``dtype``. Its random weights depend on ``torch.manual_seed``."""
         check_config(config)
         # On the meta device the constructor draws no weights.
         with torch.device("meta"):
@@ -392,12 +392,12 @@ class CausalLM(Decoder):
             repo_id: name of the repository, such as "meta-llama/Llama-3.2-1B".
             revision: branch, tag or commit.
             dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint.
-            device: device of the weights, which are loaded onto it tensor by tensor.
+            device: device onto which the weights are loaded, tensor by tensor.
             kernels: the parts that run on fused kernels. Default: all parts.
             strict: whether unknown keys of config.json are an error instead of a warning.
             progress: whether rank 0 shows progress bars.
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
-            shard: function that distributes the model's parameters before they are loaded, such as
+            shard: function that distributes the model's parameters before their values are loaded, such as
                 `parallel.apply_fsdp`.
             keep_quantized: whether weights that are quantized in the checkpoint stay quantized and frozen; see
                 `liger_models.convert.load.load_pretrained`.

@@ -27,9 +27,10 @@ class ImageTokenModel(VisionLanguageModel):
     """A vision-language model whose vision tower returns the image tokens of all images, concatenated."""
 
     image_inputs: ClassVar[tuple[str, ...]]
-    """Names of the tower's arguments of `forward`. Each argument has one row per image, in the order of the text."""
+    """Names of the arguments of `forward` that the tower takes. Each has one row per image, in the order of the
+    text."""
     placeholder_key: ClassVar[str] = "image_token_index"
-    """The field of the configuration that holds `placeholder_id`."""
+    """Name of the config field that holds `placeholder_id`."""
 
     def run_with_images(
         self,
@@ -189,7 +190,7 @@ class EqualImageModel(ImageTokenModel):
     def tokens_of(self, pixels: Tensor | None) -> int:
         """Return the number of image tokens per image in ``pixels``.
 
-        None stands for images of the size in the config.
+        If ``pixels`` is None, the images have the size in the config.
         """
 
     def take_pixels(self, pixel_values: Tensor | None) -> tuple[Tensor, ...] | None:

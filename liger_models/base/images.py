@@ -164,7 +164,7 @@ TURNED = (5, 6, 7, 8)
 
 
 def _may_turn_late(file: Any) -> bool:
-    """Return whether a PNG file has EXIF or XMP data after its pixels, which Pillow finds only by decoding them."""
+    """Return whether a PNG file has EXIF or XMP data after its pixels. Pillow finds such data only after decoding."""
     follows = False
     file.seek(8)
     while len(header := file.read(8)) == 8:
@@ -207,7 +207,7 @@ def _check_pillow() -> None:
 
 @contextlib.contextmanager
 def _naming(located: "Path | bytes") -> "Iterator[str]":
-    """Context manager that yields the image's name for messages, and converts errors to errors of `open_image`."""
+    """Context manager that yields the image's name for messages, and converts errors to those of `open_image`."""
     from PIL import Image
 
     name = f"{len(located)} bytes" if isinstance(located, bytes) else str(located)
@@ -308,11 +308,11 @@ def cut_patches(pixels: Tensor, height: int, width: int, merge: int = 1) -> Tens
 
 
 def slots_of_frame(number: int, frames: int, depth: int) -> range:
-    """Return the time slots that a frame fills in the patches that span it.
+    """Return the positions that a frame fills along the time dimension of a patch.
 
     Args:
         number: index of the frame.
-        frames: number of frames of the video, or 1 for an image. The last frame fills the rest of its patches.
+        frames: number of frames of the video, or 1 for an image. The last frame also fills all later positions.
         depth: number of frames that a patch spans.
     """
     first = number % depth
@@ -468,7 +468,7 @@ def image_settings(assets: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the image settings in a checkpoint's files.
 
     Raises:
-        ValueError: there are no image settings, and default means and sizes could be wrong.
+        ValueError: there are no image settings. Defaults are not used, because default means and sizes could be wrong.
     """
     settings = settings_of(assets, "image_processor")
     if not settings:

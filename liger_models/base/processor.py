@@ -176,7 +176,7 @@ class MediaSize(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """ "image" or "video"."""
+        """The kind of input: "image" or "video"."""
         return "image" if self.frames is None else "video"
 
 
@@ -550,7 +550,7 @@ class Processor(ABC):
         return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
-        """Return the new contents of the files that changed settings affect, by file name."""
+        """Map the name of each file that changed settings affect to its new content."""
         # One file may hold the settings of images and of videos, so each change is applied on top of the changes before
         # it.
         changed: dict[str, bytes] = {}

@@ -23,7 +23,7 @@ class GemmaLayout(BatchLayout):
 
     Attributes:
         per_layer: each block's second input [B, T, P], for this rank's tokens; None for models without such inputs.
-        shared: maps a type of layer to the keys and values [B, S, G, D] that a layer of this type computed last.
+        shared: maps each layer type to the keys and values [B, S, G, D] that the latest layer of this type computed.
     """
 
     images_need_window = True
@@ -70,15 +70,16 @@ class GemmaAttention(LigerAttention):
         """See `LigerAttention.shard`."""
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
-                # All ranks normalize their own heads with the same weights, so the gradients of the weights are summed
-                # over the ranks.
+                # Each rank normalizes its own heads, and all ranks have the same weights, so the gradients of these
+                # weights are summed over the ranks.
                 norm.group = group
         return super().shard(group)
 
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
-        """Return ``(y, residual, k, v)`` with k, v [B, S, G, D], or only ``(y, residual)`` if k and v are shared."""
+        """Return ``(y, residual, k, v)`` with k, v [B, S, G, D]; in layers that share k and v, only ``(y,
+        residual)``."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
         if context is not None:

@@ -64,12 +64,12 @@ class GemmaDecoder(CappedGemmaModel):
 
     @property
     def held_elements(self) -> int:
-        """Number of elements per token in the blocks' second inputs and in the projections they are computed from."""
+        """Elements per token in the blocks' second inputs, and in the projections from which these are computed."""
         count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return a block's router logits, and a layout that passes its keys and values to later blocks of its type."""
+        """Return a block's router logits, and a layout that passes its k and v to later blocks of the same type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout

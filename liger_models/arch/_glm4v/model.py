@@ -1,4 +1,4 @@
-"""Base class of GLM-4.1V and GLM-4.5V, which distinguish video frames from images by the tokens around them."""
+"""Base class of GLM-4.1V and GLM-4.5V, which distinguish video frames from images by nearby tokens in the text."""
 
 import torch
 from torch import Tensor

@@ -68,6 +68,6 @@ class Glm4vProcessor(QwenVLProcessor):
         return (self.image_token,)
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: ``frame`` and the time in whole seconds for each group of frames in a patch."""
+        """Return the text of a video: for each group of frames in a patch, ``frame`` and the time in whole seconds."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

@@ -32,8 +32,8 @@ from liger_models.layers.patches import interpolate_positions, locate_patches
 class Glm4vVisionConfig:
     """Sizes of the vision tower.
 
-    ``out_hidden_size`` is the width of the MLPs in the blocks, and of the image tokens. ``intermediate_size`` is the
-    width of the MLP that follows the merging of patches.
+    ``out_hidden_size`` is the width of the image tokens, and also the width of the MLPs in the blocks.
+    ``intermediate_size`` is the width of the MLP that follows the merging of patches.
 
     Raises:
         ValueError: the width is not a multiple of the number of heads, the activation is not supported, or the grid of
@@ -140,7 +140,7 @@ class Glm4vTower(QwenTower):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
 
-        The second result, the features for DeepStack, is empty.
+        The second result, the list of DeepStack features, is empty.
         """
         # Embedded patches with their learned positions, [1, N, C]. Patches of a frame attend to each other.
         patches = locate_patches(grid_thw, len(pixels), self.merge)
@@ -165,7 +165,7 @@ TOP = (*QWEN_TOP, "video_start_token_id", "video_end_token_id")
 
 
 def glm4v_tower(vision: Glm4vVisionConfig, visual: str) -> tuple[dict[str, Expression | str], Mapping[str, range]]:
-    """Return the arguments ``also`` and ``over`` of `decoder_map` for the tower, whose prefix is ``visual``."""
+    """Return `decoder_map`'s arguments ``also`` and ``over`` for a tower whose tensor names begin with ``visual``."""
     block, merger = f"{visual}.blocks.{{b}}.mlp", f"{visual}.merger"
 
     def gated(ours: str, theirs: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ TEXT: dict[str, dict[str, Any]] = {
 """Default sizes of the language models, for keys that are missing in ``text_config``."""
 
 UNREAD = {"llama": ("sliding_window",), "mistral": ("attention_bias", "mlp_bias")}
-"""For each language model, the keys that it does not have."""
+"""Maps each language model to the keys that it does not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class LlavaVisionConfig(PixtralVisionConfig):
     """Sizes of the vision tower. ``model_type`` is "clip_vision_model" or "pixtral".
 
     Raises:
-        ValueError: the tower or its activation is not supported, or a size is not a multiple of another.
+        ValueError: the tower or its activation is not supported, the width is not a multiple of the number of heads, or
+            the image size is not a multiple of the patch size.
     """
 
     model_type: str = CLIP
@@ -118,7 +119,7 @@ class LlavaTextConfig(MistralTextConfig):
 
     @property
     def drops_class_token(self) -> bool:
-        """Whether CLIP's class token is dropped before the language model."""
+        """Whether CLIP's class token is dropped, so that the language model does not read it."""
         return self.vision_feature_select_strategy == "default"
 
 
@@ -132,7 +133,7 @@ TOP = (
 def from_json(
     config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: bool = True
 ) -> dict[str, Any]:
-    """Read a config.json as `read_llava` does, with the defaults of its language model and its tower.
+    """Read a config.json as `read_llava` does, and add the defaults of the language model and the tower.
 
     Args:
         config_class: the config class of the model.
@@ -180,19 +181,19 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
 
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
-    """The possible name levels between the tower's prefix and its parts. For CLIP, transformers 5 writes the second."""
+    """The possible parts of tensor names after the tower's prefix. For CLIP, transformers 5 writes the second one."""
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 
 def llava_map(
     config: LlavaTextConfig, names: Prefixes, level: str, also: Mapping[str, Expression | str] | None = None
 ) -> WeightMap:
-    """Return the weight map of a layout of names.
+    """Return the weight map for one layout of tensor names.
 
     Args:
         config: config of the model.
         names: the prefixes of the layout.
-        level: the level of names below the prefix of the tower; see `tower_levels`.
+        level: the part of tensor names after the tower's prefix; see `tower_levels`.
         also: additional entries.
     """
     projector, vision = f"{names.top}multi_modal_projector", config.vision_config

@@ -36,7 +36,7 @@ class Prefixes(NamedTuple):
 
 HUB = Prefixes("language_model.model", "vision_tower", "", "language_model.lm_head.weight")
 MODULES = Prefixes("model.language_model", "model.vision_tower", "model.", "lm_head.weight")
-"""The prefixes that transformers' modules have since 4.52. Some of these versions also wrote them to checkpoints."""
+"""The prefixes of transformers' modules since version 4.52. Some versions also wrote these prefixes to checkpoints."""
 
 
 def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ...]) -> dict[str, Any]:

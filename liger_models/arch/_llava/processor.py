@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
     """Read a size from preprocessor_config.json. The size is a number, or a mapping with some of ``names`` as keys.
 
-    The result is None if the size is missing, or if the values of ``names`` differ.
+    The result is None if the size is missing, or if the values under these keys differ.
     """
     value = settings.get(key)
     if isinstance(value, Mapping):
@@ -98,7 +98,7 @@ class LlavaProcessor(ImageProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels.
-        image: the placeholder of an image in the text, which is repeated for the image's tokens.
+        image: the placeholder of an image in the text. The processor repeats it once per image token.
         tokens: number of tokens per image.
     """
 

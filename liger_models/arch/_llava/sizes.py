@@ -92,7 +92,7 @@ class ImageSizesModel(ImageTokenModel):
     def check_images(
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
-        """See `ImageTokenModel.check_images`; the tokens of a row of an image must be contiguous."""
+        """See `ImageTokenModel.check_images`; the tokens in each row of an image must be contiguous."""
         grid = input_ids.new_zeros(0, 2) if images is None else self.grids(images).to(input_ids)
         sizes = grid.prod(1)
         # Copy all numbers together, so that the host waits for the device only once.
@@ -118,7 +118,7 @@ class ImageSizesModel(ImageTokenModel):
         return torch.tensor([pixels.shape[2:]] * len(pixels), device=pixels.device).view(-1, 2) // self.token_side
 
     def image_features(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the image tokens [tokens, C] of each image; the arguments are those of `forward`."""
+        """Return the image tokens [tokens, C] of each image. The arguments are the same as in `forward`."""
         images = self.images_of(pixel_values, image_sizes)
         if images is None:
             return ()

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """The arrangement of an image.
+    """The arrangement of an image in tiles.
 
     Attributes:
-        rows, columns: number of rows and columns of tiles, besides the whole image.
+        rows, columns: number of rows and columns of tiles, not counting the tile of the whole image.
         top, bottom: first row of tokens that is not padding, and the end of these rows (exclusive).
         left, right: first column of tokens that is not padding, and the end of these columns (exclusive).
     """
@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Choose the canvas (height, width) that keeps the most pixels or, among equals, has the least empty space."""
+    """Choose the canvas (height, width) that keeps the most pixels of an image and, among equals, is least empty."""
     best, most, least = (0, 0), -1, 0
     for canvas_height, canvas_width in resolutions:
         scale = min(canvas_width / width, canvas_height / height)

@@ -71,7 +71,8 @@ class MRopeModel(GridImageModel):
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the `multimodal_positions`, and the position [B, 1] of a token that would follow each row."""
+        """Return the result of `multimodal_positions`, and the position [B, 1] that each row's next token would
+        have."""
         rate = getattr(self.config.vision_config, "tokens_per_second", None)
         if rate is None and second_per_grid_ts is not None:
             raise ValueError(

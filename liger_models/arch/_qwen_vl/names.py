@@ -87,7 +87,7 @@ def write_multimodal(
 
 
 def write_nested(keys: Mapping[str, Any], top: Collection[str] = TOP, *, interleaved: bool = True) -> dict[str, Any]:
-    """Invert `read_multimodal`, including the move of the language model's keys out of ``text_config``."""
+    """Invert `read_multimodal`, and also move the language model's keys back into ``text_config``."""
     keys = write_multimodal(keys, interleaved=interleaved, marks={})
     text = {key: value for key, value in keys.items() if key not in top}
     return {key: keys[key] for key in top} | {"text_config": text}
@@ -136,7 +136,7 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
-    """Return the arguments ``also`` and ``over`` of `decoder_map` for Qwen3-VL's tower, whose prefix is ``visual``."""
+    """Return `decoder_map`'s arguments ``also`` and ``over`` for Qwen3-VL's tower with the name prefix ``visual``."""
     # "{b}" is the index of a block, and "{d}" is the index of a merger that computes DeepStack features.
     mlp = {f"{fc}.{k}": f"{visual}.blocks.{{b}}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in PARAMETERS}
     parts = {"norm": "norm", "mlp.fc1": "linear_fc1", "mlp.fc2": "linear_fc2"}

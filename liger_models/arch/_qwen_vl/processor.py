@@ -50,7 +50,7 @@ def smart_resize(
         height, width: size of the image in pixels.
         factor: side of an image token in pixels.
         min_pixels, max_pixels: bounds of the area; for a video, bounds of the total area of all frames.
-        frames: number of frames, and this number after rounding it to a multiple of the frames per token.
+        frames: number of frames, and the same number rounded to a multiple of the frames per token.
 
     Returns:
         ``(height, width)``.
@@ -481,7 +481,7 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: a timestamp and ``frame`` for each group of frames in a patch.
+        """Return the text of a video: for each group of frames in a patch, a timestamp and ``frame``.
 
         The timestamp is the mean of the times of the group's first and last frame.
         """

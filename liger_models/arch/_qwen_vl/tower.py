@@ -1,7 +1,8 @@
-"""The common code of the vision towers of the Qwen-VL families: checks of sizes, a tower's parts, and tensor names.
+"""Common code of the Qwen-VL families' vision towers: it checks sizes, builds a tower's parts and maps tensor names.
 
-Every tower embeds patches, runs `VisionBlock`s, which rotate queries and keys by row and column, and merges squares of
-patches into image tokens. The towers differ in norms, MLPs and positions; each family's file has its own ``forward``.
+Every tower embeds patches, runs `VisionBlock`s, and merges squares of patches into image tokens. The blocks rotate
+queries and keys by row and column. The towers differ in norms, MLPs and positions; each family's file has its own
+``forward``.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_AC
 
 
 def check_token_width(config: Any, width: str) -> None:
-    """Raise ValueError unless the image tokens' width, a field of ``vision_config``, fits the language model."""
+    """Raise ValueError unless the ``vision_config`` field that ``width`` names equals the model's ``hidden_size``."""
     size = getattr(config.vision_config, width)
     if size != config.hidden_size:
         raise ValueError(
@@ -107,7 +108,7 @@ def tower_entries(
         visual: prefix of the checkpoint's names.
         mlp: maps the name of each parameter in this package's MLP to an expression over the checkpoint's names.
         norm_bias: whether the norms of the blocks have biases.
-        qkv_bias, o_bias: whether these projections of attention have biases.
+        qkv_bias, o_bias: whether the projections to q, k and v, and the output projection, have biases.
     """
     ours, theirs = "visual.blocks.{b}", f"{visual}.blocks.{{b}}"
     norms = [f"norm{n}.{parameter}" for n in (1, 2) for parameter in (PARAMETERS if norm_bias else ("weight",))]

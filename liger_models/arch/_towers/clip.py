@@ -20,7 +20,7 @@ from liger_models.layers.vision import VisionBlock
 
 
 class ClipTower(nn.Module):
-    """The vision tower without a projector. The towers of families derive from it, and project patches to image tokens.
+    """The vision tower without a projector. Families derive their towers from this class and add a projector.
 
     Args:
         config: sizes of the tower.
@@ -85,7 +85,8 @@ def clip_entries(vision: Any, layers: int, theirs: str) -> dict[str, Expression 
 
 
 def block_entries(ours: str, theirs: str, vision: Any) -> dict[str, Expression | str]:
-    """Return the weight-map entries of a CLIP or SigLIP block whose names begin with ``ours`` and ``theirs``."""
+    """Return weight-map entries of a CLIP or SigLIP block, named ``ours`` in this package and ``theirs`` in
+    checkpoints."""
     entries: dict[str, Expression | str] = {}
     for k in ("weight", "bias"):
         rows = tower_rows(f"{theirs}.self_attn", k, vision.num_attention_heads, vision.hidden_size)

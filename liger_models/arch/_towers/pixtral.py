@@ -1,4 +1,4 @@
-"""The vision tower of Pixtral and Mistral Small 3, which takes images of any size and rotates by row and column.
+"""The vision tower of Pixtral and Mistral Small 3, for images of any size. It rotates q and k by row and column.
 
 Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, but no norm
 follows the last block. The patches of an image attend to each other, but not to patches of other images.
@@ -95,7 +95,7 @@ def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[
 
 
 class PixtralTower(nn.Module):
-    """The vision tower without a projector. The towers of families derive from it, and project patches to image tokens.
+    """The vision tower without a projector. Families derive their towers from this class and add a projector.
 
     Args:
         config: sizes of the tower.

@@ -94,7 +94,7 @@ class PixtralProcessor(ImageProcessor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; set its attribute ``longest`` for smaller or larger images.
         image, row_end, end: the token that is repeated for the image, the token after each row but the last, and the
-            token after the last row. In the text of a caller, ``image`` is the placeholder of an image.
+            token after the last row. In a caller's text, ``image`` is the placeholder of an image.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: PixtralImages, *, image: str, row_end: str, end: str) -> None:

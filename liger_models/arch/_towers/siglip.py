@@ -68,7 +68,7 @@ class SiglipVisionConfig(SiglipSizes):
 
 
 class SiglipTower(nn.Module):
-    """The vision tower without a projector. The towers of families derive from it, and project patches to image tokens.
+    """The vision tower without a projector. Families derive their towers from this class and add a projector.
 
     Args:
         config: sizes of the tower.
@@ -90,7 +90,7 @@ class SiglipTower(nn.Module):
         self.post_layernorm = norm()
 
     def positions(self, rows: int) -> Tensor:
-        """Return the position embeddings [patches, C] of an image with ``rows`` rows and as many columns of patches."""
+        """Return position embeddings [patches, C] of an image with ``rows`` rows and ``rows`` columns of patches."""
         return local(self.pos_embed.weight)
 
     def run_blocks(self, pixels: Tensor) -> Tensor:

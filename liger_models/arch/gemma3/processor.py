@@ -109,7 +109,7 @@ class Gemma3Processor(ImageProcessor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; set its attribute ``scans`` to True for pan and scan.
         begin, image, end: the token before an image, the token that is repeated for the image, and the token after the
-            image. In the text of a caller, ``begin`` is the placeholder of an image.
+            image. In a caller's text, ``begin`` is the placeholder of an image.
         tokens: number of tokens per image.
     """
 

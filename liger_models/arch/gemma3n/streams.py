@@ -83,7 +83,8 @@ class AltUp(Layer):
         self.correction = nn.Linear(self.streams, self.streams, bias=False)
         self.scales = config.altup_correct_scale
         self.scale = nn.Parameter(torch.zeros(C), requires_grad=self.scales)
-        """A factor that scales the corrected first stream for the per-layer branch, stored in all checkpoints."""
+        """A factor that scales the corrected first stream for the per-layer branch. All checkpoints store this
+        factor."""
         self.group: Group | None = None
 
     def draw(self, std: float) -> bool:

@@ -176,7 +176,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return counts
 
     def image_features(self, pixel_values: Tensor, image_position_ids: Tensor) -> tuple[Tensor, ...]:
-        """Return the image tokens [tokens, C] of each image; the arguments are those of `forward`."""
+        """Return the image tokens [tokens, C] of each image. The arguments are the same as in `forward`."""
         images = (pixel_values, image_position_ids)
         counts = self.token_counts(images).tolist()
         parts: tuple[Tensor, ...] = self.visual(*images)[: sum(counts)].split(counts)  # padding is last

@@ -97,7 +97,7 @@ class Gemma4Processor(ImageProcessor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to patches; set ``images.max_soft_tokens`` for larger or smaller images.
         begin, image, end: the token before an image, the token that is repeated for the image, and the token after the
-            image. In the text of a caller, ``image`` is the placeholder of an image.
+            image. In a caller's text, ``image`` is the placeholder of an image.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: Gemma4Images, *, begin: str, image: str, end: str) -> None:

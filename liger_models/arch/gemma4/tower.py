@@ -2,7 +2,7 @@
 
 Images keep their aspect ratio. A patch has a learned position for its column and another one for its row, and queries
 and keys are rotated by column and row. Blocks have norms before and after attention and MLP; queries, keys and values
-are normalized, too. In E2B and E4B, the inputs and outputs of linear layers are clipped. The output of the blocks is
+are also normalized. In E2B and E4B, the inputs and outputs of linear layers are clipped. The output of the blocks is
 averaged over squares of patches, multiplied by sqrt(C), standardized (only in 26B-A4B and 31B), normalized and
 projected.
 

@@ -50,7 +50,7 @@ class LigerGlm4vMoe(Glm4vModel):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json like `read_multimodal`, and rename keys that transformers 5 writes."""
+    """Read a config.json as `read_multimodal` does, and rename keys that transformers 5 writes."""
     return text.from_json(read_multimodal(Glm4vMoeConfig, hf, TOP))
 
 

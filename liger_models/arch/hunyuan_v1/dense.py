@@ -72,7 +72,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`. The type is also written under the key ``type`` of the released files."""
+    """The inverse of `from_json`. The type is also written under ``type``, the key in released files."""
     return _retyped(keys, "ntk_alpha", {"type": "dynamic", "rope_type": "dynamic"})
 
 

@@ -23,7 +23,7 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 QK_NORM_EPS = 1e-6
 PROJECTOR_EPS = 1e-5
-"""The eps of these norms, which transformers does not read from config.json."""
+"""The eps of the projector's norm. transformers does not read this eps from config.json."""
 
 
 class InternVLVisionBlock(nn.Module):

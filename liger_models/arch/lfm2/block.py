@@ -98,7 +98,8 @@ def lfm2_map(
 
     Args:
         config: config of the model.
-        mlps, over: the entries of the MLPs and their index sets. ``mlps`` may also have entries of other modules.
+        mlps, over: the weight-map entries of the MLPs, and the index sets in the names of these entries. ``mlps`` may
+            also have entries of other modules.
         prefix: prefix of all names in the checkpoint except the name of the head.
         kept: as in `WeightMap`.
     """
@@ -106,7 +107,7 @@ def lfm2_map(
     layer, conv, full = (f"{theirs}.{{{index}}}" for index in ("i", "conv", "full"))
 
     def by_unit(name: str) -> Expression:
-        """Group the rows of the projections to B, C and x by unit."""
+        """Group the rows of the projections to ``B``, ``C`` and ``x`` by unit; see `LigerGatedConv.units_of`."""
         parts = dict.fromkeys(("B", "C", "x"), config.hidden_size)
         rows = Rearrange("(u n) three ... -> (u three n) ...", Stack(list(parts), dim=1), u=units, three=3)
         return Split(name, 0, parts, rows)

@@ -87,7 +87,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write settings under both of their names, because transformers prefers the older name, and drop unknown keys."""
+    """Add the older names of two settings, which transformers prefers, and drop keys that it does not know."""
     known = {key: value for key, value in keys.items() if key not in ("attention_dropout", "hidden_act")}
     return {**known, "tie_embedding": keys["tie_word_embeddings"], "block_ff_dim": keys["intermediate_size"]}
 

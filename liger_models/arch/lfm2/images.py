@@ -136,7 +136,7 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
     def image_features(
         self, pixel_values: Tensor, spatial_shapes: Tensor, pixel_attention_mask: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the image tokens [tokens, C] of each tile; the arguments are those of `forward`."""
+        """Return the image tokens [tokens, C] of each tile. The arguments are the same as in `forward`."""
         images = self.images_of(pixel_values, spatial_shapes, pixel_attention_mask)
         if images is None:
             return ()

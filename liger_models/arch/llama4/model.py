@@ -3,9 +3,10 @@
 The language model is ``llama4_text``. An image is cut into tiles. In the text, a tile is a run of placeholders, which
 the tile's image tokens replace. Image tokens attend only to earlier tokens, like all other tokens.
 
-The vision tower computes each tile separately. Patches have learned positions, and queries and keys are rotated by
-column and row. The class token is the last token of a tile, and is dropped after the pre-norm blocks. The features of
-each square of patches are concatenated, and an MLP and a projection turn them into an image token.
+The vision tower computes each tile separately. Patches have learned position embeddings. Queries and keys are rotated
+according to the patch's column and row. The class token is the last token of a tile, and is dropped after the pre-norm
+blocks. The features of each square of patches are concatenated, and an MLP and a projection turn them into an image
+token.
 
 Source: https://ai.meta.com/blog/llama-4-multimodal-intelligence, transformers ``models/llama4``.
 """

@@ -217,7 +217,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``attn_temperature_tuning``, which may be a number, as a bool, and an empty ``no_rope_layers`` as None.
+    """Convert ``attn_temperature_tuning``, which may be a number, to a bool, and an empty ``no_rope_layers`` to None.
 
     If ``moe_layers`` is empty, the sizes of the mixtures have no effect, and sizes of 0 are ignored.
     """

@@ -59,7 +59,7 @@ class MllamaTower(nn.Module):
 
     Attributes:
         intermediate: "outputs" uses the outputs of the blocks in ``intermediate_layers_indices``, as in transformers 5;
-            "inputs" uses their inputs, as in the authors' code and early versions of transformers.
+            "inputs" uses the inputs of these blocks, as in the authors' code and early versions of transformers.
     """
 
     def __init__(self, config: MllamaConfig, kernels: KernelOptions) -> None:

@@ -42,7 +42,7 @@ AROUND = ("<|image_start|>", "<|image_end|>", "<|vid_start|>", "<|vid_frame_sepa
 """The tokens around an image, and the tokens before, between and after the frames of a video."""
 
 LIMITS = {"image": ("max_image_tokens", 4096), "video": ("max_video_frame_tokens", 144)}
-"""Maps each kind of input to the setting that limits its tokens (for a video, per frame) and the setting's default."""
+"""Maps each kind of input to the setting that limits its tokens (per frame of a video), and to the default."""
 
 
 def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
@@ -149,9 +149,10 @@ class MuseGlimmerProcessor(Processor):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        images, videos: converters that turn images and videos into patches; set their attribute ``max_tokens`` for
-            smaller images.
-        image, video: the tokens that represent a part of an image and of a video. In a text, they are the placeholders.
+        images, videos: converters that turn images and videos into patches. Lower a converter's ``max_tokens`` to get
+            fewer image tokens.
+        image, video: the tokens that represent a part of an image and a part of a video. In a text, these tokens are
+            the placeholders.
 
     Raises:
         ValueError: the tokenizer lacks the tokens around images and videos.

@@ -39,7 +39,7 @@ WITHOUT_VISION = {
 ONLY_GEMMA2 = (
     "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
 )  # fmt: skip
-"""Fields that Gemma does not have."""
+"""Fields that Gemma 2 has and Gemma does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ attend to each other, even to their own labels, if the batch has no padding and 
 the prefix then ends before the first label of a document. Without labels, the forward is causal, and the prompts of
 ``generate`` are prefixes.
 
-Positions start at 1 in transformers and at 0 in this package. Attention depends only on their differences.
+Positions start at 1 in transformers and at 0 in this package. Attention depends only on differences between positions.
 
 Source: https://arxiv.org/abs/2407.07726, https://arxiv.org/abs/2412.03555, transformers ``models/paligemma``.
 """
@@ -160,8 +160,8 @@ def find_prefix(
         cu_seqlens: the bounds of packed documents.
 
     Raises:
-        ValueError: ``token_type_ids`` has the wrong shape, or in it a 0 follows a 1 of the same document or has a
-            label.
+        ValueError: ``token_type_ids`` has the wrong shape, or a token of type 0 follows a token of type 1 in its
+            document or has a label.
     """
     B, T = shape
     types = labels if token_type_ids is None else token_type_ids

@@ -97,8 +97,8 @@ class PaliGemmaProcessor(LlavaProcessor):
 
         Returns:
             ``input_ids``, ``attention_mask`` and ``token_type_ids`` [B, T]; if there are images, also ``pixel_values``
-            [n, 3, image_size, image_size]; with ``suffix``, ``labels`` [B, T], which are −100 before the suffix. Tokens
-            have the type 1 from the first answer on, and 0 before it.
+            [n, 3, image_size, image_size]; with ``suffix``, ``labels`` [B, T], which are −100 before the suffix.
+            ``token_type_ids`` are 1 from the first answer on, and 0 before it.
 
         Raises:
             ValueError: the number of placeholders does not match the number of images, image tokens do not fit into

@@ -88,7 +88,7 @@ class LigerQwen3_5MoE(LigerQwen3_5):
 
 
 def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json like `read_multimodal`, and drop the keys of Qwen3.6 that do not change the model.
+    """Read a config.json as `read_multimodal` does, and drop the keys of Qwen3.6 that do not change the model.
 
     Raises:
         ValueError: according to config.json, there is no tower; otherwise as in `read_multimodal` and `check_gate`.

@@ -44,7 +44,8 @@ def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
 
 
 def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
-    """Return the number of key heads, the number of rows per key head, and the number of value rows per key head."""
+    """Return the number of key heads and, per key head, the number of rows of q (or of k) and the number of rows of
+    v."""
     heads = config.linear_num_key_heads
     return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
 
@@ -104,7 +105,8 @@ def hybrid_map(
 
 
 def _linear_attention_entries(config: HybridConfig, theirs: str, four_projections: bool) -> dict[str, Expression | str]:
-    """Return the entries of linear attention; one projection packs the checkpoint's projections by key head."""
+    """Return weight-map entries of linear attention, whose projection packs the checkpoint's projections by key
+    head."""
     heads, keys, values = _linear_sizes(config)
     scalars = config.linear_num_value_heads // heads  # number of update rates (and of decays) per key head
     projections: list[Expression | str]
@@ -124,7 +126,8 @@ def _linear_attention_entries(config: HybridConfig, theirs: str, four_projection
 
 
 def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expression | str]:
-    """Return the entries of full attention: queries with their gates, keys, values, and norms of queries and keys."""
+    """Return weight-map entries of full attention: norms of q and k, the packed projection, and the output
+    projection."""
     ours = "layers.{full}.self_attn"
     entries: dict[str, Expression | str] = {
         f"{ours}.{name}.weight": f"{theirs}.{name}.weight" for name in ("q_norm", "k_norm")

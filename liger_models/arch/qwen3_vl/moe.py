@@ -73,7 +73,7 @@ EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json like `read_multimodal`. In transformers 5, ``num_experts`` is called ``num_local_experts``."""
+    """Read config.json as `read_multimodal` does; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
     flat = names.read_multimodal(Qwen3VLMoeConfig, hf)
     if "num_local_experts" in flat:
         flat["num_experts"] = flat.pop("num_local_experts")
