@@ -138,7 +138,7 @@ def weight_map(config: Ernie4_5MoeConfig) -> WeightMap:
 
 
 def other_maps(config: Ernie4_5MoeConfig) -> list[WeightMap]:
-    """The layouts of transformers 5, in which the bias belongs to the router, or the experts are fused, or both."""
+    """The weight maps of transformers 5, in which the bias belongs to the router, or the experts are fused, or both."""
     return [
         _map(config, "gate.moe_statics", fused=True),
         _map(config, "gate.moe_statics", fused=False),

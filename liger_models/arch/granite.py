@@ -36,7 +36,7 @@ class GraniteConfig(RMSNormDecoderConfig):
 
 
 class GraniteBlock(PreNormBlock):
-    """``h += m · attention(norm(h)); h += m · mlp(norm(h))``; each addition is fused with the next norm."""
+    """``h += m · attention(norm(h)); h += m · mlp(norm(h))``, where ``m`` is ``residual_multiplier``."""
 
     def __init__(self, config: GraniteConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__(config, layer, kernels)

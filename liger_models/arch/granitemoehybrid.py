@@ -66,7 +66,10 @@ class GraniteMoeHybridConfig(MambaHybridConfig):
 
 
 class GraniteMoeHybridBlock(nn.Module):
-    """``h += m · mixer(norm(h)); h += m · (experts(norm(h)) + mlp(norm(h)))``, with or without experts."""
+    """``h += m · mixer(norm(h)); h += m · (experts(norm(h)) + mlp(norm(h)))`` with ``m = residual_multiplier``.
+
+    The mixer is a state-space mixer or attention. Models without experts have only the MLP.
+    """
 
     def __init__(self, config: GraniteMoeHybridConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()

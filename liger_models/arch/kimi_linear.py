@@ -216,7 +216,7 @@ def weight_map(
 
 
 def other_maps(config: KimiLinearConfig) -> list[WeightMap]:
-    """The layouts of the files that transformers 5 writes, and of transformers' modules in memory."""
+    """The weight maps of the files that transformers 5 writes, and of transformers' modules in memory."""
     return [
         weight_map(config, dense="block_sparse_moe"),
         weight_map(config, moe="mlp", fused=True),

@@ -154,7 +154,7 @@ def weight_map(config: Mistral3Config) -> WeightMap:
 
 
 def other_maps(config: Mistral3Config) -> list[WeightMap]:
-    """The layout of transformers' modules since version 4.52. Some versions also wrote this layout to checkpoints."""
+    """The weight map of transformers' modules since 4.52. Some versions also wrote these names to checkpoints."""
     return [_map(config, MODULES)]
 
 

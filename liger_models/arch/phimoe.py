@@ -135,7 +135,7 @@ def weight_map(config: PhimoeConfig) -> WeightMap:
 
 
 def fused_map(config: PhimoeConfig) -> WeightMap:
-    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
+    """The weight map of transformers 5, in which each projection is one tensor for all experts of a layer."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(config, "mlp.router", *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))
 

@@ -27,8 +27,7 @@ class ImageTokenModel(VisionLanguageModel):
     """A vision-language model whose vision tower returns the image tokens of all images, concatenated."""
 
     image_inputs: ClassVar[tuple[str, ...]]
-    """Names of the arguments of `forward` that the tower takes. Each has one row per image, in the order of the
-    text."""
+    """Names of the arguments of `forward` that the tower takes. Each has one row per image, in text order."""
     placeholder_key: ClassVar[str] = "image_token_index"
     """Name of the config field that holds `placeholder_id`."""
 
@@ -51,8 +50,8 @@ class ImageTokenModel(VisionLanguageModel):
         Args:
             input_ids: [B, T] int64, with one placeholder per image token.
             images: the arguments of the vision tower; None if there are no images.
-            prefix: [B, T] bool, which tokens at the start of each document attend to each other in both directions.
-                Default: none.
+            prefix: [B, T] bool, true for the tokens at the start of each document that attend to each other in both
+                directions. Default: no tokens.
             types: [B, T] integers, 1 at image tokens. The types are read only with ``inputs_embeds``, because
                 embeddings do not show where the images are.
             position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`.

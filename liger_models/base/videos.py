@@ -57,7 +57,8 @@ def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
         numbers: indices of the frames, from 0, in ascending order. An index may repeat.
 
     Raises:
-        ImportError, OSError, ValueError: as for `read_header`, or the video ends before the last frame in ``numbers``.
+        ImportError, OSError: as for `read_header`.
+        ValueError: as for `read_header`, or the video ends before the last frame in ``numbers``.
     """
     images: dict[int, Image] = {}
     with _opened(source) as (container, stream):

@@ -78,8 +78,7 @@ class GemmaAttention(LigerAttention):
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
-        """Return ``(y, residual, k, v)`` with k, v [B, S, G, D]; in layers that share k and v, only ``(y,
-        residual)``."""
+        """Return ``(y, residual, k, v)``, k and v [B, S, G, D]. Layers that share k and v return ``(y, residual)``."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
         if context is not None:

@@ -69,7 +69,7 @@ class GemmaDecoder(CappedGemmaModel):
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return a block's router logits, and a layout that passes its k and v to later blocks of the same type."""
+        """Return a block's router logits, and a layout with the block's k and v for later blocks of the same type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout

@@ -71,8 +71,7 @@ class MRopeModel(GridImageModel):
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `multimodal_positions`, and the position [B, 1] that each row's next token would
-        have."""
+        """Return the result of `multimodal_positions`, and the next position [B, 1] of each row."""
         rate = getattr(self.config.vision_config, "tokens_per_second", None)
         if rate is None and second_per_grid_ts is not None:
             raise ValueError(

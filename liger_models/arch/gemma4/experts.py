@@ -44,7 +44,7 @@ class Gemma4Router(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the forward makes autograd sum the gradient of the experts' factors."""
+        """Return True, because the forward makes autograd sum the gradient of the experts' factors over the ranks."""
         return True
 
     def forward(

@@ -61,7 +61,7 @@ def weight_map(config: Glm4vConfig) -> WeightMap:
 
 
 def other_maps(config: Glm4vConfig) -> list[WeightMap]:
-    """The layout with the older prefixes of Qwen2-VL checkpoints."""
+    """The weight map for names with the older prefixes of Qwen2-VL checkpoints."""
     return [_map(config, "model", "visual")]
 
 

@@ -191,7 +191,7 @@ def weight_map(config: Lfm2VlConfig) -> WeightMap:
 
 
 def other_maps(config: Lfm2VlConfig) -> list[WeightMap]:
-    """The layout of transformers 5's modules, in which the names of the tower have one level fewer."""
+    """The weight map of transformers 5's modules, in which the names of the tower have one level fewer."""
     return [_map(config, "model.vision_tower")]
 
 

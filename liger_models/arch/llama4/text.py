@@ -233,7 +233,7 @@ def weight_map(config: Llama4TextConfig) -> WeightMap:
 
 
 def other_maps(config: Llama4TextConfig) -> list[WeightMap]:
-    """The layout of the language model in a checkpoint with images."""
+    """The weight map of the language model in a checkpoint with images."""
     tower = ("vision_model.", "multi_modal_projector.")
     text = names(config, "language_model.model")
     return [decoder_map(config, head="language_model.lm_head.weight", dropped=tower, **text)]

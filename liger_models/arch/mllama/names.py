@@ -43,7 +43,7 @@ def weight_map(config: MllamaConfig) -> WeightMap:
 
 
 def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The layout of transformers' modules since version 4.52. Some versions also wrote this layout to checkpoints."""
+    """The weight map of transformers' modules since 4.52. Some versions also wrote these names to checkpoints."""
     return [_map(config, "model.language_model", "model.", "lm_head.weight")]
 
 

@@ -38,7 +38,7 @@ from liger_models.layers.norm import zero_centered_norm
 
 
 class PaliGemmaBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``; in PaliGemma 2 ``h += norm(attention(norm(h)))`` and so on."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``. In PaliGemma 2, each branch also has a norm after it."""
 
     def __init__(self, config: PaliGemmaConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()

@@ -44,8 +44,7 @@ def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
 
 
 def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
-    """Return the number of key heads and, per key head, the number of rows of q (or of k) and the number of rows of
-    v."""
+    """Return the number of key heads and, per key head, the number of rows of q (or k) and the number of rows of v."""
     heads = config.linear_num_key_heads
     return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
 
@@ -105,8 +104,7 @@ def hybrid_map(
 
 
 def _linear_attention_entries(config: HybridConfig, theirs: str, four_projections: bool) -> dict[str, Expression | str]:
-    """Return weight-map entries of linear attention, whose projection packs the checkpoint's projections by key
-    head."""
+    """Return the weight-map entries of linear attention, in which one tensor packs all projections by key head."""
     heads, keys, values = _linear_sizes(config)
     scalars = config.linear_num_value_heads // heads  # number of update rates (and of decays) per key head
     projections: list[Expression | str]
@@ -126,8 +124,7 @@ def _linear_attention_entries(config: HybridConfig, theirs: str, four_projection
 
 
 def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expression | str]:
-    """Return weight-map entries of full attention: norms of q and k, the packed projection, and the output
-    projection."""
+    """Return the weight-map entries of full attention: norms of q and k, and the packed and output projections."""
     ours = "layers.{full}.self_attn"
     entries: dict[str, Expression | str] = {
         f"{ours}.{name}.weight": f"{theirs}.{name}.weight" for name in ("q_norm", "k_norm")
@@ -211,10 +208,10 @@ def _has_experts(config: HybridConfig) -> bool:
 
 
 def text_maps(config: HybridConfig) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 text model.
+    """The weight maps of a Qwen3.5 text model.
 
-    The first is the layout that transformers writes, which has separate tensors for each expert. The last ones are the
-    layouts of checkpoints with a tower.
+    The first is for the layout that transformers writes, which has separate tensors for each expert. The last ones are
+    for checkpoints with a tower.
     """
     prefixes = ("model", "model.language_model")
     layouts = (False, True) if _has_experts(config) else (False,)  # whether experts are fused
@@ -222,9 +219,10 @@ def text_maps(config: HybridConfig) -> list[WeightMap]:
 
 
 def multimodal_maps(config: Any) -> list[WeightMap]:
-    """The layouts of a Qwen3.5 model with its tower.
+    """The weight maps of a Qwen3.5 model with its tower.
 
-    The first is the layout on the hub, which has one tensor for all experts. The last ones have older prefixes.
+    The first is for the layout on the hub, which has one tensor for all experts. The last ones have older name
+    prefixes.
     """
     layouts = (True, False) if _has_experts(config) else (False,)  # whether experts are fused
     maps = []

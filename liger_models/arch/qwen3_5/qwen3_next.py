@@ -57,7 +57,7 @@ def weight_map(config: Qwen3NextConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3NextConfig) -> list[WeightMap]:
-    """The layout of transformers 5, in which each projection is one tensor for all experts of a layer."""
+    """The weight map of transformers 5, in which each projection is one tensor for all experts of a layer."""
     return [hybrid_map(config, four_projections=False, fused=True)]
 
 

@@ -87,7 +87,7 @@ def weight_map(config: Qwen3VLMoeConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3VLMoeConfig) -> list[WeightMap]:
-    """The untransposed layout, which transformers 5 writes for models that were not loaded from a checkpoint."""
+    """The weight map without transposed experts, for files of transformers 5 whose model came from no checkpoint."""
     return [_map(config, *fused_expert_rows(f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"))]
 
 
