@@ -163,7 +163,7 @@ def weight_map(config: GptOssConfig) -> WeightMap:
 
 
 def mxfp4_map(config: GptOssConfig) -> WeightMap:
-    """Like `weight_map`, but for experts in the released MXFP4 format, in which matrices are not transposed."""
+    """Like `weight_map`, but for experts in the released MXFP4 format, whose matrices are not transposed."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(
         config,

@@ -253,7 +253,7 @@ NUMBERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the types of layers and MLPs in both formats, and refuse other models with this model_type.
+    """Read the layer and MLP types of either file format, and refuse other models that use this ``model_type``.
 
     ``tie_word_embeddings`` is read as false, because transformers ties no weights of this architecture.
 

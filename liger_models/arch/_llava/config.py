@@ -139,7 +139,7 @@ def from_json(
         config_class: the config class of the model.
         hf: the content of config.json.
         top: the keys that do not belong to the language model.
-        text_ties: whether ``tie_word_embeddings`` in ``text_config`` counts in addition to the key at the top level.
+        text_ties: whether ``tie_word_embeddings`` is read from ``text_config`` as well as from the top level.
 
     Raises:
         ValueError: the language model or the tower is not supported.

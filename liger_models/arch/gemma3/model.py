@@ -63,8 +63,8 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and rename ``hidden_activation`` to ``hidden_act``.
 
-    ``image_token_id`` is also accepted for ``image_token_index``, ``boi_token_id`` for ``boi_token_index``, and
-    ``eoi_token_id`` for ``eoi_token_index``.
+    ``image_token_id``, ``boi_token_id`` and ``eoi_token_id`` are accepted as other names of ``image_token_index``,
+    ``boi_token_index`` and ``eoi_token_index``.
     """
     hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
     return of_text(Gemma3Config, hf, text.from_json(hf.get("text_config") or {}), TOP)

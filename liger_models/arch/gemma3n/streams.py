@@ -83,7 +83,7 @@ class AltUp(Layer):
         self.correction = nn.Linear(self.streams, self.streams, bias=False)
         self.scales = config.altup_correct_scale
         self.scale = nn.Parameter(torch.zeros(C), requires_grad=self.scales)
-        """A factor for the corrected first stream that the per-layer branch reads. All checkpoints store it."""
+        """A factor for the corrected first stream that the per-layer branch reads. Every checkpoint has this factor."""
         self.group: Group | None = None
 
     def draw(self, std: float) -> bool:

@@ -98,8 +98,8 @@ def lfm2_map(
 
     Args:
         config: config of the model.
-        mlps, over: the weight-map entries of the MLPs, and the index sets in the names of these entries. ``mlps`` may
-            also have entries of other modules.
+        mlps, over: the weight-map entries of the MLPs, and the index sets that occur in their names. ``mlps`` may also
+            have entries of other modules.
         prefix: prefix of all names in the checkpoint except the name of the head.
         kept: as in `WeightMap`.
     """

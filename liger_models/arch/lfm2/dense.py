@@ -87,7 +87,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the older names of two settings, which transformers prefers, and drop keys that it does not know."""
+    """Add the older names of two settings, which transformers prefers, and drop keys unknown to transformers."""
     known = {key: value for key, value in keys.items() if key not in ("attention_dropout", "hidden_act")}
     return {**known, "tie_embedding": keys["tie_word_embeddings"], "block_ff_dim": keys["intermediate_size"]}
 

@@ -60,8 +60,8 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and read the base of the tower's rotation.
 
-    ``image_token_id`` is also accepted for ``image_token_index``, ``boi_token_id`` for ``boi_token_index``, and
-    ``eoi_token_id`` for ``eoi_token_index``.
+    ``image_token_id``, ``boi_token_id`` and ``eoi_token_id`` are accepted as other names of ``image_token_index``,
+    ``boi_token_index`` and ``eoi_token_index``.
 
     Raises:
         ValueError: the tower's rope type is not supported.

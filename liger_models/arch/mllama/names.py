@@ -22,7 +22,7 @@ TOP = ("image_token_index", "vision_config")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and rename ``dropout`` to ``attention_dropout``.
 
-    ``image_token_id`` is also accepted for ``image_token_index``.
+    ``image_token_id`` is accepted as another name of ``image_token_index``.
     """
     hf = {"image_token_index" if key == "image_token_id" else key: value for key, value in hf.items()}
     text = hf.get("text_config") or {}

@@ -112,7 +112,7 @@ IGNORED_KEYS = (
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of ``text_config`` to the top, and add the defaults of the language model.
 
-    ``image_token_id`` is also accepted for ``image_token_index``.
+    ``image_token_id`` is accepted as another name of ``image_token_index``.
 
     Raises:
         ValueError: the language model or the tower is not supported, or the width of the projection is not the width of

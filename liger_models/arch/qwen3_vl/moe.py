@@ -87,7 +87,7 @@ def weight_map(config: Qwen3VLMoeConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3VLMoeConfig) -> list[WeightMap]:
-    """The weight map without transposed experts, for files of transformers 5 whose model came from no checkpoint."""
+    """The weight map of files with untransposed experts, which transformers 5 writes for newly created models."""
     return [_map(config, *fused_expert_rows(f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"))]
 
 
